@@ -2,93 +2,203 @@
 
 from __future__ import annotations
 
-import os
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import os as _os
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
-from edgeinfer.version import VERSION
+from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
-    from edgeinfer.catalog import ModelFacts, describe, verify
+    from edgeinfer import tools
+    from edgeinfer.adaptive import ReducedCompute
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, aload, load, plan
+    from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.chat import Chat
-    from edgeinfer.config import GenerationConfig, LoadConfig
-    from edgeinfer.errors import EdgeInferError
+    from edgeinfer.config import Cache, GenerationConfig, LoadConfig
+    from edgeinfer.drafting import Speculation
+    from edgeinfer.errors import (
+        BackendError,
+        BudgetError,
+        BundleError,
+        CapabilityError,
+        CheckpointError,
+        ContextLengthError,
+        DeviceError,
+        EdgeInferError,
+        GrammarError,
+        HubError,
+        InternalError,
+        ModelError,
+        NativeUnavailableError,
+        PromptError,
+        StorageError,
+        TemplateError,
+        TokenizerError,
+        UnsupportedArchitectureError,
+        UsageError,
+        UserError,
+    )
+    from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
+    from edgeinfer.installed import LocalModel, list_models, pull, remove_model
+    from edgeinfer.model_facts import ModelFacts, describe, verify
+    from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
-    from edgeinfer.tools.devices import DeviceTuning, forget_tuning, list_devices, measure_device, tune_device
-    from edgeinfer.tools.evaluation import evaluate
-    from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
-    from edgeinfer.tools.predictions import Divergence, Evaluation
+    from edgeinfer.searching import Search
+
+    # Where they were before there was `edgeinfer.tools`.
+    from edgeinfer.tools import DeviceTuning as DeviceTuning
+    from edgeinfer.tools import Divergence as Divergence
+    from edgeinfer.tools import Evaluation as Evaluation
+    from edgeinfer.tools import TuneResult as TuneResult
+    from edgeinfer.tools import calibrate_kv as calibrate_kv
+    from edgeinfer.tools import evaluate, list_devices
+    from edgeinfer.tools import forget_tuning as forget_tuning
+    from edgeinfer.tools import measure_device as measure_device
+    from edgeinfer.tools import measure_kv as measure_kv
+    from edgeinfer.tools import tune_device as tune_device
+    from edgeinfer.tools import tune_kv as tune_kv
 
 __all__ = [
+    "AsyncTokenStream",
+    "BackendError",
+    "BudgetError",
+    "BundleError",
+    "Cache",
+    "CapabilityError",
+    "CatalogModel",
     "Chat",
+    "CheckpointError",
     "Chunk",
-    "DeviceTuning",
-    "Divergence",
+    "ContextLengthError",
+    "DeviceError",
     "EdgeInferError",
-    "Evaluation",
+    "FoundModel",
     "GenerationConfig",
+    "GrammarError",
+    "HubError",
+    "InternalError",
     "LoadConfig",
+    "LocalModel",
     "MemoryPlan",
     "Model",
+    "ModelError",
     "ModelFacts",
+    "NativeUnavailableError",
+    "Offer",
+    "PromptError",
+    "ReducedCompute",
     "Result",
+    "Sampling",
+    "Search",
+    "Speculation",
+    "StorageError",
+    "TemplateError",
     "TokenStream",
-    "TuneResult",
-    "calibrate_kv",
+    "TokenizerError",
+    "UnsupportedArchitectureError",
+    "UsageError",
+    "UserError",
+    "aload",
+    "catalog",
     "describe",
     "evaluate",
-    "forget_tuning",
     "list_devices",
+    "list_models",
     "load",
-    "measure_device",
-    "measure_kv",
+    "offers",
     "plan",
-    "tune_device",
-    "tune_kv",
+    "pull",
+    "remove_model",
+    "search_hub",
+    "tools",
     "verify",
 ]
-__version__ = VERSION
+__version__ = _VERSION
 
 # onnxruntime 1.31 reports events to its makers and writes an identifier of the device into the user's cache, beginning
 # with its import, unless this is set. Whoever has set it otherwise has decided for themselves.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+_os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "AsyncTokenStream": "async_replies",
+    "BackendError": "errors",
+    "BudgetError": "errors",
+    "BundleError": "errors",
+    "Cache": "config",
+    "CapabilityError": "errors",
+    "CatalogModel": "hub",
     "Chat": "chat",
+    "CheckpointError": "errors",
     "Chunk": "results",
-    "DeviceTuning": "tools.devices",
-    "Divergence": "tools.predictions",
+    "ContextLengthError": "errors",
+    "DeviceError": "errors",
     "EdgeInferError": "errors",
-    "Evaluation": "tools.predictions",
+    "FoundModel": "hub",
     "GenerationConfig": "config",
+    "GrammarError": "errors",
+    "HubError": "errors",
+    "InternalError": "errors",
     "LoadConfig": "config",
+    "LocalModel": "installed",
     "MemoryPlan": "api",
     "Model": "api",
-    "ModelFacts": "catalog",
+    "ModelError": "errors",
+    "ModelFacts": "model_facts",
+    "NativeUnavailableError": "errors",
+    "Offer": "hub",
+    "PromptError": "errors",
+    "ReducedCompute": "adaptive",
     "Result": "results",
+    "Sampling": "reply_options",
+    "Search": "searching",
+    "Speculation": "drafting",
+    "StorageError": "errors",
+    "TemplateError": "errors",
     "TokenStream": "api",
-    "TuneResult": "api",
-    "calibrate_kv": "tools.kv_calibration",
-    "describe": "catalog",
-    "evaluate": "tools.evaluation",
-    "forget_tuning": "tools.devices",
-    "list_devices": "tools.devices",
+    "TokenizerError": "errors",
+    "UnsupportedArchitectureError": "errors",
+    "UsageError": "errors",
+    "UserError": "errors",
+    "aload": "api",
+    "catalog": "hub",
+    "describe": "model_facts",
+    "evaluate": "tools",
+    "list_devices": "tools",
+    "list_models": "installed",
     "load": "api",
-    "measure_device": "tools.devices",
-    "measure_kv": "tools.kv_calibration",
+    "offers": "hub",
     "plan": "api",
-    "tune_device": "tools.devices",
-    "tune_kv": "tools.kv_calibration",
-    "verify": "catalog",
+    "pull": "installed",
+    "remove_model": "installed",
+    "search_hub": "hub",
+    "verify": "model_facts",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-    return getattr(import_module(f"edgeinfer.{_HOMES[name]}"), name)
+# What was public here before there was `edgeinfer.tools`, and is there now.
+_MOVED = (
+    "DeviceTuning",
+    "Divergence",
+    "Evaluation",
+    "TuneResult",
+    "calibrate_kv",
+    "forget_tuning",
+    "measure_device",
+    "measure_kv",
+    "tune_device",
+    "tune_kv",
+)
+
+if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name == "tools":
+            return _import_module("edgeinfer.tools")
+        home = "tools" if name in _MOVED else _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
+        return getattr(_import_module(f"edgeinfer.{home}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

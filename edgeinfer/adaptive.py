@@ -6,45 +6,55 @@ All of it is lossy, and results say so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
+from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option
 
-__all__ = ["BASELINES", "COMPUTES", "SKIP_CACHES", "ComputeOptions", "ComputeUse"]
+__all__ = [
+    "BASELINES",
+    "COMPUTES",
+    "SKIP_CACHES",
+    "ComputeMethod",
+    "ComputeOptions",
+    "ComputeSettings",
+    "ComputeUse",
+    "ReducedCompute",
+    "SkipCache",
+]
 
 # Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
-COMPUTES = ("full", "entropy", "unified", "calibrated", "importance", "routers", "exit")
+ComputeMethod = Literal["full", "entropy", "unified", "calibrated", "importance", "routers", "exit"]
+COMPUTES: tuple[str, ...] = get_args(ComputeMethod)
 # What they are compared with in benchmarks: options take it, help does not offer it.
 BASELINES = ("random",)
 # What fills the cache where layers were skipped and are needed after all.
-SKIP_CACHES = ("exact", "below")
+SkipCache = Literal["exact", "below"]
+SKIP_CACHES: tuple[str, ...] = get_args(SkipCache)
 # The heading of help.
 _COMPUTE = "less compute (lossy)"
 
 
-@dataclass(frozen=True)
-class ComputeOptions:
-    """How much of the model each token takes.
+# The choice of a method is called `compute` where options are flat and `method` in a group.
+_METHOD: dict[str, Any] = {
+    "help": "how much of the model each token takes: all of it; entropy: the draft model writes where the text is "
+    "easy; unified, calibrated, importance, routers: some layers are skipped; exit: a pass ends early where the first "
+    "layers are sure of the token (default: full)",
+    "choices": COMPUTES,
+    "cli": "--compute",
+    "group": _COMPUTE,
+    "also": BASELINES,
+}
 
-    All but "full" are lossy. "entropy" has a draft model write where the text is easy to foresee; "unified",
-    "calibrated", "importance" and "routers" skip layers or blocks for the whole reply, all but the first chosen by
-    `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a pass early where the first
-    layers are sure of the token. The whole model evaluates every prompt.
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSettings:
+    """What the methods of computing less go by.
 
     Ranges end where more is surely a mistake: a pass a thousand times faster, or more bits than a vocabulary has.
     """
 
-    compute: str = option(
-        "full",
-        help="how much of the model each token takes: all of it; entropy: the draft model writes where the text is "
-        "easy; unified, calibrated, importance, routers: some layers are skipped; exit: a pass ends early where the "
-        "first layers are sure of the token (default: full)",
-        choices=COMPUTES,
-        cli="--compute",
-        group=_COMPUTE,
-        wire=True,
-        also=BASELINES,
-    )
     compute_speedup: float = option(
         1.5,
         help="how many times faster a pass with skipped layers is to be (default: 1.5)",
@@ -53,7 +63,6 @@ class ComputeOptions:
         cli="--compute-speedup",
         metavar="X",
         group=_COMPUTE,
-        wire=True,
     )
     compute_share: float = option(
         0.5,
@@ -63,7 +72,6 @@ class ComputeOptions:
         cli="--compute-share",
         metavar="X",
         group=_COMPUTE,
-        wire=True,
     )
     entropy_threshold: float | None = option(
         None,
@@ -73,7 +81,6 @@ class ComputeOptions:
         cli="--entropy-threshold",
         metavar="BITS",
         group=_COMPUTE,
-        wire=True,
     )
     entropy_stay: int = option(
         4,
@@ -83,7 +90,6 @@ class ComputeOptions:
         cli="--entropy-stay",
         metavar="N",
         group=_COMPUTE,
-        wire=True,
     )
     exit_layer: int | None = option(
         None,
@@ -93,7 +99,6 @@ class ComputeOptions:
         cli="--exit-layer",
         metavar="N",
         group=_COMPUTE,
-        wire=True,
     )
     exit_confidence: float = option(
         0.9,
@@ -103,16 +108,14 @@ class ComputeOptions:
         cli="--exit-confidence",
         metavar="P",
         group=_COMPUTE,
-        wire=True,
     )
-    skip_cache: str = option(
+    skip_cache: SkipCache = option(
         "exact",
         help="after an early exit, deeper layers run later for the tokens they missed (exact), or take keys and values "
         "of the layer below (default: exact)",
         choices=SKIP_CACHES,
         cli="--skip-cache",
         group=_COMPUTE,
-        wire=True,
     )
     # The mean over the reply's tokens, by sampled passes of the whole model.
     quality_floor: float | None = option(
@@ -123,8 +126,14 @@ class ComputeOptions:
         cli="--quality-floor",
         metavar="NATS",
         group=_COMPUTE,
-        wire=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions(ComputeSettings):
+    """How much of the model each token takes, as one of a reply's options; `ReducedCompute` tells of the methods."""
+
+    compute: ComputeMethod = option("full", **_METHOD)
 
     def check_compute(self) -> None:
         """Refuses options that exclude each other.
@@ -132,12 +141,47 @@ class ComputeOptions:
         Raises:
             UsageError: there are such.
         """
-        if self.skip_cache == "below" and self.compute != "exit":
-            message = "skip_cache='below' fills what early exits leave out."
-            raise UsageError(message, "Use it with compute='exit', or leave it out.")
-        if self.skip_cache == "below" and self.quality_floor is not None:
-            message = "A quality floor compares with the whole model's cache."
-            raise UsageError(message, "Leave skip_cache or quality_floor out.")
+        _check(self.compute, self)
+
+
+@dataclass(frozen=True)
+class ReducedCompute(ComputeSettings, OptionGroup):
+    """How much of the model each token takes: `model.generate(prompt, compute=ReducedCompute("exit", exit_layer=8))`.
+
+    All methods but "full" are lossy. The whole model evaluates every prompt.
+
+    Attributes:
+        method: "entropy" has a draft model write where the text is easy to foresee; "unified", "calibrated",
+            "importance" and "routers" skip layers or blocks for the whole reply, all but the first chosen by
+            `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a pass early where the
+            first layers are sure of the token.
+        compute_speedup: how many times faster a pass with skipped layers is to be.
+        compute_share: of "entropy": share of tokens that the large model makes.
+        entropy_threshold: bits of entropy above which the large model makes a token; None is what gives that share.
+        entropy_stay: tokens that a model makes at least before the other one takes over.
+        exit_layer: layers after which a pass may end; None is what tuning found, the bundle's, or two thirds.
+        exit_confidence: probability of the likeliest token from which on the first layers decide.
+        skip_cache: after an early exit, deeper layers run later for the tokens they missed ("exact"), or take keys and
+            values of the layer below ("below").
+        quality_floor: nats of divergence from the whole model's predictions from which on the whole model runs.
+    """
+
+    mode: ClassVar = ("method", "compute")
+
+    method: ComputeMethod = option("full", **_METHOD)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.method, self)
+
+
+def _check(method: str, settings: ComputeSettings) -> None:
+    if settings.skip_cache == "below" and method != "exit":
+        message = "skip_cache='below' fills what early exits leave out."
+        raise UsageError(message, "Use it with compute='exit', or leave it out.")
+    if settings.skip_cache == "below" and settings.quality_floor is not None:
+        message = "A quality floor compares with the whole model's cache."
+        raise UsageError(message, "Leave skip_cache or quality_floor out.")
 
 
 @dataclass(frozen=True)

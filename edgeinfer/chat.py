@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
+from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.bundle import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 from edgeinfer.generation import TokenStream
+from edgeinfer.option_types import (
+    ComputeOption,
+    GenerationOptions,
+    JsonSchema,
+    RareGenerationOptions,
+    SamplingOption,
+    SearchOption,
+    SpeculationOption,
+    given_by,
+)
+from edgeinfer.options import shown
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 
@@ -30,13 +42,12 @@ class ConversationModel(Protocol):
     def info(self) -> ModelInfo:
         """Which model this is."""
 
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        on_finish: Callable[[Result], None] | None = None,
-        **options: Any,
-    ) -> TokenStream:
+    @property
+    def reply_thread(self) -> ReplyThread:
+        """Where replies for event loops are made."""
+
+    @property
+    def stream_chat(self) -> Callable[..., TokenStream]:
         """Answers messages."""
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -55,12 +66,23 @@ class Chat:
     Args:
         model: answers.
         system: text of the system message, if any.
+        history: what was said before, as messages with "role" and "content". A system message may come first.
+
+    Raises:
+        UsageError: a message of the history is malformed, or there are two system messages.
     """
 
-    def __init__(self, model: ConversationModel, system: str | None = None) -> None:
+    def __init__(
+        self, model: ConversationModel, system: str | None = None, history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._model = model
+        turns = _read_history(history)
+        if turns and turns[0]["role"] == "system":
+            if system is not None:
+                raise UsageError("There are two system messages.", "Leave out `system`, or that of the history.")
+            system = turns.pop(0)["content"]
         self.system = system
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, str]] = turns
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -68,17 +90,83 @@ class Chat:
         head = [{"role": "system", "content": self.system}] if self.system else []
         return head + [dict(turn) for turn in self._turns]
 
-    def stream(self, text: str, **options: Any) -> TokenStream:
+    def send(
+        self,
+        text: str,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        choices: Sequence[str] | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        logprobs: int | None = None,
+        sampling: SamplingOption | None = None,
+        speculation: SpeculationOption | None = None,
+        search: SearchOption | None = None,
+        compute: ComputeOption | None = None,
+        **rare: Unpack[RareGenerationOptions],
+    ) -> Result:
+        """Answers a user message and returns the whole reply, as `stream` does chunk by chunk.
+
+        Args:
+            text: the user's message.
+
+        The options are those of `Model.generate`; errors as `stream`.
+        """
+        return self._stream(text, given_by(locals())).complete()
+
+    def stream(
+        self,
+        text: str,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        choices: Sequence[str] | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        logprobs: int | None = None,
+        sampling: SamplingOption | None = None,
+        speculation: SpeculationOption | None = None,
+        search: SearchOption | None = None,
+        compute: ComputeOption | None = None,
+        **rare: Unpack[RareGenerationOptions],
+    ) -> TokenStream:
         """Answers a user message, chunk by chunk. Once finished, also early, both become part of the conversation.
 
         Args:
             text: the user's message.
-            options: fields of GenerationConfig.
+
+        The options are those of `Model.generate`.
 
         Raises:
-            PromptError: the message is empty.
+            PromptError: the message is empty, or no text.
             TemplateError, ContextLengthError, UsageError: as `Model.stream_chat`; the conversation is unchanged.
         """
+        return self._stream(text, given_by(locals()))
+
+    async def asend(self, text: str, **options: Unpack[GenerationOptions]) -> Result:
+        """`send` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply."""
+        return await self.astream(text, **options).complete()
+
+    def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+        """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
+        given = dict(options)
+        return AsyncTokenStream(self._model.reply_thread, lambda: self._stream(text, given))
+
+    def _stream(self, text: str, options: Mapping[str, Any]) -> TokenStream:
+        if not isinstance(text, str):
+            hint = "Give a text; a conversation from before is given to model.chat(history=...)."
+            raise PromptError(f"The message is {shown(text)}, which is no text.", hint)
         if not text.strip():
             raise PromptError("The message is empty.", "Write something.")
         asked = {"role": "user", "content": text}
@@ -87,10 +175,6 @@ class Chat:
             self._turns += [asked, {"role": "assistant", "content": result.text}]
 
         return self._model.stream_chat([*self.messages, asked], on_finish=add, **options)
-
-    def send(self, text: str, **options: Any) -> Result:
-        """Answers a user message and returns the whole reply; arguments and errors as `stream`."""
-        return self.stream(text, **options).complete()
 
     def reset(self) -> None:
         """Forgets the turns; the system message stays."""
@@ -149,6 +233,18 @@ class Chat:
         chat = cls(model, data["system"])
         chat._turns = data["turns"]
         return chat
+
+
+def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    turns = []
+    for index, message in enumerate(history):
+        given = message if isinstance(message, Mapping) else {}
+        role, content = given.get("role"), given.get("content")
+        if role not in _ROLES or not isinstance(content, str) or (role == "system" and index):
+            hint = 'Give {"role": "user" or "assistant", "content": a text}; one with "system" may come first.'
+            raise UsageError(f"history[{index}] is {shown(message)}.", hint)
+        turns.append({"role": str(role), "content": content})
+    return turns
 
 
 def _text_of(source: Path) -> str:

@@ -3,63 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
-from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.adaptive import ComputeOptions, ReducedCompute
+from edgeinfer.drafting import (
+    DRAFTING_GROUP,
+    SPECULATION,
+    LoadDrafting,
+    ReplyDrafting,
+    Speculation,
+    drafters_in,
+)
 from edgeinfer.errors import UsageError
-from edgeinfer.options import LARGEST_COUNT, check_options, option, require, require_alone, shown
-from edgeinfer.reply_options import ReplyOptions
-from edgeinfer.searching import SearchOptions
+from edgeinfer.option_groups import OptionGroup, flat_options, require_known
+from edgeinfer.options import (
+    LARGEST_COUNT,
+    check_options,
+    option,
+    options_of,
+    require,
+    require_alone,
+    shown,
+    suggestion,
+)
+from edgeinfer.reply_options import ReplyOptions, Sampling
+from edgeinfer.searching import Search, SearchOptions
 
 __all__ = [
     "COUNTED",
     "DEVICES",
-    "DRAFTERS",
     "GGUF_KV_TYPES",
     "KV_TYPES",
-    "NO_DRAFT_MODEL",
+    "LOAD_GROUPS",
     "ONNX_KV_TYPES",
     "OVERFLOWS",
-    "VERIFICATIONS",
+    "REPLY_GROUPS",
     "WEIGHTS_MODES",
+    "Cache",
+    "CountedPages",
     "GenerationConfig",
+    "KvType",
     "LoadConfig",
-    "drafters_in",
+    "OverflowPolicy",
+    "WeightsMode",
     "format_size",
     "parse_size",
 ]
 
-# Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
-DRAFTERS = (
-    "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "resident",
-    "medusa", "hydra", "prompt",
-)  # fmt: skip
-# How drafts can be verified; runtime/speculation/verification has them.
-VERIFICATIONS = ("keyed", "rejection", "k-seq", "typical")
 # Where models run; runtime/devices has them, a test holds the two equal.
 DEVICES = (
     "cpu", "cuda", "directml", "webgpu", "qnn", "coreml", "openvino", "openvino:NPU", "openvino:GPU", "openvino:CPU",
     "xnnpack",
 )  # fmt: skip
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
-ONNX_KV_TYPES = ("float32", "int8", "int4")
-GGUF_KV_TYPES = ("float32", "float16", "q8_0", "q4_0")
-KV_TYPES = tuple(dict.fromkeys((*ONNX_KV_TYPES, *GGUF_KV_TYPES)))
+KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
+ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "int8", "int4")
+GGUF_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "q8_0", "q4_0")
+KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
-OVERFLOWS = ("stop", "window", "merge", "cluster")
+OverflowPolicy = Literal["stop", "window", "merge", "cluster"]
+OVERFLOWS: tuple[str, ...] = get_args(OverflowPolicy)
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
 # be chosen, or dropped behind each pass.
-WEIGHTS_MODES = ("packed", "mapped", "experts", "streamed")
+WeightsMode = Literal["packed", "mapped", "experts", "streamed"]
+WEIGHTS_MODES: tuple[str, ...] = get_args(WeightsMode)
 # Which pages count against a budget: all that are resident, or those without a file behind them.
-COUNTED = ("resident", "anonymous")
-# As a draft model: none, not even the one that a bundle brings.
-NO_DRAFT_MODEL = "off"
-# Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
-MOST_DRAFTED = 15
-
+CountedPages = Literal["resident", "anonymous"]
+COUNTED: tuple[str, ...] = get_args(CountedPages)
 _UNITS = {"": 1, "B": 1, "K": 1000, "KB": 1000, "M": 1000**2, "MB": 1000**2, "G": 1000**3, "GB": 1000**3}
 _UNITS |= {"T": 1000**4, "TB": 1000**4, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3, "TIB": 1024**4}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -82,39 +96,79 @@ def parse_size(value: int | str) -> int:
     return round(size)
 
 
-def format_size(size: int) -> str:
-    """A size in bytes as people read it, in decimal units: ``412.3 MB``."""
+def format_size(size: int, *, up: bool = False) -> str:
+    """A size in bytes as people read it, in decimal units: ``412.3 MB``.
+
+    Args:
+        up: rounds up, for sizes that are to be given as a budget.
+    """
     for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
         if abs(size) >= factor:
-            return f"{size / factor:.1f} {unit}"
+            return f"{math.ceil(size * 10 / factor) / 10 if up else size / factor:.1f} {unit}"
     return f"{size} B"
 
 
 _LARGEST_SIZE = 2**63 - 1
-# Headings of help.
-_RESOURCES, _DRAFTING = "resources", "drafting ahead (the text stays the same)"
+# The heading of help.
+_RESOURCES = "resources"
 
 
-def drafters_in(speculation: str) -> tuple[str, ...]:
-    """The drafters that an option such as "copy,ngram" names; none for "off", all that a model has for "auto".
+# The size of the prefix cache, which callers may write as a text.
+_PREFIX_CACHE: dict[str, Any] = {
+    "help": "memory for conversations other than the current one, such as 50MB (default: none)",
+    "low": 0,
+    "high": _LARGEST_SIZE,
+    "cli": "--prefix-cache",
+    "metavar": "SIZE",
+    "group": _RESOURCES,
+    "size": True,
+}
 
-    Raises:
-        UsageError: an unknown name.
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The KV cache."""
+
+    # Floats are float32, of GGUF models float16; where the budget needs it, int8 (if the bundle has scales) or q8_0.
+    kv: KvType | None = option(
+        None,
+        help="type of the KV cache: float32, int8, int4, of GGUF models float16, q8_0, q4_0; 8 and 4 bits are lossy "
+        "(default: floats, or 8 bits where memory is short)",
+        choices=KV_TYPES,
+        cli="--kv",
+        group=_RESOURCES,
+    )
+    overflow: OverflowPolicy = option(
+        "stop",
+        help="when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)",
+        choices=OVERFLOWS,
+        cli="--overflow",
+        group=_RESOURCES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache(CacheOptions, OptionGroup):
+    """The KV cache: `edgeinfer.load(cache=Cache(kv="int8", overflow="window"))`.
+
+    Attributes:
+        kv: type of its numbers: "float32", "int8", "int4", of GGUF models "float16", "q8_0", "q4_0"; 8 and 4 bits are
+            lossy. None is floats, or 8 bits where memory is short.
+        overflow: what happens when a conversation outgrows the context: "stop", or forget some of it, which is lossy:
+            "window" keeps the first and the latest tokens, "merge" and "cluster" merge the others into them.
+        prefix_cache: memory for conversations other than the current one, such as "50MB" or bytes; 0 is none.
     """
-    if speculation == "off":
-        return ()
-    if speculation == "auto":
-        return DRAFTERS
-    names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
-    for name in names:
-        if name not in DRAFTERS:
-            known = f"auto, off, or some of {', '.join(DRAFTERS)}"
-            raise UsageError(f"Unknown drafter {name!r}.", f"speculation must be {known}, separated by commas.")
-    return names
+
+    prefix_cache: int | str = option(0, **_PREFIX_CACHE)
+
+    def __post_init__(self) -> None:
+        if self.prefix_cache != 0:
+            object.__setattr__(self, "prefix_cache", parse_size(self.prefix_cache))
+        super().__post_init__()
 
 
-@dataclass(frozen=True)
-class LoadConfig:
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig(CacheOptions, LoadDrafting):
     """How a model is loaded. Each option is declared with its help, range and names (`options_of`)."""
 
     context: int | None = option(
@@ -125,6 +179,8 @@ class LoadConfig:
         cli=("-c", "--context"),
         metavar="N",
         group=_RESOURCES,
+        basic=True,
+        brief="tokens of prompt and reply together (default: 2048)",
     )
     memory: int | None = option(
         None,
@@ -134,7 +190,20 @@ class LoadConfig:
         cli="--memory",
         metavar="SIZE",
         group=_RESOURCES,
+        basic=True,
+        brief="the whole process stays within this, such as 600MB or 1.5GiB",
         size=True,
+    )
+    # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
+    bits: int | None = option(
+        None,
+        help="bits of a checkpoint's weights, which are converted when it is first loaded: 2, 4, 8 or 32 (default: 4, "
+        "or what fits the memory)",
+        low=2,
+        high=32,
+        cli="--bits",
+        metavar="N",
+        group=_RESOURCES,
     )
     threads: int | None = option(
         None,
@@ -144,6 +213,8 @@ class LoadConfig:
         cli=("-t", "--threads"),
         metavar="N",
         group=_RESOURCES,
+        basic=True,
+        brief="CPU threads (default: the physical cores)",
     )
     # DESIGN section 4.
     exact: bool = option(
@@ -176,14 +247,7 @@ class LoadConfig:
         cli="--no-native",
         group=_RESOURCES,
     )
-    speculation: str = option(
-        "auto",
-        help="auto: draft tokens ahead where that is faster; off; or drafters such as copy,recycle: "
-        + ", ".join(DRAFTERS),
-        cli="--spec",
-        metavar="MODE",
-        group=_DRAFTING,
-    )
+    speculation: str = option("auto", **SPECULATION)
     # Without one, the bundle's own drafts where the budget has room for it.
     draft_model: str | None = option(
         None,
@@ -191,51 +255,9 @@ class LoadConfig:
         "the model's own",
         cli="--draft-model",
         metavar="MODEL",
-        group=_DRAFTING,
+        group=DRAFTING_GROUP,
     )
-    # Memory is planned for this many; only `speculation="auto"` takes fewer where the budget needs it.
-    draft_max: int | None = option(
-        None,
-        help="tokens in a draft at most (default: 15, or fewer where memory is short)",
-        low=1,
-        high=63,
-        cli="--spec-draft-n-max",
-        metavar="N",
-        group=_DRAFTING,
-    )
-    # Also of a draft model in a GGUF file, where the default is all of its experts.
-    draft_experts: int | None = option(
-        None,
-        help="experts per token where the model itself drafts with fewer (default: half of its own number)",
-        low=1,
-        high=4096,
-        cli="--draft-experts",
-        metavar="N",
-        group=_DRAFTING,
-    )
-    remember: bool = option(
-        True,
-        help="keep nothing of what drafters learn from your texts (token ids and counts) for the next session",
-        cli="--no-remember",
-        group=_DRAFTING,
-    )
-    # Floats are float32, of GGUF models float16; where the budget needs it, int8 (if the bundle has scales) or q8_0.
-    kv: str | None = option(
-        None,
-        help="type of the KV cache: float32, int8, int4, of GGUF models float16, q8_0, q4_0; 8 and 4 bits are lossy "
-        "(default: floats, or 8 bits where memory is short)",
-        choices=KV_TYPES,
-        cli="--kv",
-        group=_RESOURCES,
-    )
-    overflow: str = option(
-        "stop",
-        help="when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)",
-        choices=OVERFLOWS,
-        cli="--overflow",
-        group=_RESOURCES,
-    )
-    weights: str | None = option(
+    weights: WeightsMode | None = option(
         None,
         help="packed into memory, mapped from their file, experts mapped until they are chosen, or streamed a few "
         "layers at a time (default: fastest that fits)",
@@ -254,7 +276,7 @@ class LoadConfig:
         group=_RESOURCES,
         size=True,
     )
-    counted: str = option(
+    counted: CountedPages = option(
         "resident",
         help="what counts against --memory: resident pages, or only those without a file behind them (default: "
         "resident)",
@@ -262,16 +284,7 @@ class LoadConfig:
         cli="--counted",
         group=_RESOURCES,
     )
-    prefix_cache: int = option(
-        0,
-        help="memory for conversations other than the current one, such as 50MB (default: none)",
-        low=0,
-        high=_LARGEST_SIZE,
-        cli="--prefix-cache",
-        metavar="SIZE",
-        group=_RESOURCES,
-        size=True,
-    )
+    prefix_cache: int = option(0, **_PREFIX_CACHE)
     # No command but `serve` unloads; timers take no more seconds everywhere.
     idle_unload: float | None = option(
         None,
@@ -304,10 +317,8 @@ class LoadConfig:
         Raises:
             UsageError: an unknown option, or a value out of range.
         """
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in options:
-            if name not in known:
-                raise UsageError(f"Unknown load option {name!r}.", f"Known options: {', '.join(sorted(known))}.")
+        options = flat_options(options, LOAD_GROUPS)
+        require_known("load option", options, options_of(cls), _OF_REPLIES)
         for name in ("memory", "expert_memory"):
             if options.get(name) is not None:
                 options[name] = parse_size(options[name])
@@ -324,40 +335,27 @@ class LoadConfig:
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
         if self.device not in ("auto", *DEVICES):
-            raise UsageError(f"There is no device {self.device!r}.", f"Choose auto or one of {', '.join(DEVICES)}.")
+            hint = f"{suggestion(self.device, DEVICES)}Choose auto or one of {', '.join(DEVICES)}."
+            raise UsageError(f"There is no device {self.device!r}.", hint)
 
 
-@dataclass(frozen=True)
-class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions):
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDrafting):
     """How text is generated: what the reply may be, how tokens are drafted and searched for, and how much of the model
     each takes. Defaults give greedy decoding."""
 
-    speculation: str = option(
-        "auto",
-        help="who may draft, of the drafters the model was loaded with: auto, off, or some names",
-        wire=True,
-    )
-    draft_max: int | None = option(
-        None, help="tokens in a draft at most (default: what the model was loaded with)", low=1, high=63, wire=True
-    )
-    draft_width: int = option(
-        1,
-        help="guesses per drafter and place; above 1 drafts are trees (default: 1)",
-        low=1,
-        high=8,
-        cli="--spec-tree-width",
-        metavar="N",
-        group=_DRAFTING,
-    )
-    # rejection: Leviathan and Chen; k-seq: SpecTr; typical: Medusa.
-    verification: str = option(
-        "keyed",
-        help="keyed: the text of plain decoding; rejection, k-seq: its distribution; typical: lossy (default: keyed)",
-        choices=VERIFICATIONS,
-        cli="--spec-verify",
-        group=_DRAFTING,
-        wire=True,
-    )
+    speculation: str = option("auto", **SPECULATION)
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """Options as callers write them: groups as objects or mappings, their options also by themselves.
+
+        Raises:
+            UsageError: an unknown option, or a value out of range.
+        """
+        options = flat_options(options, REPLY_GROUPS)
+        require_known("generation option", options, options_of(cls), _OF_LOADING)
+        return cls(**options)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -370,13 +368,22 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions):
         require_alone(modes)
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some options changed.
-
-        Raises:
-            UsageError: an unknown option or a value out of range.
-        """
-        known = {f.name for f in dataclasses.fields(self)}
-        for name in changes:
-            if name not in known:
-                raise UsageError(f"Unknown generation option {name!r}.", f"Known options: {', '.join(sorted(known))}.")
+        """A copy with some options changed; errors as `of`."""
+        changes = flat_options(changes, REPLY_GROUPS)
+        require_known("generation option", changes, options_of(type(self)), _OF_LOADING)
         return dataclasses.replace(self, **changes)
+
+
+# Groups of options, by the names under which callers give them.
+LOAD_GROUPS: dict[str, type[OptionGroup]] = {"speculation": Speculation, "cache": Cache}
+REPLY_GROUPS: dict[str, type[OptionGroup]] = {
+    "sampling": Sampling,
+    "speculation": Speculation,
+    "search": Search,
+    "compute": ReducedCompute,
+}
+# What to do with an option of the other kind.
+_OF_REPLIES = dict.fromkeys(
+    options_of(GenerationConfig), "It is an option of replies: give it to generate() or stream()."
+)
+_OF_LOADING = dict.fromkeys(options_of(LoadConfig), "It is an option of loading: give it to edgeinfer.load().")

@@ -240,13 +240,20 @@ class TokenStream:
                 if self._text.ended:
                     break
             else:
-                if self._cancelled:
-                    reason = "cancelled"
+                reason = self._reason_at_limit()
             yield self._last_chunk(reason)
         finally:
             # Closed early, or an error on its way to the caller: the model must be free again in either case.
             if self._result is None:
                 self._finish("cancelled")
+
+    def _reason_at_limit(self) -> FinishReason:
+        """Why a reply ends that has no tokens left: what its form lets nothing follow is whole, and not cut off."""
+        if self._cancelled:
+            return "cancelled"
+        # What a search followed is not what its reply became.
+        whole = self._made and not self._strategy.searches and self._sampler.only_ends(self._stop_ids)
+        return "stop" if whole else "length"
 
     def _step(self) -> Step | None:
         """Takes the engine's next step, starting its generation again after a pause; None where the reply is over."""
@@ -317,7 +324,7 @@ class TokenStream:
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
-        stopped = self._text.stopped
+        stopped = self._text.stop_string is not None
         logprobs = () if self._logprobs is None else self._logprobs.show(text, rest=not stopped)
         reason = "stop" if stopped else reason
         # A model that is closed meanwhile is freed in here.
@@ -354,6 +361,7 @@ class TokenStream:
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),
+            stop_string=self._text.stop_string,
         )
         parts.speculator.finished(strategy)
         self._turns.leave(self)

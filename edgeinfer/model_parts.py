@@ -10,7 +10,7 @@ from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import Origin
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.sampling import GrammarVocabulary
@@ -41,7 +41,7 @@ class ModelParts:
     tensors: tuple[TensorEntry, ...]
     origin: Origin
     speculator: Speculator
-    reduced: ReducedCompute
+    reduced: ReducedComputeStrategies
     ledger: Ledger
     verification: Verification
     threads: int

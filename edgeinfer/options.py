@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Hashable, Mapping, Sequence, Sized
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from edgeinfer.errors import UsageError
 
@@ -18,12 +18,14 @@ __all__ = [
     "check_options",
     "is_integer",
     "is_number",
+    "nearest",
     "option",
     "options_of",
     "require",
     "require_alone",
     "require_few",
     "shown",
+    "suggestion",
 ]
 
 # The largest count where nothing sets a lower limit: what the counters of all systems hold.
@@ -74,12 +76,15 @@ class ConfigOption:
         range: the numbers it takes; None where it takes none.
         choices: the texts that help offers; empty where any text will do.
         also: further texts it takes.
-        flags: of the commands, such as ("--temp", "--temperature"); empty where no command offers it. A flag of a
-            truth value that begins with "--no-" turns it off.
+        flags: of the commands, such as ("-c", "--context"); empty where no command offers it. A flag of a truth value
+            that begins with "--no-" turns it off. The long one is the option's name.
+        former_flags: spellings that commands take but help does not show.
         metavar: stands for the value in a command's help.
         group: heading under which help lists it.
         size: commands take the number as a size, such as 600MB.
-        wire: fields of an OpenAI-style request that give the value as it is; empty where none does.
+        wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
+        basic: the short help of commands shows it too.
+        brief: stands for the help there, where that is long.
     """
 
     name: str
@@ -91,10 +96,13 @@ class ConfigOption:
     choices: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    former_flags: tuple[str, ...] = ()
     metavar: str | None = None
     group: str = ""
     size: bool = False
     wire: tuple[str, ...] = ()
+    basic: bool = False
+    brief: str = ""
 
     def check(self, value: object) -> None:
         """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
@@ -108,7 +116,7 @@ class ConfigOption:
             require(self.range.holds(value), self.name, value, str(self.range))
         elif self.choices:
             if not isinstance(value, str) or value not in (*self.choices, *self.also):
-                hint = f"{self.name} must be one of {', '.join(self.choices)}."
+                hint = f"{suggestion(value, self.choices)}{self.name} must be one of {', '.join(self.choices)}."
                 raise UsageError(f"Unknown {self.name} {shown(value)}.", hint)
         elif self.type in (bool, str):
             require(isinstance(value, self.type), self.name, value, "true or false" if self.type is bool else "a text")
@@ -124,10 +132,13 @@ def option(
     choices: tuple[str, ...] = (),
     also: tuple[str, ...] = (),
     cli: str | tuple[str, ...] = (),
+    formerly: str | tuple[str, ...] = (),
     metavar: str | None = None,
     group: str = "",
     size: bool = False,
-    wire: bool | tuple[str, ...] = (),
+    wire: bool | tuple[str, ...] = True,
+    basic: bool = False,
+    brief: str = "",
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a field of a configuration; `options_of` gives what was declared.
@@ -136,7 +147,8 @@ def option(
         low, high: the ends of its range, for numbers.
         above: the range does not include `low`.
         cli: its flags on the command line.
-        wire: the fields of a request that give it; True is the field of its own name.
+        formerly: its flags of before.
+        wire: whether the field of its own name in a request gives it; names are further such fields.
         factory: makes the default where that is mutable.
 
     See `ConfigOption` for the rest.
@@ -147,10 +159,13 @@ def option(
         "choices": choices,
         "also": also,
         "flags": (cli,) if isinstance(cli, str) else cli,
+        "former_flags": (formerly,) if isinstance(formerly, str) else formerly,
         "metavar": metavar,
         "group": group,
         "size": size,
         "wire": wire,
+        "basic": basic,
+        "brief": brief,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 
@@ -171,6 +186,7 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     optional = len(kinds) < len(typing.get_args(hint))
     kind = kinds[0] if optional and len(kinds) == 1 else hint
+    kind = str if typing.get_origin(kind) is Literal else kind
     declared = dict(field.metadata)
     ends, wire = declared.pop("ends"), declared.pop("wire")
     made: Any = field.default_factory
@@ -180,7 +196,7 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> ConfigOption:
         optional=optional,
         default=made() if field.default is dataclasses.MISSING else field.default,
         range=None if ends is None else Range(ends[0], ends[1], kind is int, ends[2], optional),
-        wire=((field.name,) if wire else ()) if isinstance(wire, bool) else wire,
+        wire=(field.name, *(() if wire is True else wire)) if wire else (),
         **declared,
     )
 
@@ -222,6 +238,21 @@ def shown(value: object) -> str:
     except ValueError:  # Python writes no integers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """ "Did you mean ...?" and a space, where a name is nearly one of those that are known; else an empty text."""
+    found = nearest(name, known)
+    return f"Did you mean {found!r}? " if found else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Which of the known names a name that is none of them is nearly; None if it is like none."""
+    from difflib import get_close_matches  # only errors need it
+
+    short = isinstance(name, str) and len(name) <= _SHOWN
+    found = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
+    return found[0] if found else None
 
 
 def require_few(name: str, values: Sized, most: int) -> None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.errors import UsageError
+from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
 
-__all__ = ["ReplyOptions"]
+__all__ = ["ReplyOptions", "Sampling", "SamplingOptions"]
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
@@ -25,31 +26,25 @@ _TOKEN = Range(0, LARGEST_COUNT, whole=True)
 _TEXT = "text"
 
 
-@dataclass(frozen=True)
-class ReplyOptions:
-    """What a reply may be.
+# What wire=False marks below is read from requests by rules of its own (edgeinfer/openai/fields.py).
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is drawn.
 
     Ranges include what OpenAI's, llama.cpp's and vLLM's servers take in earnest, and results stay numbers of 32 bits.
     """
 
-    max_tokens: int | None = option(
-        None,
-        help="most tokens to generate (default: until the context is full)",
-        low=1,
-        high=2**63 - 1,
-        cli=("-n", "--max-tokens"),
-        metavar="N",
-        group=_TEXT,
-    )
     temperature: float = option(
         0.0,
         help="0 takes the likeliest token each time; 0.7 is lively, above 1 is wild (default: 0)",
         low=0,
         high=100,
-        cli=("--temp", "--temperature"),
+        cli="--temperature",
+        formerly="--temp",
         metavar="T",
         group=_TEXT,
-        wire=True,
+        basic=True,
+        brief="0 takes the likeliest tokens, 0.7 is lively (default: 0)",
     )
     top_k: int = option(
         0,
@@ -59,7 +54,6 @@ class ReplyOptions:
         cli="--top-k",
         metavar="K",
         group=_TEXT,
-        wire=True,
     )
     top_p: float = option(
         1.0,
@@ -70,7 +64,6 @@ class ReplyOptions:
         cli="--top-p",
         metavar="P",
         group=_TEXT,
-        wire=True,
     )
     min_p: float = option(
         0.0,
@@ -80,7 +73,6 @@ class ReplyOptions:
         cli="--min-p",
         metavar="P",
         group=_TEXT,
-        wire=True,
     )
     # CTRL's penalty, on tokens of prompt and reply.
     repetition_penalty: float = option(
@@ -88,10 +80,11 @@ class ReplyOptions:
         help="above 1 makes tokens that occurred less likely (default: 1)",
         low=0.01,
         high=100,
-        cli="--repeat-penalty",
+        cli="--repetition-penalty",
+        formerly="--repeat-penalty",
         metavar="X",
         group=_TEXT,
-        wire=("repetition_penalty", "repeat_penalty"),
+        wire=("repeat_penalty",),
     )
     frequency_penalty: float = option(
         0.0,
@@ -101,7 +94,6 @@ class ReplyOptions:
         cli="--frequency-penalty",
         metavar="X",
         group=_TEXT,
-        wire=True,
     )
     presence_penalty: float = option(
         0.0,
@@ -111,23 +103,15 @@ class ReplyOptions:
         cli="--presence-penalty",
         metavar="X",
         group=_TEXT,
-        wire=True,
     )
     logit_bias: Mapping[int, float] = option(
-        factory=dict, help="numbers added to the logits of these token ids before anything else"
-    )
-    stop: tuple[str, ...] = option(
-        (),
-        help="end the reply before this text; may be given several times",
-        cli="--stop",
-        metavar="TEXT",
+        factory=dict,
+        help="numbers added to the logits of these token ids before anything else",
+        cli="--logit-bias",
+        metavar="ID=X",
         group=_TEXT,
-        wire=True,
+        wire=False,
     )
-    stop_token_ids: tuple[int, ...] = option(
-        (), help="token ids that end the reply, in addition to the model's own", wire=True
-    )
-    ignore_eos: bool = option(False, help="do not stop at the model's end-of-text tokens", wire=True)
     seed: int | None = option(
         None,
         help="the same seed gives the same text (default: random)",
@@ -136,6 +120,62 @@ class ReplyOptions:
         cli="--seed",
         metavar="N",
         group=_TEXT,
+        wire=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingOptions, OptionGroup):
+    """How the next token is drawn: `model.generate(prompt, sampling=Sampling(temperature=0.7, min_p=0.05))`.
+
+    Attributes:
+        temperature: 0 takes the likeliest token each time; 0.7 is lively, above 1 is wild.
+        top_k: choose among this many of the likeliest tokens; 0 is all.
+        top_p: choose among the likeliest tokens that together have this probability.
+        min_p: drop tokens that are less likely than this times the likeliest.
+        repetition_penalty: above 1 makes tokens of prompt and reply less likely.
+        frequency_penalty: taken off a token's logit for each time that it occurred in the reply.
+        presence_penalty: taken once off the logit of every token that occurred in the reply.
+        logit_bias: numbers added to the logits of these token ids before anything else.
+        seed: the same seed gives the same text; None is another one each time.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_bias(self.logit_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions(SamplingOptions):
+    """What a reply may be: how its tokens are drawn, how long it is, where it ends and which form it has."""
+
+    max_tokens: int | None = option(
+        None,
+        help="most tokens to generate (default: until the context is full)",
+        low=1,
+        high=2**63 - 1,
+        cli=("-n", "--max-tokens"),
+        metavar="N",
+        group=_TEXT,
+        wire=False,
+        basic=True,
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        help="end the reply before this text; may be given several times",
+        cli="--stop",
+        metavar="TEXT",
+        group=_TEXT,
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        help="token ids that end the reply, in addition to the model's own, separated by commas",
+        cli="--stop-token-ids",
+        metavar="ID,ID",
+        group=_TEXT,
+    )
+    ignore_eos: bool = option(
+        False, help="do not stop at the model's end-of-text tokens", cli="--ignore-eos", group=_TEXT
     )
     choices: tuple[str, ...] = option(
         (),
@@ -143,29 +183,44 @@ class ReplyOptions:
         cli="--choice",
         metavar="TEXT",
         group=_TEXT,
-        wire=True,
     )
     json_schema: Mapping[str, Any] | str | None = option(
-        None, help="the reply must be a JSON document that this schema allows, given as a mapping or as its text"
+        None,
+        help="the reply must be a JSON document that this schema allows, given as a mapping or as its text",
+        cli="--json-schema",
+        metavar="SCHEMA",
+        group=_TEXT,
+        basic=True,
+        brief="reply in JSON of this schema: a file, -, or the schema",
     )
-    json_object: bool = option(False, help="the reply must be a JSON object")
+    json_object: bool = option(False, help="the reply must be a JSON object", cli="--json-object", group=_TEXT)
     regex: str | None = option(
-        None, help="the reply must match this regular expression from its first character to its last", wire=True
+        None,
+        help="the reply must match this regular expression from its first character to its last",
+        cli="--regex",
+        metavar="REGEX",
+        group=_TEXT,
     )
-    grammar: str | None = option(None, help="the reply must be a text of this grammar in Lark's notation", wire=True)
+    grammar: str | None = option(
+        None,
+        help="the reply must be a text of this grammar in Lark's notation",
+        cli="--grammar",
+        metavar="FILE",
+        group=_TEXT,
+    )
     logprobs: int | None = option(
         None,
         help="give the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the likeliest "
         "tokens at each place (default: none)",
         low=0,
         high=20,
+        wire=False,
     )
     parse_special: bool | None = option(
         None,
         help="special tokens spelled out in the prompt become those tokens (default: of -p and -f, not of chats)",
         cli="--parse-special",
         group=_TEXT,
-        wire=True,
     )
 
     def check_reply(self) -> None:
@@ -176,6 +231,7 @@ class ReplyOptions:
         Raises:
             UsageError: an option has them.
         """
+        _check_bias(self.logit_bias)
         self._check_texts()
         self._check_tokens()
         require_alone([name for name in _FORMS if getattr(self, name) not in (None, False, ())])
@@ -203,12 +259,9 @@ class ReplyOptions:
             raise UsageError(message, f"The texts of choices can have {MOST_CHOICE_CHARACTERS} together at most.")
 
     def _check_tokens(self) -> None:
-        ids, bias = self.stop_token_ids, self.logit_bias
+        ids = self.stop_token_ids
         require(isinstance(ids, list | tuple) and all(map(_TOKEN.holds, ids)), "stop_token_ids", ids, "token ids")
-        pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
-        require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
         require_few("stop_token_ids", ids, MOST_STOP_IDS)
-        require_few("logit_bias", bias, MOST_BIASES)
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
@@ -226,6 +279,12 @@ class ReplyOptions:
     def greedy(self) -> bool:
         """Whether every token is the most likely one."""
         return self.temperature == 0 or self.top_k == 1
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
+    require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
+    require_few("logit_bias", bias, MOST_BIASES)
 
 
 def _is_bias(value: object) -> bool:

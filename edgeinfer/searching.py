@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
+from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import Range, option, require
 
-__all__ = ["ANSWERS", "MOST_BRANCHES", "SEARCHES", "SearchOptions", "SearchUse", "SearchedText"]
+__all__ = [
+    "ANSWERS",
+    "MOST_BRANCHES",
+    "SEARCHES",
+    "Answer",
+    "Search",
+    "SearchMethod",
+    "SearchOptions",
+    "SearchSettings",
+    "SearchUse",
+    "SearchedText",
+]
 
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
-SEARCHES = (
+SearchMethod = Literal[
     "off", "samples", "first-finish", "vote", "cautious", "lookahead", "contrast", "momentum", "beam"
-)  # fmt: skip
+]  # fmt: skip
+SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
-ANSWERS = ("text", "line", "number")
+Answer = Literal["text", "line", "number"]
+ANSWERS: tuple[str, ...] = get_args(Answer)
 # Continuations that one pass feeds at most: each takes a row of logits.
 MOST_BRANCHES = 16
 _RESISTANCE = Range(0, 1e6)
@@ -22,33 +37,24 @@ _RESISTANCE = Range(0, 1e6)
 _SEARCH = "search"
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """How a reply is searched for. All methods are lossy but "samples".
+# The choice of a method is called `search` where options are flat and `method` in a group.
+_METHOD: dict[str, Any] = {
+    "help": "samples: several replies side by side; first-finish, vote: of several the first to end, or the commonest; "
+    "cautious, lookahead, contrast: more care where the next token is uncertain; momentum: resist repetition; beam: "
+    "beam search. All are lossy but samples (default: off)",
+    "choices": SEARCHES,
+    "cli": "--search",
+    "group": _SEARCH,
+}
 
-    "samples" draws several replies side by side and answers with the first, the others are in SearchUse.texts;
-    "first-finish" draws several and answers with the first to end;
-    "vote" draws several and answers with one whose answer most of them have (self-consistency);
-    "cautious" draws several continuations up to the next punctuation where the next token is uncertain, and goes on
-    with the least perplexing (CNTP);
-    "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain (AdaDec);
-    "contrast" moves away from what the model says to a worse prompt where the next token is uncertain (USCD);
-    "momentum" is greedy, but resists repeating itself;
-    "beam" keeps several of the likeliest beginnings (diverse beam search).
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What the methods of searching go by.
 
     Ranges keep lengths to the power of the largest penalty, and logits moved by the largest contrast, numbers.
     """
 
-    search: str = option(
-        "off",
-        help="samples: several replies side by side; first-finish, vote: of several the first to end, or the "
-        "commonest; cautious, lookahead, contrast: more care where the next token is uncertain; momentum: resist "
-        "repetition; beam: beam search. All are lossy but samples (default: off)",
-        choices=SEARCHES,
-        cli="--search",
-        group=_SEARCH,
-        wire=True,
-    )
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
@@ -58,15 +64,13 @@ class SearchOptions:
         cli="--samples",
         metavar="N",
         group=_SEARCH,
-        wire=True,
     )
-    answer: str = option(
+    answer: Answer = option(
         "text",
         help="what vote counts: the whole text of a reply, its last line, or its last number (default: text)",
         choices=ANSWERS,
         cli="--answer",
         group=_SEARCH,
-        wire=True,
     )
     beams: int = option(
         4,
@@ -76,7 +80,6 @@ class SearchOptions:
         cli="--beams",
         metavar="N",
         group=_SEARCH,
-        wire=True,
     )
     beam_groups: int = option(
         1,
@@ -86,7 +89,6 @@ class SearchOptions:
         cli="--beam-groups",
         metavar="N",
         group=_SEARCH,
-        wire=True,
     )
     diversity: float = option(
         0.5,
@@ -96,7 +98,6 @@ class SearchOptions:
         cli="--diversity",
         metavar="X",
         group=_SEARCH,
-        wire=True,
     )
     length_penalty: float = option(
         1.0,
@@ -106,7 +107,6 @@ class SearchOptions:
         cli="--length-penalty",
         metavar="X",
         group=_SEARCH,
-        wire=True,
     )
     look_ahead: int = option(
         5,
@@ -116,7 +116,6 @@ class SearchOptions:
         cli="--look-ahead",
         metavar="N",
         group=_SEARCH,
-        wire=True,
     )
     candidates: int | None = option(
         None,
@@ -126,7 +125,6 @@ class SearchOptions:
         cli="--candidates",
         metavar="N",
         group=_SEARCH,
-        wire=True,
     )
     uncertainty: float = option(
         1.5,
@@ -136,7 +134,6 @@ class SearchOptions:
         cli="--uncertainty",
         metavar="X",
         group=_SEARCH,
-        wire=True,
     )
     lame_prompt: str | None = option(
         None,
@@ -144,7 +141,6 @@ class SearchOptions:
         cli="--lame-prompt",
         metavar="TEXT",
         group=_SEARCH,
-        wire=True,
     )
     contrast_strength: float = option(
         0.5,
@@ -154,7 +150,6 @@ class SearchOptions:
         cli="--contrast-strength",
         metavar="X",
         group=_SEARCH,
-        wire=True,
     )
     # Longer runs are never repeated.
     resistance: tuple[float, ...] = option(
@@ -163,7 +158,6 @@ class SearchOptions:
         cli="--resistance",
         metavar="X,X",
         group=_SEARCH,
-        wire=True,
     )
     resistance_weight: float = option(
         0.2,
@@ -173,8 +167,14 @@ class SearchOptions:
         cli="--resistance-weight",
         metavar="X",
         group=_SEARCH,
-        wire=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(SearchSettings):
+    """How a reply is searched for, as one of its options; `Search` tells of the methods."""
+
+    search: SearchMethod = option("off", **_METHOD)
 
     def check_search(self) -> None:
         """Refuses options that do not go together.
@@ -182,15 +182,54 @@ class SearchOptions:
         Raises:
             UsageError: there are such.
         """
-        even = self.beams % self.beam_groups == 0
-        require(even, "beam_groups", self.beam_groups, f"a divisor of beams={self.beams}")
-        lame, resistance = self.lame_prompt, self.resistance
-        if (self.search == "contrast") != (lame is not None):
-            raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
-        numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
-        fits = numbers and 1 <= len(resistance) <= 16
-        require(fits, "resistance", resistance, f"1 to 16 of these: {_RESISTANCE}")
-        object.__setattr__(self, "resistance", tuple(map(float, resistance)))
+        _check(self.search, self)
+
+
+@dataclass(frozen=True)
+class Search(SearchSettings, OptionGroup):
+    """How a reply is searched for: `model.generate(prompt, search=Search("beam", beams=8))`.
+
+    All methods but "samples" are lossy.
+
+    Attributes:
+        method: "samples" draws several replies side by side and answers with the first, the others are in
+            `result.search.texts`; "first-finish" draws several and answers with the first to end; "vote" draws several
+            and answers with one whose answer most of them have (self-consistency); "cautious" draws several
+            continuations up to the next punctuation where the next token is uncertain, and goes on with the least
+            perplexing (CNTP); "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next
+            is uncertain (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token
+            is uncertain (USCD); "momentum" is greedy, but resists repeating itself; "beam" keeps several of the
+            likeliest beginnings (diverse beam search).
+        samples: replies that "samples", "first-finish" and "vote" draw; number i by seed + i.
+        answer: what "vote" counts: the whole "text" of a reply, its last "line", or its last "number".
+        beams, beam_groups, diversity, length_penalty: of "beam": beginnings that are kept, groups of them that avoid
+            the tokens of earlier groups, how much they avoid them, and the power of the length that divides scores.
+        look_ahead: tokens that "lookahead" looks ahead.
+        candidates: tokens that "lookahead" and "momentum" choose among; None is 3 and 5.
+        uncertainty: nats of entropy above which "lookahead" and "contrast" call a token uncertain.
+        lame_prompt, contrast_strength: of "contrast": the worse prompt, and how far to move away from it.
+        resistance, resistance_weight: of "momentum": what repeating 1, 2, ... tokens costs, and its factor.
+    """
+
+    mode: ClassVar = ("method", "search")
+
+    method: SearchMethod = option("off", **_METHOD)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.method, self)
+
+
+def _check(method: str, settings: SearchSettings) -> None:
+    even = settings.beams % settings.beam_groups == 0
+    require(even, "beam_groups", settings.beam_groups, f"a divisor of beams={settings.beams}")
+    if (method == "contrast") != (settings.lame_prompt is not None):
+        raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
+    resistance = settings.resistance
+    numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
+    fits = numbers and 1 <= len(resistance) <= 16
+    require(fits, "resistance", resistance, f"1 to 16 of these: {_RESISTANCE}")
+    object.__setattr__(settings, "resistance", tuple(map(float, resistance)))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -59,8 +60,16 @@ def interruptible() -> Iterator[None]:
 def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Runs the command in this process: what it answers is the same as in its own, within hundredths of a second."""
     out, errors = io.BytesIO(), io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch, interruptible():
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8"))
+    # A file, as a shell's `<` gives it.
+    with (
+        tempfile.TemporaryFile() as piped,
+        io.TextIOWrapper(piped, "utf-8") as text,
+        pytest.MonkeyPatch.context() as patch,
+        interruptible(),
+    ):
+        piped.write(stdin)
+        piped.seek(0)
+        patch.setattr(sys, "stdin", text)
         patch.setattr(sys, "stdout", io.TextIOWrapper(out, "utf-8", write_through=True))
         patch.setattr(sys, "stderr", io.TextIOWrapper(errors, "utf-8", write_through=True))
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

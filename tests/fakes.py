@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+from edgeinfer.results import Chunk, MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 
 __all__ = ["FakeStream"]
 
@@ -49,7 +49,7 @@ class FakeStream:
             usage=Usage(5, len(self._words)),
             timings=Timings(1.0, 2.0, 12.0, 4.0, 4.0, 5.0, 250.0, self._cached),
             memory=MemoryUse(None, 1000, 2_000_000, 1_000_000, 500_000, {"weights": 900}),
-            speculation=Speculation("off"),
+            speculation=SpeculationUse("off"),
             model=ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"),
         )
 

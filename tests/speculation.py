@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import edgeinfer
-from edgeinfer.config import DRAFTERS
+from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
-from edgeinfer.results import Result, Speculation
+from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import stamped
 from edgeinfer.runtime.speculation import device
@@ -79,7 +79,7 @@ def load_eager(bundle: Path | None = None, **options: Any) -> edgeinfer.Model:
     """An eager model that has learnt nothing."""
     with known_costs():
         model = make_eager(edgeinfer.load(bundle, **{"threads": 1} | options))
-    model.restore_drafting({})
+    edgeinfer.tools.restore_drafting(model, {})
     return model
 
 
@@ -88,7 +88,7 @@ def plain(model: edgeinfer.Model, prompt: Any = PROMPT, **options: Any) -> Resul
     return model.generate(prompt, **options | {"speculation": "off"})
 
 
-def check_figures(speculation: Speculation) -> None:
+def check_figures(speculation: SpeculationUse) -> None:
     """What must hold whatever was drafted."""
     s = speculation
     assert s.rounds == s.recovered + s.bonus == sum(s.choices.values())
@@ -106,7 +106,7 @@ def check_figures(speculation: Speculation) -> None:
     assert (s.verify_ms > 0) == (s.rounds > 0)
 
 
-def same(model: edgeinfer.Model, speculation: str, **options: Any) -> Speculation:
+def same(model: edgeinfer.Model, speculation: str, **options: Any) -> SpeculationUse:
     """Checks that a reply is plain decoding's, which is asked for once, and its figures."""
     prompt = options.pop("prompt", PROMPT)
     replies = _replies.setdefault(model, {})

@@ -2,9 +2,9 @@
 
 A full product of parameters says little more than its pairs do (most faults depend on one value or on two), so:
 
-- the fast tier, which plain `pytest` runs, takes a few cases of each test, so that every value is met if there are as
-  few values as that; tests of modules marked `matrix` take all pairs of values, the test being a value too, and quick
-  tests marked `every_case` take all of their rows;
+- the fast tier, which plain `pytest` runs, takes two cases of each test, or one row of a long table, so that every
+  value is met if there are as few values as that; tests of modules marked `matrix` take all pairs of values, the test
+  being a value too, and quick tests marked `every_case` take all of their rows;
 - the rest of a set in which every pair of values is met, and every row of every table, has the mark `more_cases`;
 - what is left of a product has the mark `exhaustive`, and runs on demand.
 
@@ -25,6 +25,8 @@ __all__ = ["FAST_CASES", "cover", "divide"]
 
 # Cases that the fast tier takes of a test outside the matrices.
 FAST_CASES = 2
+# A table of so many rows has one of them in the fast tier: a second one of many alike says little more.
+LONG_TABLE = 6
 _SEED = 20261123
 
 Value = tuple[str, Hashable]
@@ -50,11 +52,17 @@ def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matr
     if cases[0].get_closest_marker("every_case"):
         return
     values = [values_of(item) for item in cases]
-    chosen = fast if matrix else cover(values, strength=1)[:FAST_CASES]
+    chosen = fast if matrix else cover(values, strength=1)[: _fast_cases(values)]
     pairs = cover(values, taken=chosen)
     for number, item in enumerate(cases):
         if number not in chosen:
             item.add_marker(pytest.mark.more_cases if number in pairs else pytest.mark.exhaustive)
+
+
+def _fast_cases(values: Sequence[set[Value]]) -> int:
+    """How many cases the fast tier takes of a test: fewer where all are rows of one long table."""
+    one_table = all(len(case) == 1 for case in values)
+    return 1 if one_table and len(values) >= LONG_TABLE else FAST_CASES
 
 
 def name_of(item: pytest.Function) -> Value:

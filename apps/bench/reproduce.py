@@ -1,10 +1,11 @@
-"""Makes every figure of the README again, run after run, each in a process of its own.
+"""Makes every published figure again, run after run, each in a process of its own.
 
 python -m edgeinfer.apps.bench.reproduce [--only NAME,...] [--checkpoint PATH]... [--data DATA] [--out docs/results]
     [--python ENGINE=PATH]... [--again] [--quick] [--list] [--readme]
 
 Runs that are there already are kept unless --again says otherwise; what a run needs and lacks is skipped with the
-reason; one that fails does not end the others. --readme fills the README's tables with what is there.
+reason; one that fails does not end the others. --readme fills the tables of README.md and docs/figures.md with what is
+there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
 __all__ = ["Reproduced", "main", "reproduce"]
 
+# Pages with tables of results.
+_PAGES = (Path("README.md"), Path("docs", "figures.md"))
 _KEPT, _MADE, _SKIPPED, _FAILED = "kept", "made", "skipped", "failed"
 
 
@@ -129,11 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("docs/results"), metavar="PATH", help="default: %(default)s")
     parser.add_argument("--work", type=Path, default=default_folder(), metavar="PATH", help="for model files")
     parser.add_argument("--again", action="store_true", help="measure what is there already, too")
-    text = "as little of each as shows that it runs; such figures are never shown in the README"
+    text = "as little of each as shows that it runs; such figures are never shown on pages"
     parser.add_argument("--quick", action="store_true", help=text)
     parser.add_argument("--list", action="store_true", help="say which runs there are, and do nothing")
-    text = "fill the tables of a README with the results in --out, and run nothing (default: README.md)"
-    parser.add_argument("--readme", nargs="?", type=Path, const=Path("README.md"), metavar="FILE", help=text)
+    text = (
+        f"fill the tables of pages with the results in --out, and run nothing (default: {' '.join(map(str, _PAGES))})"
+    )
+    parser.add_argument("--readme", nargs="*", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -167,9 +172,9 @@ def _execute(args: argparse.Namespace) -> int:
     if args.list:
         _list(runs, places)
         return 0
-    if args.readme:
-        text = args.readme.read_text("utf-8")
-        args.readme.write_text(fill(text, args.out), "utf-8")
+    if args.readme is not None:
+        for page in args.readme or _PAGES:
+            page.write_text(fill(page.read_text("utf-8"), args.out), "utf-8")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     return _run_all(runs, places, args.out, again=args.again)

@@ -1,4 +1,4 @@
-"""The runs behind the README's figures, the files of their results, and the tables that are filled from those."""
+"""The runs behind the published figures, the files of their results, and the tables that are filled from those."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from edgeinfer.apps.bench.environment import run_header
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
-from edgeinfer.apps.bench.render import common, machine_facts, markdown
+from edgeinfer.apps.bench.render import common, machine_facts, markdown, markdown_table
 from edgeinfer.apps.bench.report import read_section, report_html
 from edgeinfer.apps.bench.synthetic import find_shape
+from edgeinfer.config import format_size
 
 __all__ = [
     "RUNS",
@@ -32,10 +33,10 @@ __all__ = [
 ]
 
 SHAPE = "qwen2.5-0.5b"
-_LEAD = "Every figure of the README, and what it was made from. Medians, unless said otherwise."
+_LEAD = "Every published figure, and what it was made from. Medians, unless said otherwise."
 _TEXT = "tinystories/tinystories_train_part0.txt"
-_MARKED = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
-# Of sections with several parts those that the README shows; all of others.
+_MARKED = re.compile(r"(<!-- results:(?P<name>[\w.-]+) -->\n)(?P<text>.*?)(<!-- /results -->)", re.DOTALL)
+# Of sections with several parts those that pages show; all of others.
 _SHOWN: Mapping[str, Sequence[int]] = {
     "curve": (0, 1),
     "kv": (0,),
@@ -256,7 +257,10 @@ def write_index(folder: Path, again: str) -> None:
     found = {run: data for run in RUNS if (data := read_result(folder, run.name)) is not None}
     shared = common([machine_facts(data) for data in found.values()])
     lines = ["# Results", "", "Made by", "", "```", again, "```", ""]
-    lines += ["`report.html` shows all of them; the README's tables are filled from these files.", ""]
+    lines += [
+        "`report.html` shows all of them; the tables of README.md and docs/figures.md are filled from these files.",
+        "",
+    ]
     lines += _lines(("", ""), shared) if shared else []
     rows = []
     for run, data in found.items():
@@ -284,10 +288,13 @@ def fill(text: str, folder: Path) -> str:
 
 
 def block(folder: Path, name: str) -> str:
-    """What stands between the marks of a run: its tables, then machine, date and command."""
+    """What stands between the marks of a run: its tables, then machine, date and command; or its summary alone."""
+    name, _, summary = name.partition(".")
     data = read_result(folder, name)
     if data is None or head(data).get("quick"):
         return f"Not measured yet: `python -m edgeinfer.apps.bench.reproduce --only {name}`.\n"
+    if summary:
+        return _SUMMARIES[f"{name}.{summary}"](data)
     section, _ = read_section(folder / f"{name}.json")
     shown = _SHOWN.get(name)
     parts = [part for index, part in enumerate(section.parts) if shown is None or index in shown]
@@ -296,3 +303,21 @@ def block(folder: Path, name: str) -> str:
     cores = f", {facts['Cores']} cores" if "Cores" in facts else ""
     source = f"{facts['Processor']}{cores}, {said['test_time'][:10]}: `{said['command']}`"
     return "\n\n".join([*markdown(parts), source]) + "\n"
+
+
+def _peers_summary(data: Any) -> str:
+    """Speed and memory of the larger model in every engine, in one table."""
+    model = data["models"][-1]
+    header = ("engine", "reply, tokens/s", "prompt, tokens/s", "peak memory", "reply in 350 MB, tokens/s")
+    rows = []
+    for row in model["engines"]:
+        within = row["budgets"]["350000000"]
+        speed = within["tokens_per_second"]
+        peak = format_size(row["peak_rss_bytes"])
+        figures = [f"{row['tg128']:.0f}", f"{row['pp512']:.0f}", peak, f"{speed:.1f}" if speed else within["reason"]]
+        rows.append((row["engine"], *figures))
+    return markdown_table(header, rows, left=(0,))
+
+
+# Blocks that show one table of a result, by the names in their marks.
+_SUMMARIES: Mapping[str, Callable[[Any], str]] = {"peers.summary": _peers_summary}

@@ -45,20 +45,14 @@ def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand and its own."""
     from edgeinfer.apps.bench.registry import BENCHMARKS, GROUPS
 
-    layout = argparse.RawDescriptionHelpFormatter
-    text = "measure speed, what speculation gains, memory and quality"
-    parser = commands.add_parser(
-        "bench", help=text, description=_DESCRIPTION, formatter_class=layout, allow_abbrev=False
-    )
+    parser = commands.add_parser("bench", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     groups: dict[str, Subparsers] = {}
     for benchmark in BENCHMARKS:
         group, _, name = benchmark.name.rpartition(" ")
         if group and group not in groups:
             text, description = GROUPS[group]
-            inner = kinds.add_parser(
-                group, help=text, description=description, formatter_class=layout, allow_abbrev=False
-            )
+            inner = kinds.add_parser(group, help=text, description=description)
             groups[group] = inner.add_subparsers(title="parts", metavar="PART", required=True)
         _add_benchmark(groups[group] if group else kinds, name, benchmark)
     _add_report(kinds)
@@ -67,10 +61,13 @@ def add_parser(commands: Subparsers) -> None:
 def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> None:
     from edgeinfer.apps.bench.benchmark import add_declared
 
-    parser = add_command(commands, name, lambda args: _execute(benchmark, args), benchmark.help, benchmark.description)
+    parser = add_command(
+        commands, name, lambda args: _execute(benchmark, args), benchmark.description, help=benchmark.help
+    )
     if benchmark.loads:
         add_load_options(parser)
-    add_declared(parser, benchmark.options)
+        parser.advanced("--speculation", "--memory")
+    parser.advanced(*add_declared(parser, benchmark.options))
     if benchmark.files:
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, samples included")
     if benchmark.chart:
@@ -109,7 +106,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
 
 
 def _add_report(kinds: Subparsers) -> None:
-    parser = add_command(kinds, "report", _execute_report, "results as one HTML page", _REPORT)
+    parser = add_command(kinds, "report", _execute_report, _REPORT, help="results as one HTML page")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of benchmarks or of edgeinfer tune")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
     parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="title of the page")

@@ -38,8 +38,7 @@ _GGUF = ".gguf"
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    text = "lay out a bundle's weights for another kernel, or write a .gguf file in another type"
-    parser = add_command(commands, "convert", execute, text, _DESCRIPTION)
+    parser = add_command(commands, "convert", execute, _DESCRIPTION)
     parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
     parser.add_argument("--to", choices=LAYOUTS, help="of a bundle: layout to store")

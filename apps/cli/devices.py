@@ -34,7 +34,7 @@ _WORDS = {
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "devices", execute, "where models can run here", _DESCRIPTION)
+    parser = add_command(commands, "devices", execute, _DESCRIPTION)
     parser.add_argument("--no-check", action="store_true", help="only look for devices, run nothing on them")
     add_json_option(parser)
 

@@ -36,9 +36,7 @@ example:
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand with its own subcommands."""
-    layout = argparse.RawDescriptionHelpFormatter
-    text = "train a drafter, or exits, for a model"
-    parser = commands.add_parser("distill", help=text, description=_DESCRIPTION, formatter_class=layout)
+    parser = commands.add_parser("distill", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="what to make", metavar="KIND", required=True)
     for add in (add_drafter_parser, _add_exits_parser, add_sorted_parser, add_heads_parsers):
         add(kinds)
@@ -57,7 +55,7 @@ example:
 
 def _add_exits_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "exits", _execute_exits, "early exits of a checkpoint", _EXITS)
+    parser = add_command(commands, "exits", _execute_exits, _EXITS, help="early exits of a checkpoint")
     text = "checkpoint directory, or hub id (a bundle's rounded weights do too)"
     parser.add_argument("target", metavar="CHECKPOINT", help=text)
     parser.add_argument("out", metavar="OUT", type=Path, help="checkpoint directory to make")

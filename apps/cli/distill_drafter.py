@@ -52,7 +52,7 @@ _MEASURED_PROMPTS = 12
 
 def add_drafter_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "drafter", _execute_drafter, "a tiny model that drafts", _DRAFTER)
+    parser = add_command(commands, "drafter", _execute_drafter, _DRAFTER, help="a tiny model that drafts")
     _add_options(parser)
     text = "width and layers, as 128x1 (default: what pays by passes that are timed here)"
     parser.add_argument("--size", metavar="WxL", help=text)
@@ -73,6 +73,7 @@ def _add_options(parser: Parser) -> None:
     add_training_options(parser, _MINUTES)
     text = "tokens that the model itself writes to train on (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
+    parser.advanced("--head-bits", "--no-keep-small")
     add_json_option(parser)
 
 
@@ -140,7 +141,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
         manifest = open_bundle(source).manifest
         vocabulary, layers, weights = manifest.geometry.vocab_size, manifest.geometry.num_layers, manifest.parameters
         with edgeinfer.load(source, speculation="off", remember=False) as model:
-            times = model.measure_passes(_PASSES, past=_PAST, repeats=_REPEATS)
+            times = edgeinfer.tools.measure_passes(model, _PASSES, past=_PAST, repeats=_REPEATS)
         costs = TargetCosts({rows: min(ms) for rows, ms in times.items()}, weights, layers)
     else:
         config = read_config(source)
@@ -213,7 +214,7 @@ example:
 
 def add_sorted_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "sorted", _execute_sorted, "a drafter of nested depths", _SORTED)
+    parser = add_command(commands, "sorted", _execute_sorted, _SORTED, help="a drafter of nested depths")
     _add_options(parser)
     parser.add_argument("--size", default="128x3", metavar="WxL", help="width and layers (default: 128x3)")
 

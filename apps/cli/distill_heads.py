@@ -60,7 +60,7 @@ _MEASURED_PROMPTS = 12
 
 def add_heads_parsers(commands: Subparsers) -> None:
     """Adds the three subcommands."""
-    parser = add_command(commands, "heads", _execute, "heads that draft from a model's own states", _HEADS)
+    parser = add_command(commands, "heads", _execute, _HEADS, help="heads that draft from a model's own states")
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "what to train: medusa, hydra, or prompt (PPD)"
     parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
@@ -68,13 +68,13 @@ def add_heads_parsers(commands: Subparsers) -> None:
     text = "tokens that may be guessed, the most frequent ones (default: 1024)"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
     _add_training(parser)
-    parser = add_command(commands, "acceptance", _execute, "a head that predicts what is accepted", _ACCEPTANCE)
+    parser = add_command(commands, "acceptance", _execute, _ACCEPTANCE, help="a head that predicts what is accepted")
     _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
     text = "the model that it drafts for: bundle or checkpoint directory, or hub id of either"
     parser.add_argument("--target", dest="model", metavar="MODEL", required=True, help=text)
     _add_training(parser)
     parser.set_defaults(kind="acceptance")
-    parser = add_command(commands, "routers", _execute, "routers that choose layers by the prompt", _ROUTERS)
+    parser = add_command(commands, "routers", _execute, _ROUTERS, help="routers that choose layers by the prompt")
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "share of the layers that replies run with on average (default: 0.75)"
     parser.add_argument("--keep", type=float, metavar="X", help=text)

@@ -19,8 +19,8 @@ from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer import Divergence, Evaluation
     from edgeinfer.apps.cli.parser import Parser, Subparsers
+    from edgeinfer.tools import Divergence, Evaluation
 
 __all__ = ["add_parser", "execute"]
 
@@ -41,7 +41,7 @@ _OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "eval", execute, "measure how well a model predicts a text", _DESCRIPTION)
+    parser = add_command(commands, "eval", execute, _DESCRIPTION)
     parser.add_argument("what", choices=_WHAT, help="what to measure")
     add_model_option(parser)
     text = "bundle directory, checkpoint directory or hub id with the same tokenizer"

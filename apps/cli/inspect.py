@@ -38,7 +38,7 @@ examples:
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "inspect", execute, "show what is in a bundle", _DESCRIPTION)
+    parser = add_command(commands, "inspect", execute, _DESCRIPTION)
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and type")

@@ -5,7 +5,6 @@ Exit codes: 0 done, 2 bad usage, 3 model or bundle, 4 does not fit the budget, 5
 
 from __future__ import annotations
 
-import argparse
 import errno
 import io
 import os
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.output import print_error
 from edgeinfer.apps.cli.process import address_limit, interruptions_wait_for_imports, is_refused, refusal, supervised
-from edgeinfer.errors import BudgetError, EdgeInferError, StorageError
+from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
 from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
@@ -26,35 +25,112 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "build_parser", "main"]
 
 INTERRUPTED = 130
-# Modules of this package, in the order that --help has. Each is imported where it is asked for: all of them together
-# take seconds on an old machine.
-COMMANDS = (
-    *("run", "chat", "serve", "export", "convert", "inspect", "plan", "pull"),
-    *("bench", "eval", "tune", "distill", "devices"),
-)
+# The commands under the headings of help: modules of this package, each imported where it is asked for, because all of
+# them together take seconds on an old machine.
+_GROUPS = {
+    "use a model": {
+        "run": "answer a prompt, or continue a text",
+        "chat": "have a conversation, in a window, the browser or the terminal",
+        "serve": "serve a model to other programs, as OpenAI's API does",
+    },
+    "choose a model": {
+        "pull": "fetch a model from the Hugging Face hub",
+        "plan": "show whether a model fits a memory budget, and how fast it runs",
+        "inspect": "show what a model consists of",
+    },
+    "make a model": {
+        "export": "turn a Hugging Face checkpoint into a bundle",
+        "convert": "change a bundle's layout, or a GGUF file's type",
+        "distill": "train a drafter, or early exits, for a model",
+    },
+    "measure": {
+        "bench": "measure speed, speculation, memory and quality",
+        "eval": "measure how well a model predicts a text",
+        "tune": "find the settings that run fastest here",
+        "devices": "list the devices that models can run on",
+    },
+}
+COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
+# What other programs call a command.
+_ELSEWHERE = {
+    **{"ask": "run", "generate": "run", "complete": "run", "talk": "chat", "ui": "chat", "app": "chat"},
+    **{"server": "serve", "api": "serve", "download": "pull", "fetch": "pull", "get": "pull", "show": "inspect"},
+    **{"info": "inspect", "fit": "plan", "quantize": "export", "train": "distill", "benchmark": "bench"},
+    **{"perplexity": "eval", "version": "--version"},
+}
 # What writing to a full disk, past a quota or past a size limit ends in.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-_DESCRIPTION = """\
-Run a language model on this device, inside a memory budget that you state.
+_GREETING = """\
+edgeinfer runs language models on this machine, within a memory budget that you set.
 
-example:
-  edgeinfer run -p "Once upon a time"
+  edgeinfer run "Once upon a time"   a story, by the small built-in model
+  edgeinfer chat                     a conversation, in a window or the browser
+  edgeinfer chat -m ORG/NAME         the same with a model of the Hugging Face hub
+
+edgeinfer --help lists all commands.
 """
-_EPILOG = "Each command explains itself: edgeinfer COMMAND --help"
+_ABOUT = """\
+usage: edgeinfer COMMAND [options]
+
+Run language models on this machine, within a memory budget that you set.
+"""
+_MORE = """
+edgeinfer COMMAND --help explains a command; edgeinfer --version prints the version.
+"""
 
 
-def build_parser(only: str | None = None) -> Parser:
-    """Builds the parser of all commands, or of the command `only` if there is one of that name."""
+def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
+    """Builds the parser of all commands, or of the command `only` if there is one of that name.
+
+    Args:
+        beside: the other commands are there too, by their names alone.
+    """
     from edgeinfer.apps.cli.parser import Parser
 
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = Parser("edgeinfer", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=layout, allow_abbrev=False)
+    parser = Parser("edgeinfer")
     parser.add_argument("--version", action="version", version=f"edgeinfer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (only,) if only in COMMANDS else COMMANDS:
-        import_module(f"edgeinfer.apps.cli.{command}").add_parser(commands)
+    for command in COMMANDS:
+        if only not in COMMANDS or command == only:
+            import_module(f"edgeinfer.apps.cli.{command}").add_parser(commands)
+        elif beside:
+            commands.add_parser(command, help=COMMANDS[command])
     return parser
+
+
+def _overview() -> str:
+    """The help of the program: its commands, under their headings."""
+    groups = [
+        "".join([f"\n{title}:\n", *(f"  {name:<12}{text}\n" for name, text in commands.items())])
+        for title, commands in _GROUPS.items()
+    ]
+    return "".join([_ABOUT, *groups, _MORE])
+
+
+def _answer_at_once(arguments: list[str]) -> str | None:
+    """What is said without any command; None where there is one.
+
+    Raises:
+        UsageError: there is no such command.
+    """
+    match arguments:
+        case []:
+            return _GREETING
+        case ["-h" | "--help" | "--help-all" | "help"]:
+            return _overview()
+        case ["-V" | "--version", *_]:
+            return f"edgeinfer {VERSION}\n"
+    first = arguments[0]
+    if first in COMMANDS:
+        return None
+    if first.startswith("-"):
+        raise UsageError(f"There is no command before {first}.", f"Write one first, such as: edgeinfer run {first}")
+    from edgeinfer.options import nearest
+
+    meant = _ELSEWHERE.get(first) or nearest(first, COMMANDS)
+    hint = f"Did you mean {meant}?" if meant else "edgeinfer --help lists all commands."
+    raise UsageError(f"No such command: {first}.", hint)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,8 +175,15 @@ def _abandon_stdout() -> None:
 def _execute(arguments: list[str]) -> int:
     try:
         with interruptions_wait_for_imports(sys._getframe()):
-            args = build_parser(arguments[0] if arguments else None).parse_args(arguments)
-            code: int = args.execute(args)
+            if arguments[:1] == ["help"] and len(arguments) > 1:
+                arguments = [*arguments[1:], "--help"]
+            answer = _answer_at_once(arguments)
+            if answer is None:
+                args = build_parser(arguments[0]).parse_args(arguments)
+                code: int = args.execute(args)
+            else:
+                sys.stdout.write(answer)
+                code = 0
             sys.stdout.flush()
         return code
     except SystemExit as done:  # argparse, after --help or --version

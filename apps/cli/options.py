@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.output import progress_bar
-from edgeinfer.apps.cli.text_files import utf8
+from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.options import ConfigOption, options_of
 from edgeinfer.reply_options import ReplyOptions
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRAFTING",
+    "GENERATION",
+    "LOADING",
     "MEMORY",
     "add_generation_options",
     "add_load_options",
@@ -31,6 +34,7 @@ __all__ = [
     "given_options",
     "load_model",
     "load_options",
+    "reads_stdin",
 ]
 
 # Options of LoadConfig by subject, in the order of help.
@@ -39,7 +43,9 @@ MEMORY = (
     "prefix_cache",
 )
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
-_LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+# Options of a reply that commands offer.
+GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
 
 
 def add_model_option(parser: Parser) -> None:
@@ -48,24 +54,32 @@ def add_model_option(parser: Parser) -> None:
         "bundle directory, .gguf file, or hub id: ORG/NAME, of a repository of GGUF files ORG/NAME:TYPE (default: the "
         "small built-in story model)"
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=text)
+    action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
+    parser.brief(action, "bundle, .gguf file or hub id (default: a small story model)")
 
 
 def add_load_options(parser: Parser) -> None:
     """Adds -m and the options of LoadConfig."""
     add_model_option(parser)
-    add_options(parser, LoadConfig, _LOADING)
+    add_options(parser, LoadConfig, LOADING)
 
 
-def add_generation_options(parser: Parser, max_tokens: int | None) -> None:
-    """Adds the options of GenerationConfig; --spec is among those of LoadConfig.
+def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
+    """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
 
     Args:
-        max_tokens: the command's own limit of a reply; None is the context.
+        limit: of a reply where -n is not given, in words.
     """
-    limit = "until the context is full" if max_tokens is None else str(max_tokens)
-    add_options(parser, ReplyOptions, help={"max_tokens": f"most tokens to generate (default: {limit})"})
-    parser.set_defaults(max_tokens=max_tokens)
+    help = {
+        "max_tokens": f"most tokens to generate (default: {limit})",
+        "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
+        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation; - reads stdin",
+        "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
+    }
+    add_options(parser, ReplyOptions, help=help)
+    text = "the reply must be a line of this UTF-8 file; - reads stdin"
+    group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
+    parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
@@ -95,33 +109,56 @@ def add_options(
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
         text = (help or {}).get(name, option.help).replace("%", "%%")
-        groups[option.group].add_argument(*option.flags, dest=name, help=text, **_action(option))
+        group, settings = groups[option.group], _action(option)
+        action = group.add_argument(*option.flags, dest=name, help=text, **settings)
+        if not option.basic:
+            parser.advanced(action)
+        if option.brief:
+            parser.brief(action, option.brief)
+        if option.former_flags:
+            group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 
 
 def _action(option: ConfigOption) -> dict[str, Any]:
     """Returns argparse's keyword arguments for an option."""
     if option.type is bool:
-        if option.flags[0].startswith("--no-"):
-            return {"action": "store_const", "const": False}
-        return {"action": argparse.BooleanOptionalAction}
+        if option.optional:
+            return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_const", "const": not option.default}
     if option.choices:
         return {"choices": option.choices}
     valued = {"metavar": option.metavar}
     if option.size:
         return valued | {"type": parse_size}
     if typing.get_origin(option.type) is tuple:
-        of_texts = typing.get_args(option.type)[0] is str
-        return valued | ({"action": "append"} if of_texts else {"type": _numbers})
-    return valued | ({} if option.type is str else {"type": option.type})
+        kind = typing.get_args(option.type)[0]
+        return valued | ({"action": "append"} if kind is str else {"type": _list_of(kind)})
+    if typing.get_origin(option.type) is Mapping:
+        return valued | {"action": "append", "type": _bias}
+    return valued | ({"type": option.type} if option.type in (int, float) else {})
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas") from None
+
+    return parse
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-5") from None
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Returns those of the options that the user gave."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +167,7 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, _LOADING)
+    options = given_options(args, LOADING)
     LoadConfig(**options)
     return options
 
@@ -142,13 +179,36 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         UsageError: a value is out of range.
         PromptError: a stop string is not UTF-8.
     """
-    flagged = [name for name, option in options_of(GenerationConfig).items() if option.flags]
-    options = given_options(args, [*flagged, "speculation"])
-    for name, flag in (("stop", "--stop"), ("choices", "--choice")):
+    options = given_options(args, GENERATION)
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(options["logit_bias"])
+    if "json_schema" in options:
+        options["json_schema"] = _schema(options["json_schema"])
+    if "grammar" in options:
+        options["grammar"] = _contents(options["grammar"])
+    if args.choices_file is not None:
+        lines = [line for line in _contents(args.choices_file).splitlines() if line.strip()]
+        options["choices"] = [*options.get("choices", ()), *lines]
+    for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
-            options[name] = tuple(utf8(text, flag) for text in options[name])
+            given = options[name]
+            options[name] = utf8(given, flag) if isinstance(given, str) else tuple(utf8(text, flag) for text in given)
     GenerationConfig(**options)
     return options
+
+
+def reads_stdin(args: argparse.Namespace) -> bool:
+    """Whether an option that says what the reply must be takes stdin."""
+    return "-" in (args.json_schema, args.grammar, args.choices_file)
+
+
+def _schema(text: str) -> str:
+    """A schema that is given as it is, or in a file."""
+    return utf8(text, "--json-schema") if text.lstrip().startswith("{") else _contents(text)
+
+
+def _contents(file: str) -> str:
+    return read_stdin() if file == "-" else read_text(Path(file))
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:

@@ -1,16 +1,18 @@
-"""What the parsers of all commands have in common: errors in one line, --debug, --json, and hints at missing extras."""
+"""The parsers of all commands: help of two levels, errors in one line with a suggestion, hints at missing extras."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from edgeinfer.apps.cli.help_layout import help_text, usage
 from edgeinfer.errors import UsageError
+from edgeinfer.options import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Subparsers = argparse._SubParsersAction["Parser"]
 
@@ -31,24 +33,164 @@ _EXTRAS = {
     "optimum": "optimum",
     "torch": "optimum",
     "transformers": "optimum",
+    "argcomplete": "completion",
 }
 
 
+class _ShowHelp(argparse.Action):
+    """Prints the short help or all of it, and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, everything: bool, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._everything = everything
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser), "only parsers of this class have this option"
+        sys.stdout.write(parser.format_help_all() if self._everything else parser.format_help())
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a UsageError instead of printing its usage and exiting."""
+    """An argument parser that raises a UsageError instead of printing its usage and exiting.
+
+    --help shows what most people need, --help-all everything. Options count as the former unless they are marked
+    `advanced`.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        settings = {"add_help": False, "allow_abbrev": False, "exit_on_error": False} | settings
+        super().__init__(*args, **settings)
+        self._given: list[str] = []
+        self._briefs: dict[argparse.Action, str] = {}
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
+        self.add_argument("-h", "--help", action=_ShowHelp, everything=False, help="show this help")
+        self._help_all = self.add_argument("--help-all", action=_ShowHelp, everything=True, help="show every option")
+        self._rare: set[argparse.Action] = {self._help_all}
+
+    def advanced(self, *options: argparse.Action | str) -> None:
+        """Leaves options, also by their flags, out of the short help."""
+        self._rare.update(self._option_string_actions[each] if isinstance(each, str) else each for each in options)
+
+    def brief(self, option: argparse.Action, text: str) -> None:
+        """Says what an option does in fewer words in the short help."""
+        self._briefs[option] = text
+
+    def format_usage(self) -> str:
+        """The short usage line."""
+        return usage(self)
+
+    def format_help(self) -> str:
+        """The short help."""
+        text = help_text(self, self._rare, self._briefs)
+        shorter = any(action.help is not argparse.SUPPRESS for action in self._rare - {self._help_all})
+        return f"{text}\nAll options: {self.prog} --help-all\n" if shorter else text
+
+    def format_help_all(self) -> str:
+        """The help with every option."""
+        return help_text(self, frozenset(), {})
+
+    def parse_known_args(  # type: ignore[override]  # argparse has overloads for what nothing here passes
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses arguments; there are no unknown ones.
+
+        Raises:
+            UsageError: an argument is unknown, missing or wrong.
+        """
+        self._given = list(sys.argv[1:] if args is None else args)
+        try:
+            found, unknown = super().parse_known_args(self._given, namespace)
+        except argparse.ArgumentError as error:
+            raise self._wrong(error) from error
+        if unknown:
+            raise self._unknown(unknown)
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.", f"See: {self.prog} --help")
+        """Refuses what argparse finds missing.
+
+        Raises:
+            UsageError: always; about a misspelt option where there is one, which may be what is missing.
+        """
+        misspelt = [text for text in self._given if text.startswith("--") and not self._knows(text)]
+        raise self._unknown(misspelt) if misspelt else UsageError(_sentence(message), f"See: {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # argparse's own way to refuse a choice, which it has had since it exists; only the message differs.
+        if action.choices is None or value in action.choices:
+            return
+        name = action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
+        known = [str(choice) for choice in action.choices]
+        meant = nearest(str(value), known)
+        hint = f"Did you mean {meant}?" if meant else f"Choose one of {', '.join(known)}."
+        raise UsageError(f"{name} cannot be {str(value)!r}.", hint)
+
+    def _knows(self, text: str) -> bool:
+        return text == "--" or text.partition("=")[0] in self._option_string_actions
+
+    def _unknown(self, given: Sequence[str]) -> UsageError:
+        word = given[0]
+        if not word.startswith("-") or len(word) == 1:
+            return UsageError(f"Unexpected argument {word!r}.", f"See: {self.prog} --help")
+        flag = word.partition("=")[0]
+        meant = nearest(flag, self._option_string_actions)
+        hint = f"Did you mean {self._shown(meant)}?" if meant else f"See: {self.prog} --help-all"
+        return UsageError(f"No such option: {flag}.", hint)
+
+    def _shown(self, flag: str) -> str:
+        """The flag by which help shows what a flag, perhaps one of before, sets."""
+        meant = self._option_string_actions[flag]
+        if meant.help is not argparse.SUPPRESS:
+            return flag
+        others = (each for each in self._actions if each.dest == meant.dest and each.help is not argparse.SUPPRESS)
+        return next((each.option_strings[-1] for each in others), flag)
+
+    def _wrong(self, error: argparse.ArgumentError) -> UsageError:
+        name = "" if error.argument_name is None else f"{error.argument_name.rpartition('/')[2]}: "
+        return UsageError(_sentence(f"{name}{error.message}"), f"See: {self.prog} --help")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?")) else f"{text}."
 
 
 def add_command(
-    commands: Subparsers, name: str, execute: Callable[[argparse.Namespace], int], help: str, description: str
+    commands: Subparsers,
+    name: str,
+    execute: Callable[[argparse.Namespace], int],
+    description: str,
+    *,
+    help: str | None = None,
 ) -> Parser:
-    """Adds a subcommand; its description ends in an example and is shown as written."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=help, description=description, formatter_class=layout, allow_abbrev=False)
+    """Adds a subcommand; its description ends in an example and is shown as written.
+
+    Args:
+        help: a line for the list of the command above it; `edgeinfer --help` has its own (apps/cli/main.py).
+    """
+    parser = commands.add_parser(name, help=help, description=description)
     parser.set_defaults(execute=execute)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.advanced(parser.add_argument("--debug", action="store_true", help="show the traceback of an error"))
     return parser
 
 

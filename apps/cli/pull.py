@@ -27,7 +27,7 @@ examples:
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "pull", execute, "fetch a model from the hub", _DESCRIPTION)
+    parser = add_command(commands, "pull", execute, _DESCRIPTION)
     parser.add_argument("repo", metavar="ORG/NAME[:TYPE]", help="hub id, of a GGUF repository with the type")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: the main branch)")
     add_json_option(parser)

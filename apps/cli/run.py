@@ -13,78 +13,137 @@ from edgeinfer.apps.cli.options import (
     generation_options,
     load_model,
     load_options,
+    reads_stdin,
 )
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.apps.cli.text_files import read_stream, read_text, utf8
+from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
 from edgeinfer.apps.terminal.app import cancel_on_interrupt
+from edgeinfer.apps.terminal.endings import CommandWords, ending
 from edgeinfer.config import format_size
-from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.errors import PromptError, TemplateError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer import Result, TokenStream
-    from edgeinfer.apps.cli.parser import Subparsers
+    from edgeinfer import Model, Result, TokenStream
+    from edgeinfer.apps.cli.parser import Parser, Subparsers
 
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Continue a prompt and print the whole text as it is made; with --chat, answer it and print the answer.
+Answer a prompt, or continue it with --raw, and print the text as it is made. Without -m the small built-in model tells
+stories.
 
 examples:
-  edgeinfer run -p "Once upon a time"
-  edgeinfer run -m my-bundle -p "What is a quark?" --chat --memory 600MB
-  cat notes.txt | edgeinfer run -m my-bundle -f - -n 200 --json
+  edgeinfer run "Once upon a time"
+  edgeinfer run -m my-bundle "What is a quark?" --memory 600MB
+  cat notes.txt | edgeinfer run -m my-bundle -p "Summarize:"
 """
+# Tokens unless -n says otherwise: enough for nearly every answer, which ends by itself; a text that is continued may
+# never end.
+_ANSWER, _CONTINUATION = 1024, 128
 
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "run", execute, "continue a prompt, or answer it", _DESCRIPTION)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt")
-    source.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a UTF-8 file; - reads stdin")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
-    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    parser = add_command(commands, "run", execute, _DESCRIPTION)
+    _add_prompt_options(parser)
     add_load_options(parser)
-    add_generation_options(parser, max_tokens=128)
+    limit = f"{_ANSWER}, with --raw {_CONTINUATION}"
+    add_generation_options(parser, limit)
     add_json_option(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="print speed and memory on stderr at the end")
 
 
+def _add_prompt_options(parser: Parser) -> None:
+    group = parser.add_argument_group("prompt; text piped in is put behind it")
+    group.add_argument("words", nargs="*", metavar="PROMPT", help="what to answer")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="the same")
+    group.add_argument("-f", "--file", metavar="FILE", help="read it from a UTF-8 file, behind -p; - reads stdin")
+    group.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    form = group.add_mutually_exclusive_group()
+    text = "continue the text instead of answering it, as models without a chat template always do"
+    form.add_argument("--raw", action="store_true", help=text)
+    # What has been the usual way since answers are.
+    form.add_argument("--chat", action="store_true", help=argparse.SUPPRESS)
+
+
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    if args.system is not None and not args.chat:
-        raise UsageError("--system is for chats.", "Add --chat.")
+    if args.system is not None and args.raw:
+        raise UsageError("--system is for answers, and --raw continues text.", "Leave one of them out.")
     system = None if args.system is None else utf8(args.system, "--system")
     options = generation_options(args)
     loading = load_options(args)
     prompt = _prompt(args)
     with load_model(args.model, loading) as model:
-        source = model.chat(system=system) if args.chat else model
+        answers = _answers(args, model)
+        options.setdefault("max_tokens", _ANSWER if answers else _CONTINUATION)
+        source = model.chat(system=system) if answers else model
         stream = source.stream(prompt, **options)
+        before = "" if answers else prompt
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:
                 stream.complete()
             else:
-                _write(stream, after="" if args.chat else prompt)
+                _write(stream, after=before)
             result = stream.result
-            if not args.json:
-                _write_others(result, after="" if args.chat else prompt)
     if args.json:
         print_json(result.to_dict())
-    elif args.verbose or sys.stderr.isatty():
-        print_note(_summary(result))
+    else:
+        _write_others(result, after=before)
+        words = CommandWords(empty=_instead(args, answers=answers))
+        _tell(result, ending(result, options["max_tokens"], words), verbose=args.verbose)
     return 130 if interrupt.pressed else 0
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
-        return utf8(args.prompt, "--prompt")
-    if args.file == "-":
-        if sys.stdin is None:
-            raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
-        return read_stream(sys.stdin.buffer, "stdin")
-    return read_text(Path(args.file))
+    """What the user gave, joined by empty lines: words or -p, then -f, then what is piped in."""
+    if len(args.words) > 1:
+        raise _too_many(args.words)
+    if args.words and args.prompt is not None:
+        raise UsageError("There are two prompts.", "Give one, with -p or without.")
+    parts = [utf8(args.words[0] if args.words else args.prompt, "The prompt")] if args.words or args.prompt else []
+    if args.file is not None:
+        parts.append(read_stdin() if args.file == "-" else read_text(Path(args.file)))
+    given = bool(parts) or args.prompt is not None
+    if args.file == "-" and reads_stdin(args):
+        raise UsageError("stdin can be read once only.", "Put one of what is to come from it into a file.")
+    if args.file != "-" and not reads_stdin(args) and (is_piped() if given else _not_typed()):
+        parts.append(read_stdin(waiting="Reading more of the prompt from stdin; < /dev/null leaves it out."))
+    prompt = "\n\n".join(part for part in parts if part)
+    if not prompt:
+        message = "The prompt is empty." if given or args.file else "There is no prompt."
+        raise PromptError(message, 'Write one: edgeinfer run "Once upon a time". To talk: edgeinfer chat')
+    return prompt
+
+
+def _not_typed() -> bool:
+    """Whether stdin is anything but a person's keyboard."""
+    return sys.stdin is not None and not sys.stdin.isatty()
+
+
+def _too_many(words: list[str]) -> UsageError:
+    rest = " ".join(words[1:])
+    if "/" in words[0] or Path(words[0]).exists():
+        return UsageError("A model is named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
+    return UsageError("The prompt has to be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
+
+
+def _answers(args: argparse.Namespace, model: Model) -> bool:
+    """Whether the prompt is answered through the model's chat template.
+
+    Raises:
+        TemplateError: it should be, and the model has none.
+    """
+    if args.raw:
+        return False
+    if model.chat_template_text is not None:
+        return True
+    if args.chat or args.system is not None:
+        flag = "--chat" if args.chat else "--system"
+        message = f"{model.info.name} has no chat template, which {flag} needs."
+        raise TemplateError(message, "Leave it out: the model then continues the prompt.")
+    return False
 
 
 def _write(stream: TokenStream, after: str) -> None:
@@ -100,21 +159,24 @@ def _write(stream: TokenStream, after: str) -> None:
         sys.stdout.flush()
 
 
-def _lossy(result: Result) -> str:
-    """Says what was left out of the reply, if anything."""
-    use = result.compute
-    if use is None or use.lossless:
-        return ""
-    what = f"{use.reduced / use.tokens:.0%} of them by {use.compute}"
-    measured = "" if use.divergence is None else f", {use.divergence:.3f} nats from the whole model"
-    return f", lossy ({what}{measured})"
-
-
 def _write_others(result: Result, after: str) -> None:
     """Writes the samples that are not the reply, where several were asked for."""
     samples = result.search.texts if result.search is not None and result.search.search == "samples" else ()
     for number, sample in enumerate(samples[1:], 2):
         print(f"\n[sample {number}]\n{after}{sample.text.rstrip()}")
+
+
+def _instead(args: argparse.Namespace, *, answers: bool) -> str:
+    """What to try where there was no reply; empty where nothing else can be tried."""
+    return "--raw continues text" if answers else "without --raw it answers" if args.raw else ""
+
+
+def _tell(result: Result, ending: str, *, verbose: bool) -> None:
+    """Says on stderr where the reply ended if not by itself, and what it took if somebody wants to know."""
+    if ending:
+        print_note(ending)
+    if verbose or sys.stderr.isatty():
+        print_note(_summary(result))
 
 
 def _summary(result: Result) -> str:
@@ -125,3 +187,13 @@ def _summary(result: Result) -> str:
         f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}{lossy}, "
         f"first token after {result.timings.ttft_ms:.0f} ms, peak memory {format_size(result.memory.peak_rss_bytes)}"
     )
+
+
+def _lossy(result: Result) -> str:
+    """Says what was left out of the reply, if anything."""
+    use = result.compute
+    if use is None or use.lossless:
+        return ""
+    what = f"{use.reduced / use.tokens:.0%} of them by {use.compute}"
+    measured = "" if use.divergence is None else f", {use.divergence:.3f} nats from the whole model"
+    return f", lossy ({what}{measured})"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+import sys
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
+from edgeinfer.apps.cli.output import print_note
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError
 
-__all__ = ["read_paragraphs", "read_stream", "read_text", "utf8"]
+__all__ = ["is_piped", "read_paragraphs", "read_stdin", "read_stream", "read_text", "utf8"]
 
 # The longest contexts, ten million tokens, hold less text.
 _MOST_PROMPT_BYTES = 64 * 1000**2
+# How long a pipe may be silent before the user is told what is waited for.
+_PATIENCE_SECONDS = 3.0
 
 
 def utf8(text: str, source: str) -> str:
@@ -44,6 +50,41 @@ def read_text(path: Path) -> str:
             return read_stream(file, str(path))
     except OSError as error:
         raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
+
+
+def is_piped() -> bool:
+    """Whether stdin is a pipe or a file, which hold text that is meant for the command.
+
+    Not whether it is no terminal: programs that start others often leave them a socket that never ends.
+    """
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or another program's stand-in
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def read_stdin(waiting: str = "") -> str:
+    """Reads stdin, as `read_text`.
+
+    Args:
+        waiting: said on stderr where nothing has come for some seconds; empty says nothing.
+
+    Raises:
+        PromptError: as `read_text`, or it is closed.
+    """
+    if sys.stdin is None:
+        raise PromptError("stdin is closed.", "Pipe the prompt into it, or name a file.")
+    note = threading.Timer(_PATIENCE_SECONDS, print_note, [waiting])
+    if waiting:
+        note.daemon = True
+        note.start()
+    try:
+        return read_stream(sys.stdin.buffer, "stdin")
+    except OSError as error:
+        raise PromptError(f"Cannot read stdin: {error.strerror or error}.", "Give the prompt with -p.") from error
+    finally:
+        note.cancel()
 
 
 def read_paragraphs(path: Path) -> list[str]:

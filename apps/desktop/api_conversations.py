@@ -15,10 +15,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop import transfer
+from edgeinfer.apps.desktop.api_attachments import attachment_view
+from edgeinfer.apps.desktop.checks import check_name
+from edgeinfer.apps.desktop.control import choice_view
+from edgeinfer.apps.desktop.library import model_of
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
-from edgeinfer.apps.desktop.records import Conversation, Message, Role
+from edgeinfer.apps.desktop.records import Conversation, Message, ModelChoice, Role
 from edgeinfer.apps.desktop.replies import RunningReply
-from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, search_text
+from edgeinfer.apps.desktop.requests import (
+    Endpoint,
+    answered,
+    event_stream,
+    fields,
+    identifiers,
+    optional,
+    search_text,
+    whole_number,
+)
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.apps.server.events import Event
@@ -82,12 +95,14 @@ class _Conversations:
         return await self._view(await asyncio.to_thread(self._history.conversation, request.path_params["id"]))
 
     async def change(self, request: Request) -> Response:
-        body = await fields(request, self._security, title=str, system=str, options=dict, leaf=str)
+        body = await fields(request, self._security, title=str, system=str, options=dict, leaf=str, choice=dict)
         changes = optional(body, "title", "system", "leaf")
         _short(changes.get("title", ""), _LONGEST_TITLE, "title")
         _short(changes.get("system", ""), _LONGEST_TEXT, "system")
         if "options" in body:
             changes["options"] = checked_options(body["options"])
+        if "choice" in body:
+            changes["choice"] = _choice(body["choice"])
         id = request.path_params["id"]
         changed = await asyncio.to_thread(lambda: self._history.change(id, **changes))
         self._tell()
@@ -101,9 +116,10 @@ class _Conversations:
         return Response(status_code=204)
 
     async def ask(self, request: Request) -> Response:
-        body = await fields(request, self._security, parent=str | None, content=str)
+        body = await fields(request, self._security, parent=str | None, content=str, attachments=list)
+        files = identifiers(body, "attachments")
         id, content = request.path_params["id"], _short(body.get("content", ""), _LONGEST_TEXT, "content")
-        return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content))
+        return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content, files, self._loaded()))
 
     async def edit(self, request: Request) -> Response:
         body = await fields(request, self._security, content=str)
@@ -112,7 +128,7 @@ class _Conversations:
         whole = await asyncio.to_thread(self._history.conversation, id)
         old = whole.message(message)
         if old is None or old.role == "user":
-            return await self._begin(id, lambda: self._history.edit_question(id, message, content))
+            return await self._begin(id, lambda: self._history.edit_question(id, message, content, self._loaded()))
         new = await asyncio.to_thread(self._history.edit_reply, id, message, content)
         self._tell()
         return JSONResponse({"assistant": _message_view(new)}, status_code=202)
@@ -185,6 +201,10 @@ class _Conversations:
         data = await asyncio.to_thread(_conversation_view, conversation, running)
         return JSONResponse(data, status_code=status)
 
+    def _loaded(self) -> ModelChoice | None:
+        """The model that is going to reply: what it is sent to is what a conversation uses."""
+        return self._services.control.choice
+
     def _tell(self) -> None:
         self._services.feed.publish("conversations", {})
 
@@ -207,6 +227,16 @@ def _short(text: str, most: int, name: str) -> str:
     return text
 
 
+def _choice(data: dict[str, Any]) -> ModelChoice:
+    """Reads which model a conversation shall use."""
+    known = ("model", "memory", "context")
+    model = data.get("model")
+    if set(data) - set(known) or not isinstance(model, str) or not model:
+        raise UsageError("choice has unknown fields, or no model.", f"Known fields: {', '.join(known)}.")
+    numbers = {name: whole_number(data, name) for name in known[1:]}
+    return ModelChoice(model_of(check_name(model, "model")), **numbers)
+
+
 def _conversation_view(conversation: Conversation, running: RunningReply | None) -> dict[str, Any]:
     """A conversation with all its messages."""
     c = conversation
@@ -218,6 +248,7 @@ def _conversation_view(conversation: Conversation, running: RunningReply | None)
         "system": c.system,
         "options": dict(c.options),
         "leaf": c.leaf,
+        "choice": choice_view(c.choice),
         "replying": None if running is None else running.message.id,
         "messages": [_message_view(message, running) for message in c.messages],
     }
@@ -242,6 +273,7 @@ def _message_view(message: Message, running: RunningReply | None = None) -> dict
         "status": m.status,
         "error": None if m.failure is None else asdict(m.failure),
         "figures": None if m.figures is None else asdict(m.figures),
+        "attachments": [attachment_view(file) for file in m.attachments],
     }
 
 

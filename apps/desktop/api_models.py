@@ -1,4 +1,4 @@
-"""Endpoints about the app's state: settings, models, plans, loading, downloads, events."""
+"""Endpoints about the app's state: settings, models, plans, loading, events."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from starlette.routing import BaseRoute, Route
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.desktop.library import BUILT_IN, model_of
+from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import AppSettings
-from edgeinfer.errors import HubError, UsageError
+from edgeinfer.errors import HubError
 
 __all__ = ["model_routes"]
 
@@ -36,8 +37,6 @@ def model_routes(services: Services) -> list[BaseRoute]:
         ("POST", "/model/load", api.load),
         ("POST", "/model/cancel", api.cancel),
         ("POST", "/model/unload", api.unload),
-        ("POST", "/downloads", api.download),
-        ("DELETE", "/downloads/{key}", api.cancel_download),
         ("GET", "/events", api.events),
     )
     return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
@@ -86,13 +85,20 @@ class _Models:
         return JSONResponse(await asyncio.to_thread(make))
 
     async def load(self, request: Request) -> Response:
-        body = await fields(request, self._security, model=_TEXT, memory=_NUMBER, context=_NUMBER)
-        model = model_of(body.get("model"))
-        numbers = ("memory", "context")
-        chosen: dict[str, Any] = {name: whole_number(body, name) for name in numbers if name in body}
-        await asyncio.to_thread(_require_local, model)
-        await asyncio.to_thread(self._services.settings.change, chosen)
-        self._services.control.load(model)
+        """Loads a model: for one conversation, for new ones (`default`), or for both."""
+        kinds = {"model": _TEXT, "memory": _NUMBER, "context": _NUMBER, "conversation": _TEXT, "default": bool}
+        body = await fields(request, self._security, **kinds)
+        services, default = self._services, body.get("default", True)
+        now = services.settings.now
+        usual = {"memory": now.memory, "context": now.context}
+        numbers = {name: whole_number(body, name) if name in body else usual[name] for name in usual}
+        choice = ModelChoice(model_of(body.get("model")), **numbers)
+        await asyncio.to_thread(_require_local, choice.model)
+        if body.get("conversation") is not None:
+            await asyncio.to_thread(services.history.change, body["conversation"], choice=choice)
+        if default:
+            await asyncio.to_thread(services.settings.change, numbers)
+        services.control.load(choice, default=default)
         return JSONResponse(self._services.control.state(), status_code=202)
 
     async def cancel(self, request: Request) -> Response:
@@ -102,15 +108,6 @@ class _Models:
     async def unload(self, request: Request) -> Response:
         await self._services.control.unload()
         return JSONResponse(self._services.control.state(), status_code=202)
-
-    async def download(self, request: Request) -> Response:
-        id = (await fields(request, self._security, id=str)).get("id", "").strip()
-        if not id or id.startswith("-"):
-            raise UsageError("There is no model to fetch.", "Give a hub id, ORG/NAME, or ORG/NAME:TYPE of a GGUF file.")
-        return JSONResponse(asdict(self._services.downloads.begin(id)), status_code=202)
-
-    async def cancel_download(self, request: Request) -> Response:
-        return JSONResponse(asdict(await self._services.downloads.cancel(request.path_params["key"])))
 
     async def events(self, request: Request) -> Response:
         self._services.control.publish()
@@ -126,5 +123,5 @@ def _require_local(model: str | None) -> None:
 def _settings_view(settings: AppSettings) -> dict[str, Any]:
     """Returns the settings that the window shows."""
     data = asdict(settings)
-    del data["recent"]
+    del data["recent"], data["unfinished"]
     return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.checks import error_view
-from edgeinfer.apps.desktop.library import BUILT_IN, Library, Planner, model_of
+from edgeinfer.apps.desktop.library import Library, Planner, id_of, name_of
+from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
+from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["ModelControl"]
+__all__ = ["ModelControl", "choice_view"]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -54,20 +56,31 @@ class ModelControl:
         self._feed = feed
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: Mapping[str, Any] = {}
+        self._most_context: int | None = None
         # Loads are numbered, so that one which was cancelled before it began does not begin.
         self._number = 0
-        self._wanted: str | None = None
+        self._wanted = ModelChoice()
         self._loads = 0
         self._idle = asyncio.Event()
 
     def start(self) -> None:
-        """Loads the model that was used last, and tells of every change from now on."""
+        """Loads the model of the settings, and tells of every change from now on."""
         self._keep(self._watch())
-        self._begin(self._settings.now.model, measure=True)
+        now = self._settings.now
+        self._begin(ModelChoice(now.model, now.memory, now.context), measure=True)
 
-    def load(self, model: str | None) -> None:
-        """Begins to load a model, with budget and context of the settings, in place of the one that is there."""
-        self._begin(model)
+    def load(self, choice: ModelChoice, *, default: bool = True) -> None:
+        """Begins to load a model in place of the one that is there.
+
+        Args:
+            default: new conversations, and the next start, use it too.
+        """
+        self._begin(choice, default=default)
+
+    @property
+    def choice(self) -> ModelChoice | None:
+        """What is loaded or being loaded; None where nothing is."""
+        return self._wanted if self._loads or self._host.state.status == "ready" else None
 
     def cancel(self) -> None:
         """Ends loading at its next step."""
@@ -104,14 +117,15 @@ class ModelControl:
         """Returns the ModelState of the app's API."""
         state = self._host.state
         if self._loads and state.status != "loading":
-            state = HostState("loading", model_of(self._wanted))
-        id = BUILT_IN if state.model is None else state.model
+            state = HostState("loading", self._wanted.model)
         known = state.status != "empty"
         progress = {"stage": state.stage, "done": state.done, "total": state.total}
         data: dict[str, Any] = {
             "status": state.status,
-            "id": id if known else None,
-            "name": id.replace("\\", "/").rstrip("/").rpartition("/")[2] if known else None,
+            "id": id_of(state.model) if known else None,
+            "name": name_of(state.model) if known else None,
+            "choice": choice_view(self.choice),
+            "most_context": self._most_context if state.status == "ready" else None,
             "process_bytes": psutil.Process().memory_info().rss,
             "budget_bytes": self._settings.now.memory,
             "progress": progress if state.status == "loading" else None,
@@ -143,28 +157,29 @@ class ModelControl:
             number = state.number
             self.publish()
 
-    def _begin(self, model: str | None, *, measure: bool = False) -> None:
+    def _begin(self, choice: ModelChoice, *, default: bool = True, measure: bool = False) -> None:
         self.cancel()
-        self._wanted = model
+        self._wanted = choice
         self._loads += 1
         self._idle.clear()
-        self._keep(self._load(model, self._number, measure=measure))
+        self._keep(self._load(choice, self._number, default=default, measure=measure))
 
-    async def _load(self, id: str | None, number: int, *, measure: bool) -> None:
-        model, chosen = model_of(id), self._settings.now
-        options = self._options | {"memory": chosen.memory, "context": chosen.context}
+    async def _load(self, choice: ModelChoice, number: int, *, default: bool, measure: bool) -> None:
+        model = choice.model
+        options = self._options | {"memory": choice.memory, "context": choice.context}
         options = {name: value for name, value in options.items() if value is not None}
         try:
             if measure:
                 # Whatever hinders the measurement hinders loading too, which says so.
                 with contextlib.suppress(EdgeInferError):
                     await asyncio.to_thread(self._planner.measure)
-            sampling = await asyncio.to_thread(self._library.sampling, model)
+            facts = await asyncio.to_thread(self._library.facts, model)
             if number == self._number:
                 loaded = await self._host.load(model, options)
                 self._planner.loaded(loaded.plan)
-                self._sampling = sampling
-                await asyncio.to_thread(self._settings.used, model)
+                self._sampling = {} if facts is None else facts.sampling
+                self._most_context = None if facts is None else facts.context
+                await asyncio.to_thread(self._settings.used, model, default=default)
         except EdgeInferError as error:
             # The host's state says so to the windows.
             _log.debug("not loaded: %s", error)
@@ -173,6 +188,13 @@ class ModelControl:
             if not self._loads:
                 self._idle.set()
                 self.publish()
+
+
+def choice_view(choice: ModelChoice | None) -> dict[str, Any] | None:
+    """A choice as the app's API shows it, with the model's id and a name for it."""
+    if choice is None:
+        return None
+    return dataclasses.asdict(choice) | {"model": id_of(choice.model), "name": name_of(choice.model)}
 
 
 def _warning() -> str | None:

@@ -270,7 +270,27 @@ _FIRST = (
     "CREATE INDEX messages_replying ON messages (holder) WHERE status = 'replying'",
 )
 
-_STEPS = (_FIRST,)
+_SECOND = (
+    # What the model of a conversation is and how it is loaded, as JSON.
+    "ALTER TABLE conversations ADD COLUMN choice TEXT",
+    # Files of messages; one whose message has not been sent yet has none.
+    """
+    CREATE TABLE attachments (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        message TEXT REFERENCES messages (id) ON DELETE CASCADE,
+        name TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        pages INTEGER,
+        content TEXT NOT NULL,
+        created REAL NOT NULL
+    )
+    """,
+    "CREATE INDEX attachments_message ON attachments (message)",
+)
+
+_STEPS = (_FIRST, _SECOND)
 VERSION = len(_STEPS)
 
 

@@ -12,16 +12,26 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
-from edgeinfer.apps.desktop import search
+from edgeinfer.apps.desktop import attachments, search
 from edgeinfer.apps.desktop.checks import DiskFullError, NotFoundError
 from edgeinfer.apps.desktop.database import Database
-from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Role, Status, Summary
+from edgeinfer.apps.desktop.records import (
+    Attachment,
+    Conversation,
+    Figures,
+    Message,
+    ModelChoice,
+    ReplyFailure,
+    Role,
+    Status,
+    Summary,
+)
 from edgeinfer.errors import UsageError
 
 __all__ = ["History"]
@@ -34,12 +44,14 @@ class History:
     """Conversations in a database. Every method may be called from any thread, and is on disk when it returns.
 
     Attributes:
+        attachments: the files of messages.
         put_aside: where a damaged file was moved to on opening; None where there was none.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._indexed = search.prepare(database)
+        self.attachments = attachments.Attachments(database)
         self._holder = _holder(os.getpid())
         self.put_aside = database.put_aside
         self._interrupt_lost()
@@ -80,14 +92,25 @@ class History:
         if not found:
             raise NotFoundError("There is no such conversation.", "It may have been deleted; open another.")
         rows = self._database.rows("SELECT * FROM messages WHERE conversation = ? ORDER BY number", (id,))
-        head = dict(found[0])
-        options = json.loads(head.pop("options"))
-        return Conversation(**head, options=options, messages=tuple(map(_message, rows)))
+        head, files = dict(found[0]), self.attachments.of(id)
+        options, choice = json.loads(head.pop("options")), head.pop("choice")
+        return Conversation(
+            **head,
+            options=options,
+            choice=None if choice is None else ModelChoice(**json.loads(choice)),
+            messages=tuple(_message(row, files.get(row["id"], ())) for row in rows),
+        )
 
-    def create(self, title: str = "", system: str = "", options: Mapping[str, Any] | None = None) -> Conversation:
+    def create(
+        self,
+        title: str = "",
+        system: str = "",
+        options: Mapping[str, Any] | None = None,
+        choice: ModelChoice | None = None,
+    ) -> Conversation:
         """Begins a conversation."""
         now = time.time()
-        made = Conversation(uuid.uuid4().hex, title.strip(), now, now, system, dict(options or {}))
+        made = Conversation(uuid.uuid4().hex, title.strip(), now, now, system, dict(options or {}), choice=choice)
         self.add(made)
         return made
 
@@ -96,9 +119,9 @@ class History:
         c = conversation
         with self._database.transaction() as connection:
             connection.execute(
-                "INSERT INTO conversations (id, title, system, options, leaf, created, updated)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (c.id, c.title, c.system, _json(c.options), c.leaf, c.created, c.updated),
+                "INSERT INTO conversations (id, title, system, options, leaf, created, updated, choice)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (c.id, c.title, c.system, _json(c.options), c.leaf, c.created, c.updated, _optional_json(c.choice)),
             )
             for message in c.messages:
                 self._insert(connection, c.id, message)
@@ -111,13 +134,15 @@ class History:
         system: str | None = None,
         options: Mapping[str, Any] | None = None,
         leaf: str | None = None,
+        choice: ModelChoice | None = None,
     ) -> Conversation:
         """Changes what is given of a conversation.
 
         Raises:
             NotFoundError: there is none of that id, or it has no message `leaf`.
         """
-        given = {"title": title, "system": system, "options": None if options is None else _json(options), "leaf": leaf}
+        given = {"title": title, "system": system, "leaf": leaf, "choice": _optional_json(choice)}
+        given["options"] = None if options is None else _json(options)
         changes = {name: value for name, value in given.items() if value is not None}
         if leaf is not None:
             self._require(self.conversation(id), leaf)
@@ -137,11 +162,17 @@ class History:
                 rows = self._database.rows(
                     "SELECT number FROM messages WHERE conversation = ? ORDER BY number DESC", (id,)
                 )
+                for file in (file for files in self.attachments.of(id).values() for file in files):
+                    self._delete_row("attachments", "id", file.id)
                 for row in rows:
-                    with self._database.transaction() as connection:
-                        connection.execute("DELETE FROM messages WHERE number = ?", (row["number"],))
-                    self._database.checkpoint()
+                    self._delete_row("messages", "number", row["number"])
                 self._delete(id)
+
+    def _delete_row(self, table: str, column: str, value: str | int) -> None:
+        """Deletes a row so that its room can be used at once."""
+        with self._database.transaction() as connection:
+            connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (value,))
+        self._database.checkpoint()
 
     def _delete(self, id: str) -> None:
         with self._database.transaction() as connection:
@@ -149,27 +180,47 @@ class History:
             if done.rowcount == 0:
                 raise NotFoundError("There is no such conversation.", "It may have been deleted already.")
 
-    def ask(self, id: str, parent: str | None, content: str) -> tuple[Message, Message]:
+    def ask(
+        self, id: str, parent: str | None, content: str, files: Sequence[str] = (), choice: ModelChoice | None = None
+    ) -> tuple[Message, Message]:
         """Adds a user's message after `parent`, and the reply to it that now starts.
 
+        Args:
+            files: ids of attachments that were kept for it.
+            choice: the model that replies, which the conversation uses from now on.
+
         Raises:
-            NotFoundError: there is no such conversation or parent.
-            UsageError: the parent is a user's message, or the content is empty.
+            NotFoundError: there is no such conversation, parent or file.
+            UsageError: the parent is a user's message, the message is empty, or there are too many files.
         """
-        conversation = self.conversation(id)
+        return self._ask(self.conversation(id), parent, content, self.attachments.chosen(files), choice)
+
+    def _ask(
+        self,
+        conversation: Conversation,
+        parent: str | None,
+        content: str,
+        files: tuple[Attachment, ...],
+        choice: ModelChoice | None,
+    ) -> tuple[Message, Message]:
         if parent is not None and self._require(conversation, parent).role == "user":
             raise UsageError("A user's message follows a reply.", "Give the id of a reply as parent, or null.")
-        if not content.strip():
+        if not content.strip() and not files:
             raise UsageError("The message is empty.", "Write something.")
-        asked = _new("user", parent, content)
+        asked = dataclasses.replace(_new("user", parent, content), attachments=files)
         reply = _new("assistant", asked.id, "", "replying")
-        self._append(conversation, asked, reply)
+        self._append(conversation, asked, reply, choice=choice)
         return asked, reply
 
-    def edit_question(self, id: str, message: str, content: str) -> tuple[Message, Message]:
-        """Adds another version of a user's message beside it, and the reply to it that now begins; errors as `ask`."""
-        old = self._require(self.conversation(id), message)
-        return self.ask(id, old.parent, content)
+    def edit_question(
+        self, id: str, message: str, content: str, choice: ModelChoice | None = None
+    ) -> tuple[Message, Message]:
+        """Adds another version of a user's message beside it, with the same files, and the reply to it that now begins;
+        arguments and errors as `ask`."""
+        conversation = self.conversation(id)
+        old = self._require(conversation, message)
+        files = tuple(dataclasses.replace(file, id=uuid.uuid4().hex) for file in old.attachments)
+        return self._ask(conversation, old.parent, content, files, choice)
 
     def edit_reply(self, id: str, message: str, content: str) -> Message:
         """Adds another version of a reply beside it, as the user wrote it.
@@ -232,16 +283,21 @@ class History:
                 (time.time(), message),
             )
 
-    def _append(self, conversation: Conversation, *messages: Message) -> None:
+    def _append(self, conversation: Conversation, *messages: Message, choice: ModelChoice | None = None) -> None:
         """Adds messages, the last of which becomes the leaf, and names a conversation that has no name."""
+        first = messages[0]
         with self._database.transaction() as connection:
             for message in messages:
                 self._insert(connection, conversation.id, message)
             _touch(connection, conversation.id, messages[-1].id)
-            if messages[0].role == "user":
+            if choice is not None:
+                connection.execute(
+                    "UPDATE conversations SET choice = ? WHERE id = ?", (_optional_json(choice), conversation.id)
+                )
+            if first.role == "user":
                 connection.execute(
                     "UPDATE conversations SET title = ? WHERE id = ? AND title = ''",
-                    (_title(messages[0].content), conversation.id),
+                    (_title(first.content if first.content.strip() else first.attachments[0].name), conversation.id),
                 )
 
     def _insert(self, connection: sqlite3.Connection, conversation: str, message: Message) -> None:
@@ -257,6 +313,8 @@ class History:
             )
         except sqlite3.IntegrityError as error:  # deleted meanwhile, by another window
             raise NotFoundError("There is no such conversation any more.", "Open another.") from error
+        for attachment in m.attachments:
+            attachments.insert(connection, m.id, attachment)
 
     @staticmethod
     def _require(conversation: Conversation, id: str) -> Message:
@@ -316,7 +374,7 @@ def _title(content: str) -> str:
     return f"{head.rsplit(' ', 1)[0] if ' ' in head[_LONGEST_TITLE // 2 :] else head}…"
 
 
-def _message(row: sqlite3.Row) -> Message:
+def _message(row: sqlite3.Row, files: tuple[Attachment, ...]) -> Message:
     return Message(
         id=row["id"],
         parent=row["parent"],
@@ -326,6 +384,7 @@ def _message(row: sqlite3.Row) -> Message:
         status=row["status"],
         failure=None if row["failure"] is None else ReplyFailure.of(json.loads(row["failure"])),
         figures=None if row["figures"] is None else Figures.of(json.loads(row["figures"])),
+        attachments=files,
     )
 
 
@@ -333,5 +392,5 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _optional_json(value: ReplyFailure | Figures | None) -> str | None:
+def _optional_json(value: ReplyFailure | Figures | ModelChoice | None) -> str | None:
     return None if value is None else _json(dataclasses.asdict(value))

@@ -20,9 +20,9 @@ from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "model_of"]
+__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "id_of", "model_of", "name_of"]
 
-Source = Literal["built-in", "bundle", "gguf", "hub"]
+Source = Literal["built-in", "bundle", "gguf", "hub", "converted"]
 
 # How the window names the model that needs no name.
 BUILT_IN = "built-in"
@@ -62,6 +62,16 @@ def model_of(id: str | None) -> str | None:
     return None if id == BUILT_IN else id
 
 
+def id_of(model: str | None) -> str:
+    """What the window calls a model."""
+    return BUILT_IN if model is None else model
+
+
+def name_of(model: str | None) -> str:
+    """What people call a model whose files have not been read: the last part of its path or id."""
+    return hub.BUILTIN if model is None else model.replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
 class Library:
     """The models; may be asked from any thread.
 
@@ -84,18 +94,23 @@ class Library:
             context: tokens to plan for; None is the model's usual.
         """
         with self._lock:
-            found = dict(self._find(recent))
+            found: dict[str, Source] = {}
+            for id, source in self._find(recent):
+                # A folder that is searched may hold what was downloaded; it is listed as that.
+                found.setdefault(id, source)
             return [self._describe(id, source, context) for id, source in found.items()]
 
-    def sampling(self, model: str | None) -> dict[str, object]:
-        """Generation options that a model's makers recommend; none where it cannot be read."""
+    def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
+        """What a model's files say of it; None where they cannot be read."""
         try:
-            return dict(edgeinfer.describe(model).sampling)
+            return edgeinfer.describe(model)
         except EdgeInferError:
-            return {}
+            return None
 
     def _find(self, recent: Iterable[str]) -> Iterator[tuple[str, Source]]:
         yield BUILT_IN, "built-in"
+        for converted in hub.converted_models():
+            yield str(converted.path), "converted"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
                 # A bundle's own drafter is no model to talk to.

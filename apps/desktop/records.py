@@ -11,7 +11,19 @@ from typing import Any, Literal, Self, cast
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
-__all__ = ["ROLES", "STATUSES", "Conversation", "Figures", "Message", "ReplyFailure", "Role", "Status", "Summary"]
+__all__ = [
+    "ROLES",
+    "STATUSES",
+    "Attachment",
+    "Conversation",
+    "Figures",
+    "Message",
+    "ModelChoice",
+    "ReplyFailure",
+    "Role",
+    "Status",
+    "Summary",
+]
 
 Role = Literal["user", "assistant"]
 # How a message stands: "interrupted" is what a program that ended left of a reply.
@@ -87,6 +99,40 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Attachment:
+    """A file that belongs to a user's message.
+
+    Attributes:
+        kind: "text" or "pdf".
+        bytes: size of the file.
+        content: the text in it, which the model reads.
+        pages: of a PDF.
+    """
+
+    id: str
+    name: str
+    kind: str
+    bytes: int
+    content: str
+    pages: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """The model that a conversation uses, and how it is loaded.
+
+    Attributes:
+        model: path or hub id; None is the built-in model.
+        memory: budget of the process in bytes; None sets no limit.
+        context: tokens of prompt plus reply; None leaves it to the plan.
+    """
+
+    model: str | None = None
+    memory: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True)
 class Message:
     """One message of a conversation's tree.
 
@@ -95,6 +141,7 @@ class Message:
         created: seconds since 1970.
         failure: why it failed, with status "error".
         figures: of a reply that got as far as to have any.
+        attachments: of a user's message.
     """
 
     id: str
@@ -105,6 +152,12 @@ class Message:
     status: Status = "complete"
     failure: ReplyFailure | None = None
     figures: Figures | None = None
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """What the model reads of it: the files first, so that what is asked of them stands last."""
+        return "\n\n".join([*map(_quoted, self.attachments), *([self.content] if self.content else [])])
 
 
 @dataclass(frozen=True)
@@ -115,6 +168,7 @@ class Conversation:
         title: empty until there is a message to take it from.
         options: generation options of its replies.
         leaf: the message that the branch on show ends in.
+        choice: the model it uses; None until a model has replied.
         messages: in the order in which they were made.
     """
 
@@ -126,6 +180,7 @@ class Conversation:
     options: Mapping[str, Any] = field(default_factory=dict)
     leaf: str | None = None
     messages: tuple[Message, ...] = ()
+    choice: ModelChoice | None = None
 
     def message(self, id: str | None) -> Message | None:
         """The message of that id, if it is in here."""
@@ -154,6 +209,12 @@ class Summary:
     created: float
     updated: float
     snippet: str = ""
+
+
+def _quoted(attachment: Attachment) -> str:
+    """A file as it stands in a message: its name, then its text between two lines."""
+    pages = "" if attachment.pages is None else f" ({attachment.pages} page{'s' if attachment.pages > 1 else ''})"
+    return f"File: {attachment.name}{pages}\n---\n{attachment.content}\n---"
 
 
 def _from_json(kind: type[ReplyFailure | Figures], data: object) -> ReplyFailure | Figures:

@@ -16,6 +16,7 @@ from typing import Any
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
 
@@ -248,14 +249,14 @@ def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, s
     path = conversation.path(reply.parent)
     for message, after in zip(path, [*path[1:], None], strict=True):
         failed = after is not None and after.role == "assistant" and not after.content
-        if message.content and not failed:
-            turns.append({"role": message.role, "content": message.content})
+        if message.prompt and not failed:
+            turns.append({"role": message.role, "content": message.prompt})
     return turns
 
 
 def _failure(error: EdgeInferError) -> ReplyFailure:
     """Returns an error as it is kept with the message."""
-    failure = ReplyFailure(error.message, error.hint, getattr(error, "code", None) or "error")
+    failure = ReplyFailure(error.message, hint_of(error.hint), getattr(error, "code", None) or "error")
     if isinstance(error, ContextLengthError):
         return dataclasses.replace(failure, code="context_full")
     if isinstance(error, BudgetError):

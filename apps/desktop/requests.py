@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values, error_view
+from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values
+from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected
@@ -20,7 +21,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 from edgeinfer.openai.errors import Kinds, status_and_code
 
-__all__ = ["Endpoint", "answered", "event_stream", "fields", "optional", "search_text", "whole_number"]
+__all__ = ["Endpoint", "answered", "event_stream", "fields", "identifiers", "optional", "search_text", "whole_number"]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -83,18 +84,32 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
     return body
 
 
-def search_text(request: Request) -> str:
-    """Returns the text to search for; it may be empty.
+def search_text(request: Request, name: str = "search") -> str:
+    """Returns the text to search for, a parameter of the address; it may be empty.
 
     Raises:
         UsageError: it is too long, or no line of text.
     """
-    return check_name(request.query_params.get("search", ""), "search", LONGEST_SEARCH)
+    return check_name(request.query_params.get(name, ""), name, LONGEST_SEARCH)
 
 
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Returns those of the fields that were given."""
     return {name: body[name] for name in names if name in body}
+
+
+def identifiers(body: Mapping[str, Any], name: str) -> list[str]:
+    """Reads a list of ids; none where there is no such field.
+
+    Raises:
+        UsageError: something in it is no id.
+    """
+    values = body.get(name, [])
+    for value in values:
+        if not isinstance(value, str):
+            raise UsageError(f"{name} has a wrong type.", f"{name} must be a list of ids.")
+        check_name(value, name)
+    return list(values)
 
 
 def whole_number(body: Mapping[str, Any], name: str) -> int | None:

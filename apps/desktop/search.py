@@ -70,8 +70,8 @@ def _has_fts5(connection: sqlite3.Connection) -> bool:
 
 
 def find(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
-    """Conversations that hold every word of a text, in their title or in one message; each with that message's text,
-    or "" where the title has them.
+    """Conversations that hold every word of a text, in their title, in one message or in the name of a
+    file; each with that message's text or that name, or "" where the title has them.
 
     Args:
         indexed: use the index.
@@ -90,6 +90,10 @@ def find(database: Database, text: str, *, indexed: bool) -> dict[str, str]:
     query = f"SELECT conversation, content FROM messages WHERE {' AND '.join(conditions)} ORDER BY number"
     for row in database.rows(query, values):
         hits.setdefault(row["conversation"], row["content"])
+    names = " AND ".join("instr(folded(name), ?)" for _ in words)
+    query = f"SELECT conversation, name FROM attachments JOIN messages ON messages.id = message WHERE {names}"
+    for row in database.rows(query, folded):
+        hits.setdefault(row["conversation"], row["name"])
     return hits
 
 

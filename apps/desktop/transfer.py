@@ -7,10 +7,21 @@ import json
 import math
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
+from edgeinfer.apps.desktop.attachments import MOST_ATTACHMENTS, MOST_CHARACTERS
 from edgeinfer.apps.desktop.checks import TooLargeError, check_name, check_values
-from edgeinfer.apps.desktop.records import ROLES, STATUSES, Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.desktop.records import (
+    ROLES,
+    STATUSES,
+    Attachment,
+    Conversation,
+    Figures,
+    Message,
+    ReplyFailure,
+    Status,
+)
 from edgeinfer.apps.desktop.settings import checked_options
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
@@ -21,7 +32,8 @@ MOST_BYTES = 16 * 1000**2
 _FORMAT, _VERSION = "edgeinfer-conversation", 1
 _HINT = "Give a file that the app exported as JSON."
 _HEAD = {"format", "version", "title", "system", "options", "created", "updated", "leaf", "messages"}
-_MESSAGE = {"id", "parent", "role", "content", "created", "status", "error", "figures"}
+_MESSAGE = {"id", "parent", "role", "content", "created", "status", "error", "figures", "attachments"}
+_FILE: Mapping[str, Any] = {"name": str, "kind": str, "bytes": int, "pages": int | None, "content": str}
 _SPEAKERS = {"user": "You", "assistant": "Assistant"}
 
 
@@ -49,7 +61,9 @@ def write_markdown(conversation: Conversation) -> str:
         parts.append("\n".join(f"> {line}".rstrip() for line in conversation.system.splitlines()))
     for message in conversation.path(conversation.leaf):
         ended = "" if message.status == "complete" else f" ({message.status})"
-        parts += [f"## {_SPEAKERS[message.role]}{ended}", message.content.strip("\n")]
+        files = ", ".join(f"`{file.name}`" for file in message.attachments)
+        attached = f"Attached: {files}" if files else ""
+        parts += [f"## {_SPEAKERS[message.role]}{ended}", attached, message.content.strip("\n")]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -97,7 +111,9 @@ def read_json(data: bytes) -> Conversation:
 def _written(message: Message) -> dict[str, Any]:
     figures = None if message.figures is None else dataclasses.asdict(message.figures)
     failure = None if message.failure is None else dataclasses.asdict(message.failure)
-    return {
+    files = [{name: getattr(file, name) for name in _FILE} for file in message.attachments]
+    # Left out where there are none: such a file can be imported by programs that know no attachments.
+    return ({"attachments": files} if files else {}) | {
         "id": message.id,
         "parent": message.parent,
         "role": message.role,
@@ -139,7 +155,24 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         status=_ended(status),
         failure=None if failure is None else ReplyFailure.of(failure),
         figures=None if figures is None else Figures.of(figures),
+        attachments=_files(entry),
     )
+
+
+def _files(entry: dict[str, Any]) -> tuple[Attachment, ...]:
+    """The files of a message."""
+    listed = entry.get("attachments", [])
+    _require(isinstance(listed, list), "attachments must be a list")
+    _require(not listed or entry["role"] == "user", "only user's messages have attachments")
+    _require(len(listed) <= MOST_ATTACHMENTS, f"a message has at most {MOST_ATTACHMENTS} attachments")
+    for file in listed:
+        _require(isinstance(file, dict) and set(file) == set(_FILE), f"an attachment has {', '.join(_FILE)}")
+        for name, kind in _FILE.items():
+            right = isinstance(file[name], kind) and not isinstance(file[name], bool)
+            _require(right, f"{name} of an attachment has a wrong type")
+        check_name(file["name"], "The name of an attachment")
+    _require(sum(len(file["content"]) for file in listed) <= MOST_CHARACTERS, "attachments are too long")
+    return tuple(Attachment(uuid.uuid4().hex, **file) for file in listed)
 
 
 def _text(data: dict[str, Any], name: str) -> str:

@@ -1,11 +1,13 @@
-"""Endpoints that generate text: chat completions, completions, responses. Their fields are `edgeinfer.openai`'s."""
+"""Answers requests that generate text, whole or streamed, in whatever protocol they come. Those of OpenAI are
+`edgeinfer.openai`'s; each other protocol has a file that says what its requests mean."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,8 +17,16 @@ from starlette.types import Receive, Send
 
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import compiles, json_body
-from edgeinfer.apps.server.errors import ClientGoneError, error_answer
-from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, first_error, while_connected
+from edgeinfer.apps.server.errors import ClientGoneError, error_answer, shape_of
+from edgeinfer.apps.server.events import (
+    SERVER_SENT,
+    Event,
+    EventStream,
+    Framing,
+    StreamedResponse,
+    first_error,
+    while_connected,
+)
 from edgeinfer.apps.server.host import BusyError, HostReply, ModelHost
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.service import Service
@@ -25,32 +35,83 @@ from edgeinfer.openai import Completion, make_completion
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.results import Result
 
-__all__ = ["completion_paths"]
-
-# By path after /v1.
-_KINDS = {"/chat/completions": "chat.completion", "/completions": "text_completion", "/responses": "response"}
-_RESPONSE = "response"
+__all__ = ["NAMED_EVENTS", "OPENAI_KINDS", "CompletionKind", "completion_endpoint"]
 
 Emit = Callable[[list[dict[str, Any]]], Awaitable[None]]
+# Streams whose events are named by their type, and end with the last of them.
+NAMED_EVENTS = Framing(SERVER_SENT.media_type, lambda data: Event(data, data["type"]).encoded(), SERVER_SENT.comment)
 
 
-def completion_paths(service: Service) -> list[tuple[str, Callable[[Request], Awaitable[Response]]]]:
-    """Returns paths, without /v1, and the endpoints that answer a POST there."""
-    return [(path, partial(_complete, service, kind)) for path, kind in _KINDS.items()]
+@dataclass(frozen=True)
+class CompletionKind:
+    """A kind of request for text.
+
+    Attributes:
+        make: reads and checks a request's object, for the model that answers.
+        framing: of streamed answers.
+        error: how an error is told inside of a stream, from its status and its body by OpenAI; None is as otherwise.
+        aside: does what a request asks for beside text; the answer where it asks for no text at all, else None.
+    """
+
+    make: Callable[[Mapping[str, Any], Model], Completion]
+    framing: Framing = SERVER_SENT
+    error: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
+    aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
 
 
-async def _complete(service: Service, kind: str, request: Request) -> Response:
-    completion = await _read(service, kind, request)
-    if completion.stream:
-        return StreamedResponse(partial(_stream, service, kind, completion))
-    await while_connected(request.receive, _answer(service, completion, _drop))
-    return JSONResponse(completion.whole())
+OPENAI_KINDS: Mapping[str, CompletionKind] = {
+    "/chat/completions": CompletionKind(partial(make_completion, "chat.completion")),
+    "/completions": CompletionKind(partial(make_completion, "text_completion")),
+    "/responses": CompletionKind(
+        partial(make_completion, "response"), NAMED_EVENTS, lambda _, body: {"type": "error"} | body
+    ),
+}
 
 
-async def _read(service: Service, kind: str, request: Request) -> Completion:
-    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept."""
+def completion_endpoint(service: Service, kind: CompletionKind) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint that answers requests of a kind."""
+    return partial(_complete, service, kind)
+
+
+async def _complete(service: Service, kind: CompletionKind, request: Request) -> Response:
+    async with contextlib.AsyncExitStack() as using:
+        completion = await _read(service, kind, request, using)
+        if isinstance(completion, Response):
+            return completion
+        told = _warning(completion.ignored)
+        if completion.stream:
+            write = partial(_stream, service, kind, completion, told, request.url.path)
+            return StreamedResponse(partial(_while_using, using.pop_all(), write))
+        await while_connected(request.receive, _answer(service, completion, _drop))
+        return JSONResponse(completion.whole(), headers=told)
+
+
+async def _while_using(
+    using: contextlib.AsyncExitStack, write: Callable[[Receive, Send], Awaitable[None]], receive: Receive, send: Send
+) -> None:
+    async with using:
+        await write(receive, send)
+
+
+def _warning(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that tells of fields that change nothing; their names are of a list, and harmless in a header."""
+    return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
+
+
+async def _read(
+    service: Service, kind: CompletionKind, request: Request, using: contextlib.AsyncExitStack
+) -> Completion | Response:
+    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept. Gives the answer to one
+    that asks for no text.
+
+    Args:
+        using: is given the model, for as long as it is open.
+    """
     async with json_body(request, service.security, most=service.most_body()) as body:
-        model = service.model_of(body)
+        model = await using.enter_async_context(service.use(body.get("model"), request.receive))
+        answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
+        if answer is not None:
+            return answer
         # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)
@@ -60,36 +121,37 @@ async def _read(service: Service, kind: str, request: Request) -> Completion:
     return completion
 
 
-def _made(kind: str, body: dict[str, Any], model: Model) -> Completion:
-    completion = make_completion(kind, body, model)
+def _made(kind: CompletionKind, body: dict[str, Any], model: Model) -> Completion:
+    completion = kind.make(body, model)
     completion.check(model)
     if model.tokenizes_beside:
         completion.prepare(model)
     return completion
 
 
-async def _stream(service: Service, kind: str, completion: Completion, receive: Receive, send: Send) -> None:
-    named = kind == _RESPONSE
-
-    def event(data: dict[str, Any]) -> Event:
-        return Event(data, data["type"] if named else "")
-
-    async def emit(datas: list[dict[str, Any]]) -> None:
-        await stream.events(map(event, datas))
-
-    stream = EventStream(send, service.security.comment_seconds, opening=list(map(event, completion.opening())))
+async def _stream(
+    service: Service,
+    kind: CompletionKind,
+    completion: Completion,
+    headers: Mapping[str, str],
+    path: str,
+    receive: Receive,
+    send: Send,
+) -> None:
+    seconds, framing = service.security.comment_seconds, kind.framing
+    stream = EventStream(send, seconds, opening=completion.opening(), framing=framing, headers=headers)
     try:
-        await while_connected(receive, _answer(service, completion, emit), stream.comment())
-        await emit(completion.closing())
+        await while_connected(receive, _answer(service, completion, stream.objects), stream.comment())
+        await stream.objects(completion.closing())
     except ClientGoneError:
         raise
     except Exception as error:
         if not stream.started:
             raise
-        body = error_answer(error)[1]
-        await stream.end(event({"type": "error"} | body if named else body).encoded())
+        told = (kind.error or shape_of(path))(*error_answer(error))
+        await stream.end(framing.encode(told))
     else:
-        await stream.end(b"" if named else b"data: [DONE]\n\n")
+        await stream.end(framing.last)
 
 
 def _answer(service: Service, completion: Completion, emit: Emit) -> Coroutine[Any, Any, None]:

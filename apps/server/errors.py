@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError
 from edgeinfer.openai.errors import error_body
 
-__all__ = ["ClientGoneError", "error_answer", "error_response", "let_go"]
+__all__ = ["ClientGoneError", "error_answer", "error_response", "let_go", "shape_of"]
 
 logger = logging.getLogger("edgeinfer.server")
 
@@ -65,7 +65,36 @@ def error_answer(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, body
 
 
-def error_response(error: Exception) -> Response:
-    """Makes the answer to a request that failed."""
+def error_response(error: Exception, path: str) -> Response:
+    """Makes the answer to a request that failed, in the shape that clients of its path expect."""
     status, body = error_answer(error)
-    return JSONResponse(body, status_code=status, headers=_HEADERS.get(status))
+    return JSONResponse(shape_of(path)(status, body), status_code=status, headers=_HEADERS.get(status))
+
+
+def shape_of(path: str) -> Shape:
+    """How errors of a path are told; where no other protocol has it, as OpenAI's API does."""
+    return next((shape for prefix, shape in _SHAPES.items() if path.startswith(prefix)), _as_openai)
+
+
+# Takes status and body by OpenAI.
+Shape = Callable[[int, dict[str, Any]], dict[str, Any]]
+
+
+def _as_openai(_: int, body: dict[str, Any]) -> dict[str, Any]:
+    return body
+
+
+def _as_ollama(_: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"error": body["error"]["message"]}
+
+
+_ANTHROPIC = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+_ANTHROPIC |= {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"}
+
+
+def _as_anthropic(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+_SHAPES: Mapping[str, Shape] = {"/api/": _as_ollama, "/v1/messages": _as_anthropic}

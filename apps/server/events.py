@@ -1,5 +1,5 @@
-"""Server-sent events: how an event is written, the stream of a request with comments while it is quiet and its end when
-the client hangs up, and a feed that many clients follow."""
+"""Answers that come in events: how an event is written, the stream of a request with comments while it is quiet and its
+end when the client hangs up, and a feed that many clients follow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from starlette.types import Receive, Scope, Send
 
 from edgeinfer.apps.server.errors import ClientGoneError
 
-__all__ = ["Event", "EventFeed", "EventStream", "StreamedResponse", "first_error", "while_connected"]
+__all__ = [
+    "JSON_LINES",
+    "SERVER_SENT",
+    "Event",
+    "EventFeed",
+    "EventStream",
+    "Framing",
+    "StreamedResponse",
+    "first_error",
+    "while_connected",
+]
 
 Work = Coroutine[Any, Any, None]
 
 _HEAD = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # nginx would otherwise hold events back.
     (b"x-accel-buffering", b"no"),
@@ -36,10 +45,37 @@ class Event:
     kind: str = ""
 
     def encoded(self) -> bytes:
-        """Returns the event as it is sent."""
-        data = json.dumps(self.data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+        """Returns the event as it is sent among server-sent ones."""
         name = f"event: {self.kind}\n" if self.kind else ""
-        return f"{name}data: {data}\n\n".encode()
+        return f"{name}data: {_written(self.data)}\n\n".encode()
+
+
+def _written(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How the objects of a streamed answer are written.
+
+    Attributes:
+        media_type: of the answer.
+        encode: writes one object.
+        comment: sent while there is nothing to say; empty where clients could not skip it.
+        last: sent behind the last object.
+    """
+
+    media_type: str
+    encode: Callable[[Mapping[str, Any]], bytes]
+    comment: bytes = b""
+    last: bytes = b""
+
+
+# As OpenAI ends streams of completions; those whose events are named end with their last event.
+SERVER_SENT = Framing(
+    "text/event-stream; charset=utf-8", lambda data: Event(data).encoded(), b": still here\n\n", b"data: [DONE]\n\n"
+)
+JSON_LINES = Framing("application/x-ndjson", lambda data: f"{_written(data)}\n".encode())
 
 
 class EventStream:
@@ -49,16 +85,29 @@ class EventStream:
     Args:
         send: of the request.
         comment_seconds: without an event after which `comment` sends a comment.
-        opening: events that come first.
+        opening: objects that come first.
+        framing: how they are written.
+        headers: of the answer, beside those of every stream.
 
     Attributes:
         started: whether the head was sent.
     """
 
-    def __init__(self, send: Send, comment_seconds: float, *, opening: Sequence[Event] = ()) -> None:
+    def __init__(
+        self,
+        send: Send,
+        comment_seconds: float,
+        *,
+        opening: Sequence[Mapping[str, Any]] = (),
+        framing: Framing = SERVER_SENT,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._send = send
         self._comment_seconds = comment_seconds
-        self._opening = opening
+        self._framing = framing
+        self._opening = b"".join(map(framing.encode, opening))
+        told = {"content-type": framing.media_type, **(headers or {})}
+        self._head = [*_HEAD, *((name.encode("ascii"), value.encode("ascii")) for name, value in told.items())]
         self._writing = asyncio.Lock()
         self._time = asyncio.get_running_loop().time
         self._written = self._time()
@@ -70,9 +119,11 @@ class EventStream:
 
     async def events(self, events: Iterable[Event]) -> None:
         """Sends events."""
-        data = b"".join(event.encoded() for event in events)
-        if data:
-            await self._write(data)
+        await self._write_some(event.encoded() for event in events)
+
+    async def objects(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Sends objects."""
+        await self._write_some(map(self._framing.encode, objects))
 
     async def end(self, last: bytes = b"") -> None:
         """Sends some bytes, and that nothing follows."""
@@ -82,18 +133,25 @@ class EventStream:
         """Sends a comment whenever nothing else was sent for a while; goes on until it is cancelled."""
         while True:
             rest = self._comment_seconds - (self._time() - self._written)
-            if rest <= 0:
-                await self._write(b": still here\n\n")
-            else:
+            if rest > 0:
                 await asyncio.sleep(rest)
+            elif self._framing.comment:
+                await self._write(self._framing.comment)
+            else:
+                return
+
+    async def _write_some(self, parts: Iterable[bytes]) -> None:
+        data = b"".join(parts)
+        if data:
+            await self._write(data)
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         # One at a time: of several replies, and of comments, each calls in its own task.
         async with self._writing:
             if not self.started:
                 self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEAD)})
-                data = b"".join(event.encoded() for event in self._opening) + data
+                await self._send({"type": "http.response.start", "status": 200, "headers": self._head})
+                data = self._opening + data
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._written = self._time()
         # Sending need not suspend; the loop must get to hear of a client that hung up before more is sent to no one.

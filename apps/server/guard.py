@@ -100,7 +100,7 @@ class Guard:
         except ClientGoneError:
             raise
         except Exception as error:  # the last resort: whatever it is, the client gets an answer of the usual shape
-            await answer.instead(error_response(error), scope, body.receive)
+            await answer.instead(error_response(error, scope["path"]), scope, body.receive)
 
     def _admit(self, headers: Headers) -> None:
         if not self.security.knows_host(headers.get("host")):
@@ -114,7 +114,7 @@ class Guard:
             raise RequestError(message, "Start it with --allow-origin ORIGIN.", status=403, code="origin_not_allowed")
         answer.headers |= {
             "Access-Control-Allow-Origin": origin,
-            "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+            "Access-Control-Expose-Headers": "X-Request-Id, Retry-After, Warning",
             "Vary": "Origin",
         }
 
@@ -128,7 +128,11 @@ class KeyRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Calls the application behind it."""
-        if not self._security.accepts_key(Headers(scope=scope).get("authorization")):
+        headers = Headers(scope=scope)
+        # Anthropic's clients send a bare key in a header of their own.
+        own = headers.get("x-api-key")
+        given = f"Bearer {own}" if own is not None else headers.get("authorization")
+        if not self._security.accepts_key(given):
             hint = "Send it as the header Authorization: Bearer KEY."
             raise RequestError("The API key is missing or wrong.", hint, status=401, code="invalid_api_key")
         await self._app(scope, receive, send)

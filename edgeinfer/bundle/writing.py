@@ -16,7 +16,16 @@ from edgeinfer.bundle.digests import hash_file
 from edgeinfer.bundle.manifest import FileEntry, Manifest
 from edgeinfer.errors import StorageError
 
-__all__ = ["MANIFEST", "digest_of", "new_file", "seal", "storage_errors", "write_bundle", "write_file"]
+__all__ = [
+    "MANIFEST",
+    "digest_of",
+    "new_file",
+    "seal",
+    "storage_errors",
+    "sync_tree",
+    "write_bundle",
+    "write_file",
+]
 
 MANIFEST = "edgeinfer.json"
 
@@ -76,7 +85,7 @@ def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path
             work = scratch / "new"
             work.mkdir()
             yield work
-            _sync_tree(work)
+            sync_tree(work)
             if path.exists():
                 path.rename(scratch / "old")
             work.rename(path)
@@ -87,7 +96,8 @@ def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _sync_tree(root: Path) -> None:
+def sync_tree(root: Path) -> None:
+    """Brings every file under a folder to disk."""
     for folder, _, files in os.walk(root):
         for name in files:
             handle = os.open(Path(folder) / name, os.O_RDONLY)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.chat import ChatCompletion
@@ -15,6 +15,7 @@ from edgeinfer.openai.contract import ChatModel, Completion, Event, ReplyStream
 from edgeinfer.openai.errors import RequestError, error_body, unknown_model
 from edgeinfer.openai.response import ResponseCompletion
 from edgeinfer.openai.text import TextCompletion
+from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject
 
 __all__ = [
     "Completion",
@@ -53,10 +54,12 @@ def make_completion(kind: str, body: Mapping[str, Any], model: ChatModel[Any]) -
 
 def chat_completion(
     model: ChatModel[Any], messages: Sequence[Mapping[str, Any]], /, *, stream: bool, **request: Any
-) -> dict[str, Any] | Iterator[dict[str, Any]]:
+) -> ChatCompletionObject | Iterator[ChatCompletionChunk]:
     """Answers one request; see `Model.create_chat_completion`."""
     completion = ChatCompletion({**request, "messages": messages, "stream": stream}, model)
-    return events(model, completion) if stream else whole(model, completion)
+    if stream:
+        return cast(Iterator[ChatCompletionChunk], events(model, completion))
+    return cast(ChatCompletionObject, whole(model, completion))
 
 
 def whole(model: ChatModel[Any], completion: Completion) -> Event:

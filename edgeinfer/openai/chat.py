@@ -19,6 +19,7 @@ from edgeinfer.openai.fields import (
     limit,
     sampling,
     usage_wanted,
+    warnings,
 )
 from edgeinfer.openai.figures import entries, timings, usage
 from edgeinfer.openai.messages import Message, read_messages
@@ -52,7 +53,9 @@ class ChatCompletion:
         options |= limit(fields, "max_completion_tokens", "max_tokens")
         self._prompt = _prompt(fields, model, options)
         _refuse(fields)
+        fields.ignore_others()
         fields.end()
+        self.ignored = tuple(fields.ignored)
         self._replies = [Reply() for _ in range(self.n)]
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -100,7 +103,7 @@ class ChatCompletion:
     def whole(self) -> Event:
         """The answer."""
         choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
-        return {**self._head, "choices": choices, **self._figures()}
+        return {**self._head, "choices": choices, **self._figures()} | warnings(self.ignored)
 
     def _events(self, index: int, pieces: list[Piece]) -> list[Event]:
         reply = self._replies[index]

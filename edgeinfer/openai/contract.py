@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -37,11 +37,18 @@ StreamT_co = TypeVar("StreamT_co", bound=ReplyStream, covariant=True)
 
 
 class ChatModel(Protocol[StreamT_co]):
-    """What requests need of a model; `edgeinfer.Model` says what each member does."""
+    """What requests need of a model; `edgeinfer.Model` says what each member does.
+
+    What takes options is a property here, so that models may spell their options out.
+    """
 
     @property
     def info(self) -> ModelInfo:
         """Which model this is."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt plus reply."""
 
     @property
     def begin_ids(self) -> list[int]:
@@ -51,7 +58,8 @@ class ChatModel(Protocol[StreamT_co]):
     def chat_template_text(self) -> str | None:
         """The source of the chat template."""
 
-    def check(self, **options: Any) -> None:
+    @property
+    def check(self) -> Callable[..., None]:
         """Refuses generation options that no reply can be given."""
 
     def tokenize(self, text: str) -> list[int]:
@@ -75,17 +83,12 @@ class ChatModel(Protocol[StreamT_co]):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids."""
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> StreamT_co:
+    @property
+    def stream(self) -> Callable[..., StreamT_co]:
         """Continues a prompt."""
 
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        begun: str = "",
-        tokens: Sequence[int] | None = None,
-        **options: Any,
-    ) -> StreamT_co:
+    @property
+    def stream_chat(self) -> Callable[..., StreamT_co]:
         """Answers messages."""
 
 
@@ -103,6 +106,10 @@ class Completion(Protocol):
     @property
     def stream(self) -> bool:
         """Whether the client wants the events, and not the whole."""
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Fields of the request that other servers know, and that change nothing here."""
 
     def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply that was asked for, such as a JSON Schema. That may take

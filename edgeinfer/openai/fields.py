@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.config import GenerationConfig
+from edgeinfer.config import REPLY_GROUPS, GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
+from edgeinfer.option_groups import flat_options
 from edgeinfer.options import options_of, shown
 from edgeinfer.version import VERSION
 
@@ -21,6 +24,7 @@ __all__ = [
     "limit",
     "sampling",
     "usage_wanted",
+    "warnings",
 ]
 
 
@@ -33,6 +37,9 @@ class Fields:
 
     Raises:
         RequestError: it is no object.
+
+    Attributes:
+        ignored: fields that were left out of account though they ask for something.
     """
 
     def __init__(self, body: Any, where: str = "") -> None:
@@ -41,6 +48,8 @@ class Fields:
             name = where.rstrip(".") or "The request"
             raise RequestError(f"{name} is not an object.", "See the OpenAI API reference.", param=where.rstrip("."))
         self._left = {name: value for name, value in body.items() if value is not None}
+        self._known: set[str] = set()
+        self.ignored: list[str] = []
 
     def take(self, name: str, kind: type | tuple[type, ...], what: str) -> Any:
         """A field's value, None where it is left out.
@@ -52,7 +61,7 @@ class Fields:
         Raises:
             RequestError: it has another type.
         """
-        value = self._left.pop(name, None)
+        value = self._pop(name)
         if value is None:
             return None
         kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -62,7 +71,7 @@ class Fields:
 
     def any(self, name: str) -> Any:
         """A field's value, whatever it is."""
-        return self._left.pop(name, None)
+        return self._pop(name)
 
     def flag(self, name: str) -> bool:
         """Whether a field is true."""
@@ -86,17 +95,24 @@ class Fields:
 
     def inner(self, name: str) -> Fields | None:
         """A field that is an object."""
-        value = self._left.pop(name, None)
+        value = self._pop(name)
         return None if value is None else Fields(value, f"{self._where}{name}.")
 
     def ignore(self, *names: str) -> None:
         """Fields that change nothing here."""
         for name in names:
-            self._left.pop(name, None)
+            self._pop(name)
+
+    def ignore_others(self) -> None:
+        """Fields that other servers know and this one does not; `ignored` tells of those that ask for something."""
+        for name in OTHERS_FIELDS.keys() & self._left.keys():
+            if not changes_nothing(name, self._left.pop(name)):
+                self.ignored.append(self._where + name)
+        self.ignored.sort()
 
     def only(self, name: str, allowed: tuple[Any, ...], hint: str) -> None:
         """A field that may only ask for what happens anyway."""
-        value = self._left.pop(name, None)
+        value = self._pop(name)
         if value is not None and value not in allowed:
             message = f"{self._where}{name}={shown(value)} is not supported."
             raise RequestError(message, hint, param=self._where + name, code="unsupported_parameter")
@@ -108,7 +124,7 @@ class Fields:
 
     def option(self, name: str, to: str | None = None) -> dict[str, Any]:
         """A field that is the option `to` of GenerationConfig; empty where it is left out."""
-        value = self._left.pop(name, None)
+        value = self._pop(name)
         return {} if value is None else self.checked(name, to or name, value)
 
     def checked(self, name: str, to: str, value: Any) -> dict[str, Any]:
@@ -118,7 +134,7 @@ class Fields:
             RequestError: the option cannot be that.
         """
         try:
-            GenerationConfig().replace(**{to: value})
+            GenerationConfig.of(**{to: value})
         except UsageError as error:
             raise RequestError(error.message, error.hint, param=self._where + name) from error
         return {to: value}
@@ -139,8 +155,14 @@ class Fields:
             RequestError: something is left.
         """
         for name in self._left:
-            message = f"Unknown field {self._where + name!r}."
-            raise RequestError(message, "See the OpenAI API reference.", param=self._where + name)
+            close = difflib.get_close_matches(name[:_LONGEST], sorted(self._known), n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out; the OpenAI API reference lists fields."
+            message = f"Unknown field {shown(self._where + name)}."
+            raise RequestError(message, hint, param=self._where + name)
+
+    def _pop(self, name: str) -> Any:
+        self._known.add(name)
+        return self._left.pop(name, None)
 
 
 # Fields of OpenAI's that say who asks, what it may cost or where it is kept.
@@ -156,11 +178,13 @@ IGNORED = (
     "store",
     "user",
 )
+# Characters of a name that others are compared with.
+_LONGEST = 40
 MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # With which the same seed gives the same text.
 FINGERPRINT = f"edgeinfer-{VERSION}"
-# OpenAI's fields, and those of llama.cpp's and vLLM's servers, with the option of GenerationConfig that each gives.
+# The options of GenerationConfig by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
 _OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
 _SEEDS = 2**64
 
@@ -176,7 +200,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
     bias = fields.any("logit_bias")
     if bias is not None:
         options |= fields.checked("logit_bias", "logit_bias", _by_id(bias))
-    return options
+    return flat_options(fields.option("sampling") | options, REPLY_GROUPS)
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
@@ -216,6 +240,11 @@ def usage_wanted(fields: Fields) -> bool:
     inner.ignore("include_obfuscation")
     inner.end()
     return wanted
+
+
+def warnings(ignored: tuple[str, ...]) -> dict[str, Any]:
+    """What an answer says of fields that were left out of account; nothing where there were none."""
+    return {"warnings": [f"{name} is not supported and was ignored." for name in ignored]} if ignored else {}
 
 
 def _by_id(bias: Any) -> Any:

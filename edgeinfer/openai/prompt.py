@@ -1,4 +1,4 @@
-"""What a model shall go on with, a conversation or a text, and refusals that name the field."""
+"""What a model shall go on with, a conversation or a text; the one reply to it; and refusals that name the field."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from edgeinfer.errors import ContextLengthError, GrammarError
 from edgeinfer.openai.contract import ChatModel, StreamT
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message
-from edgeinfer.openai.replies import ReplyReader
+from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
 from edgeinfer.openai.tools import ToolUse
 
-__all__ = ["ChatPrompt", "PromptTokens", "naming", "reply_options"]
+__all__ = ["ChatPrompt", "OneReply", "PromptTokens", "TextPrompt", "naming", "reply_options"]
 
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
@@ -84,7 +84,7 @@ class ChatPrompt:
                 variables=self.variables,
                 begun=self.begun,
                 fitting=True,
-                parse_special=GenerationConfig().replace(**self.options).parses_content,
+                parse_special=GenerationConfig.of(**self.options).parses_content,
             )
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
@@ -109,6 +109,73 @@ class ChatPrompt:
     def _naming(self) -> AbstractContextManager[None]:
         messages, form = self.fields
         return naming(messages, "tools" if self.tools.calls else form, self.options)
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A text to go on with.
+
+    Attributes:
+        prompt: the text, token ids, or the text's tokens once they are made.
+        options: of GenerationConfig, for the first reply.
+        fields: of the request that hold the text and ask for a form of the reply.
+    """
+
+    prompt: str | Sequence[int] | PromptTokens
+    options: Mapping[str, Any]
+    fields: tuple[str, str] = ("prompt", "response_format")
+
+    def check(self, model: ChatModel[Any]) -> None:
+        """As `ChatPrompt.check`."""
+        with naming(*self.fields, self.options):
+            model.check(**self.options)
+
+    def prepared(self, model: ChatModel[Any]) -> TextPrompt:
+        """The same with its tokens made; errors as `start`."""
+        if not isinstance(self.prompt, str):
+            return self
+        with naming(*self.fields, self.options):
+            parse = GenerationConfig.of(**self.options).parses_prompt
+            ids = model.tokenize_prompt(self.prompt, parse_special=parse)
+        return replace(self, prompt=PromptTokens(ids, model))
+
+    def start(self, model: ChatModel[StreamT], index: int) -> tuple[StreamT, ReplyReader]:
+        """As `ChatPrompt.start`."""
+        with naming(*self.fields, self.options):
+            prompt = self.prompt.of(model) if isinstance(self.prompt, PromptTokens) else self.prompt
+            return model.stream(prompt, **reply_options(self.options, index)), PlainReader()
+
+
+class OneReply:
+    """What `contract.Completion` asks for of a request for a single reply, but for what a client is sent.
+
+    Args:
+        prompt: that is replied to.
+        stream: whether the client wants the events, and not the whole.
+        ignored: fields that change nothing here.
+    """
+
+    n = 1
+
+    def __init__(self, prompt: ChatPrompt | TextPrompt, *, stream: bool, ignored: Sequence[str]) -> None:
+        self.stream = stream
+        self.ignored = tuple(ignored)
+        self._prompt = prompt
+        self._reply = Reply()
+
+    def check(self, model: ChatModel[Any]) -> None:
+        """Refuses a form of the reply that cannot be had."""
+        self._prompt.check(model)
+
+    def prepare(self, model: ChatModel[Any]) -> None:
+        """Makes tokens of the prompt."""
+        self._prompt = self._prompt.prepared(model)
+
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+        """Begins the reply."""
+        stream, reader = self._prompt.start(model, index)
+        self._reply = Reply(reader)
+        return stream
 
 
 @contextmanager

@@ -65,6 +65,10 @@ class ReplyReader(Protocol):
     def finish(self) -> list[Piece]:
         """What was held back, at the end of the reply."""
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+
 
 class PlainReader:
     """Of replies that are text."""
@@ -76,6 +80,11 @@ class PlainReader:
     def finish(self) -> list[Piece]:
         """Nothing."""
         return []
+
+    @property
+    def in_call(self) -> bool:
+        """Never."""
+        return False
 
 
 class CallReader:
@@ -111,6 +120,11 @@ class CallReader:
         left, self._buffer = self._buffer, ""
         # A call that was cut short inside its shell has nothing to tell but its arguments, which were given.
         return [TextPiece(left)] if left and self._state in (self._in_text, self._in_rest) else []
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+        return self._state in (self._before_first, self._in_head, self._in_arguments)
 
     def _read(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -276,11 +290,14 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for how it ended. It has none for cancelled: what was cut short ran out of length."""
+        """OpenAI's word for how it ended. It has none for cancelled: what was cut short ran out of length.
+
+        Calls whose arguments are complete can be answered, even where the reply was cut off behind the last of them.
+        """
         assert self.result is not None, "the reply is not finished"
-        if self.result.finish_reason != "stop":
-            return "length"
-        return "tool_calls" if self.calls else "stop"
+        if self.calls and not self.reader.in_call:
+            return "tool_calls"
+        return "stop" if self.result.finish_reason == "stop" else "length"
 
     def _gathered(self, pieces: list[Piece]) -> list[Piece]:
         for piece in pieces:

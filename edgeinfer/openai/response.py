@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.fields import warnings
 from edgeinfer.openai.figures import entries, responses_usage, timings
-from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, Piece, Reply, TextPiece
+from edgeinfer.openai.prompt import OneReply
+from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, Piece, TextPiece
 from edgeinfer.openai.response_request import read_request
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
@@ -107,7 +108,7 @@ class CallItem(Item):
         return {"id": self.id, "type": "function_call", "status": status, **call}
 
 
-class ResponseCompletion:
+class ResponseCompletion(OneReply):
     """Implements `contract.Completion` for a response.
 
     Args:
@@ -118,12 +119,9 @@ class ResponseCompletion:
         RequestError: a field is unknown, malformed or asks for what cannot be.
     """
 
-    n = 1
-
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         self._request = read_request(body, model)
-        self.stream = self._request.stream
-        self._reply = Reply()
+        super().__init__(self._request.prompt, stream=self._request.stream, ignored=self._request.ignored)
         self._items: list[Item] = []
         self._written: list[Event] = []  # items that are complete
         self._numbers = count()
@@ -133,20 +131,6 @@ class ResponseCompletion:
             "created_at": int(time.time()),
             "model": model.info.name,
         }
-
-    def check(self, model: ChatModel[Any]) -> None:
-        """Refuses a form of the reply that cannot be had."""
-        self._request.prompt.check(model)
-
-    def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the input."""
-        self._request = replace(self._request, prompt=self._request.prompt.prepared(model))
-
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
-        """Begins the reply."""
-        stream, reader = self._request.prompt.start(model, index)
-        self._reply = Reply(reader)
-        return stream
 
     def opening(self) -> list[Event]:
         """That there is a response."""
@@ -236,6 +220,7 @@ class ResponseCompletion:
         result = self._reply.result
         if result is None:
             return response
+        response |= warnings(self.ignored)
         return response | {
             "completed_at": int(time.time()) if status == "completed" else None,
             "usage": responses_usage([result]),

@@ -76,12 +76,14 @@ class ResponseRequest:
     Attributes:
         logprobs: whether log-probabilities are told.
         told: what the answer says of the request.
+        ignored: fields of it that change nothing.
     """
 
     stream: bool
     prompt: ChatPrompt
     logprobs: bool
     told: Mapping[str, Any]
+    ignored: tuple[str, ...]
 
 
 def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequest:
@@ -107,6 +109,7 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
     effort = _effort(fields)
     metadata = fields.take("metadata", dict, "an object") or {}
     _refuse(fields)
+    fields.ignore_others()
     fields.end()
     told = {
         "instructions": instructions,
@@ -124,7 +127,7 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
     variables = None if effort is None else {"reasoning_effort": effort}
     use = ToolUse(dialect_of(model.chat_template_text), choice)
     prompt = ChatPrompt(messages, use, options, variables, fields=("input", "text.format"))
-    return ResponseRequest(stream, prompt, logprobs, told)
+    return ResponseRequest(stream, prompt, logprobs, told, tuple(fields.ignored))
 
 
 def _text(fields: Fields) -> dict[str, Any]:

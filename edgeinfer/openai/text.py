@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.fields import (
     FINGERPRINT,
@@ -19,9 +18,10 @@ from edgeinfer.openai.fields import (
     limit,
     sampling,
     usage_wanted,
+    warnings,
 )
 from edgeinfer.openai.figures import timings, token_table, usage
-from edgeinfer.openai.prompt import PromptTokens, naming, reply_options
+from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply
 from edgeinfer.results import Chunk, Result
 
@@ -47,9 +47,8 @@ class TextCompletion:
         self.stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
         prompts = _prompts(fields, model)
-        self._prompts: list[str | list[int] | PromptTokens] = [*prompts]
         self._each = _replies_each(fields, len(prompts))
-        self.n = self._each * len(self._prompts)
+        self.n = self._each * len(prompts)
         self._echo = fields.flag("echo")
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
         self._logprobs_wanted = alternatives is not None
@@ -57,13 +56,16 @@ class TextCompletion:
             raise fields.wrong(
                 "logprobs", alternatives, "Those of the prompt are not available: leave out echo or logprobs."
             )
-        self._options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
-        self._options |= sampling(fields) | form(fields, "response_format")
+        options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
+        options |= sampling(fields) | form(fields, "response_format")
         if self._logprobs_wanted:
-            self._options["logprobs"] = alternatives
+            options["logprobs"] = alternatives
+        self._prompts = [TextPrompt(prompt, options) for prompt in prompts]
         fields.ignore(*IGNORED)
         fields.only("suffix", ("",), "This model writes what follows a text, not what stands between two.")
+        fields.ignore_others()
         fields.end()
+        self.ignored = tuple(fields.ignored)
         self._replies = [Reply() for _ in range(self.n)]
         self._offsets = [0] * self.n  # characters that log-probabilities were told of
         self._head = {
@@ -77,27 +79,16 @@ class TextCompletion:
 
     def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
-        with naming("prompt", "response_format", self._options):
-            model.check(**self._options)
+        self._prompts[0].check(model)
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts."""
-        with naming("prompt", "response_format", self._options):
-            parse = GenerationConfig().replace(**self._options).parses_prompt
-            self._prompts = [
-                PromptTokens(model.tokenize_prompt(prompt, parse_special=parse), model)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in self._prompts
-            ]
+        self._prompts = [prompt.prepared(model) for prompt in self._prompts]
 
     def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins a reply."""
         place, reply = divmod(index, self._each)
-        prompt = self._prompts[place]
-        with naming("prompt", "response_format", self._options):
-            ids = prompt.of(model) if isinstance(prompt, PromptTokens) else prompt
-            return model.stream(ids, **reply_options(self._options, reply))
+        return self._prompts[place].start(model, reply)[0]
 
     def opening(self) -> list[Event]:
         """The prompts, where they were asked for."""
@@ -122,7 +113,9 @@ class TextCompletion:
 
     def whole(self) -> Event:
         """The answer."""
-        return {**self._head, "choices": list(map(self._choice, range(self.n))), **self._figures()}
+        return {**self._head, "choices": list(map(self._choice, range(self.n))), **self._figures()} | warnings(
+            self.ignored
+        )
 
     def _event(self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> Event:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -210,7 +210,7 @@ def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
     behind = len(form.marker)
     firsts = _alternatives([(form.prefix + form.head(name))[behind:] for name in names], form.tail)
     calls = _alternatives([form.head(name) for name in names], form.tail)
-    rules = [json_rule(function.arguments, compact=True) for function in choice.functions]
+    rules = [json_rule(function.arguments) for function in choice.functions]
     arguments = [f"args_{i}: {rule}" for i, rule in enumerate(rules)]
     return [f"first: {firsts}", f"call: {calls}", *arguments]
 

@@ -83,7 +83,7 @@ def measure_drafter(
         target, drafter: as `edgeinfer.load` takes them; without a drafter, what the target's bundle brings drafts.
         prompts: token ids.
         tokens: of a reply at most.
-        who: drafts, a name of config.DRAFTERS.
+        who: drafts, a name of drafting.DRAFTERS.
         options: fields of LoadConfig.
 
     Raises:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.architectures.refused import refusal
+from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 
@@ -28,8 +28,4 @@ def find_architecture(config: HFConfig) -> Architecture:
             return family
         if not config.architecture and config.model_type in family.model_types:
             return family
-    named = config.architecture or config.model_type or "(none named in config.json)"
-    supported = ", ".join(sorted(name for family in ARCHITECTURES for name in family.classes))
-    raise UnsupportedArchitectureError(
-        f"The architecture {named} has no builder; supported are {supported}.", OPTIMUM_HINT
-    )
+    raise refusal(config)

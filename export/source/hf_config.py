@@ -14,7 +14,7 @@ from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 
 __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
 
-OPTIMUM_HINT = "Try --exporter optimum (pip install 'edgeinfer[optimum]')."
+OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
 _MISMATCH = "Check that config.json is complete and belongs to this model."
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
@@ -34,6 +34,11 @@ class HFConfig:
         named = isinstance(classes, list) and bool(classes) and isinstance(classes[0], str)
         self.architecture: str = classes[0] if named and classes else ""
         self.model_type: str = str(values.get("model_type", ""))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All of it, as it is written."""
+        return self._values
 
     def get(self, name: str) -> Any:
         """A raw value; None where it is absent or null."""

@@ -84,7 +84,7 @@ class RoundTimes:
 
 @dataclass
 class SpeculationStatistics(DecodingStatistics):
-    """Counts what the rounds of one generation came to; fields as in `results.Speculation`.
+    """Counts what the rounds of one generation came to; fields as in `results.SpeculationUse`.
 
     Attributes:
         committed: tokens.

@@ -25,7 +25,7 @@ from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling import Sampler
 
-__all__ = ["ReducedCompute", "ReducedComputeParts"]
+__all__ = ["ReducedComputeParts", "ReducedComputeStrategies"]
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class ReducedComputeParts:
     plain_ms: Callable[[], float | None]
 
 
-class ReducedCompute:
+class ReducedComputeStrategies:
     """Makes the strategies of replies that take less compute. There is one of it per model.
 
     Args:

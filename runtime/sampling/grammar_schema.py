@@ -45,6 +45,10 @@ _OUTERMOST = 10**18  # bounds further out are taken for this, up to which the en
 _DIGITS, _PLACES = 15, 22
 _SPACING = 128  # at most, between doubles below 10**18
 _NEXT_TO_ZERO = Decimal("1e-22")
+# Integers without a bound are kept within this, which every reader of JSON takes: small models do not stop writing
+# digits. Not where a schema speaks of larger ones.
+_MOST_INTEGER = 10**15
+_LARGER = re.compile(r"\d{16}|\d[eE]\+?\d")
 _EXACT = 2**53  # up to which the engine's numbers have all integers
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
 # What JSON writes only by \u, which is left out of replies: a second spelling of a property's name would get past what
@@ -62,14 +66,16 @@ def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
         GrammarError: a part of it cannot be followed.
     """
     # Through its text, so that what stands in several places is mended in each, once.
-    return _Document(json.loads(json.dumps(schema, allow_nan=False))).mended()
+    text = json.dumps(schema, allow_nan=False)
+    return _Document(json.loads(text), bounds_integers=_LARGER.search(text) is None).mended()
 
 
 class _Document:
     """One schema, mended in place, each part once and only if it is of use."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], *, bounds_integers: bool) -> None:
         self._root = root
+        self._bounds_integers = bounds_integers
         self._seen: set[int] = set()
         self._waiting: list[Any] = [root]
         self._multiple = Fraction(0)
@@ -97,6 +103,8 @@ class _Document:
             if keyword in schema:
                 _check_data(keyword, schema[keyword])
         _mend_numbers(schema)
+        if self._bounds_integers:
+            _bound_integers(schema)
         self._check_multiple(schema.get("multipleOf"))
         _check_properties(schema)
         _mend_texts(schema)
@@ -203,6 +211,16 @@ def _mend_numbers(schema: dict[str, Any]) -> None:
             schema.pop(excluding, None)
             bound = max(known, key=lambda bound: bound * inward)
             schema[including] = int(bound) if bound == int(bound) else float(bound)
+
+
+def _bound_integers(schema: dict[str, Any]) -> None:
+    """Bounds integers on the sides where nothing does."""
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or "const" in schema or "enum" in schema:
+        return
+    schema.setdefault("minimum", -_MOST_INTEGER)
+    schema.setdefault("maximum", _MOST_INTEGER)
 
 
 def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:

@@ -22,10 +22,9 @@ _MESSAGE = 300
 _DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
 # Without \u, which spells a name in a second way, and nothing that is not written otherwise but control characters.
 _STRICT = {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
-# Blanks without an end would be allowed nearly everywhere otherwise, and small models do not stop writing them.
-_SCHEMA_OPTIONS = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,20}"} | _STRICT
-# As json.dumps writes, which is what models see most: of blanks, nothing is left to choose.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | _STRICT
+# Blanks as json.dumps writes them, which is what models see most. Where there is a choice, small models go on writing
+# blanks until the reply is cut off.
+_SCHEMA_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | _STRICT
 _QUOTED = re.compile(r"^ *\d+ \| ", re.MULTILINE)
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
@@ -57,11 +56,8 @@ def grammar_source(config: GenerationConfig) -> str | None:
     return None
 
 
-def json_rule(schema: Mapping[str, Any] | str, *, compact: bool = False) -> str:
-    """What stands for a document of a JSON Schema in a grammar's rule.
-
-    Args:
-        compact: its blanks are those of json.dumps; else there may be others.
+def json_rule(schema: Mapping[str, Any] | str) -> str:
+    """What stands for a document of a JSON Schema in a grammar's rule; its blanks are those of json.dumps.
 
     Raises:
         GrammarError: it is too large or too deep, or not JSON.
@@ -75,9 +71,8 @@ def json_rule(schema: Mapping[str, Any] | str, *, compact: bool = False) -> str:
     if not isinstance(schema, Mapping):
         raise GrammarError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
     _check_depth(schema)
-    options = _COMPACT if compact else _SCHEMA_OPTIONS
     try:
-        text = json.dumps({**mended(schema), "x-guidance": options}, allow_nan=False)
+        text = json.dumps({**mended(schema), "x-guidance": _SCHEMA_OPTIONS}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
     _check_size("json_schema", text, MAX_SOURCE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -230,6 +230,11 @@ class Sampler:
     def takes_likeliest(self) -> bool:
         """Whether every choice is simply the token of the largest logit."""
         return not self.follows_paths and self._processor.takes_likeliest
+
+    def only_ends(self, stop_ids: Collection[int]) -> bool:
+        """Whether the constraint lets nothing but the end follow: the reply is complete without its stop token."""
+        allowed = self._allowed()
+        return allowed is not None and len(allowed) <= len(stop_ids) and set(allowed.tolist()) <= set(stop_ids)
 
     def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         """The token at an absolute position behind the reply and `path`."""

@@ -13,9 +13,10 @@ from dataclasses import replace
 from statistics import median
 from weakref import WeakSet
 
-from edgeinfer.config import GenerationConfig, drafters_in
+from edgeinfer.config import GenerationConfig
+from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.results import Speculation
+from edgeinfer.results import SpeculationUse
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
@@ -219,7 +220,7 @@ class Speculator:
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
         return config.draft_width
 
-    def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> Speculation:
+    def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
         """Tells what drafting did in a reply.
 
         Args:
@@ -229,9 +230,9 @@ class Speculator:
         speedup = plain / per_token_ms if plain and per_token_ms else None
         if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"
-            return Speculation(mode=mode, exact=self._is_exact(config), plain_ms=plain)
+            return SpeculationUse(mode=mode, exact=self._is_exact(config), plain_ms=plain)
         statistics, verification = strategy.statistics, find_verification(config.verification)
-        return Speculation(
+        return SpeculationUse(
             mode=config.speculation,
             verification=verification.name,
             lossless=verification.lossless,

@@ -22,7 +22,7 @@ from edgeinfer.runtime.layer_skip.contract import Mask
 from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
 from edgeinfer.runtime.layer_skip.policies import SkipLevels, kept_layers, layers_mask
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedCompute
+from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
 __all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_skip_levels", "skip_units"]
 
@@ -69,7 +69,7 @@ def search_skip_levels(
 
 
 def calibrate_skips(
-    reduced: ReducedCompute,
+    reduced: ReducedComputeStrategies,
     samples: Sequence[Sample],
     *,
     granularity: int,
@@ -88,7 +88,7 @@ def calibrate_skips(
     return levels, costs
 
 
-def calibrate_entropy(reduced: ReducedCompute, samples: Sequence[Sample]) -> Entropies:
+def calibrate_entropy(reduced: ReducedComputeStrategies, samples: Sequence[Sample]) -> Entropies:
     """Has the small model read replies of the large one, keeps how unsure it is, and uses that.
 
     Raises:

@@ -73,8 +73,8 @@ def test_the_command_line(tales: edgeinfer.Model) -> None:
     for options, length in (
         (("--chat",), len(tales.tokenize_chat(ASKED))),
         (("--chat", "--parse-special"), len(tales.tokenize_chat(ASKED, parse_special=True))),
-        ((), len(tales.tokenize(FORGED))),
-        (("--no-parse-special",), len(tales.tokenize(FORGED, parse_special=False))),
+        (("--raw",), len(tales.tokenize(FORGED))),
+        (("--raw", "--no-parse-special"), len(tales.tokenize(FORGED, parse_special=False))),
     ):
         done = command("run", "-p", FORGED, "-n", "2", "--json", *options)
         assert json.loads(done.stdout)["usage"]["prompt_tokens"] == length, options

@@ -264,7 +264,7 @@ def test_the_command(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         (["{bundle}", "{out}", "--to", "native"], 2, "stores the native layout already"),
         (["{bundle}", "{bundle}", "--to", "portable"], 5, "exists already"),
-        (["{bundle}", "{out}", "--to", "upright"], 2, "invalid choice: 'upright'"),
+        (["{bundle}", "{out}", "--to", "upright"], 2, "--to cannot be 'upright'"),
         (["{bundle}", "{out}"], 2, "--to"),
         (["{out}", "{out}", "--to", "native"], 3, "No model at"),
     ],

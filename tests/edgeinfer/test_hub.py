@@ -57,7 +57,7 @@ class FakeHub:
         self.fails: Exception | None = None
         self.calls: list[dict[str, Any]] = []
 
-    def model_info(self, repo_id: str, *, revision: str | None = None) -> Any:
+    def model_info(self, repo_id: str, *, revision: str | None = None, files_metadata: bool = False) -> Any:
         if self.fails is not None:
             raise self.fails
         self.calls.append({"info": repo_id, "revision": revision})
@@ -86,6 +86,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "cache")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    # Not in a process of its own, which would not know of the fake.
+    monkeypatch.setattr("edgeinfer.hub.resolving.fetch", lambda job, *_: hub.pull(job.name, progress=False))
     return fake
 
 
@@ -174,12 +176,6 @@ def test_resolve_completes_an_interrupted_download(fake: FakeHub) -> None:
     assert (hub.resolve("org/bundle") / "weights.bin").is_file()
 
 
-def test_resolve_of_a_checkpoint_names_export(fake: FakeHub) -> None:
-    with pytest.raises(ModelError) as caught:
-        hub.resolve("org/checkpoint")
-    assert "edgeinfer export org/checkpoint" in caught.value.hint
-
-
 def test_find_checkpoint(fake: FakeHub, tmp_path: Path) -> None:
     path = hub.find_checkpoint("org/checkpoint")
     assert (path / "config.json").is_file()
@@ -211,18 +207,18 @@ def http_error(kind: Callable[..., Exception], status: int) -> Exception:
 
 
 FAILURES = [
-    (errors.OfflineModeIsEnabled("off"), HubError, "edgeinfer pull org/bundle"),
-    (errors.LocalEntryNotFoundError("no"), HubError, "when online"),
-    (errors.HTTPError("connection refused"), HubError, "local bundle directory"),  # type: ignore[attr-defined]
-    (ConnectionResetError("reset"), HubError, "when online"),
-    (TimeoutError("slow"), HubError, "when online"),
+    (errors.OfflineModeIsEnabled("off"), HubError, "Unset it"),
+    (errors.LocalEntryNotFoundError("no"), HubError, "Check the connection"),
+    (errors.HTTPError("connection refused"), HubError, "Check the connection"),  # type: ignore[attr-defined]
+    (ConnectionResetError("reset"), HubError, "Check the connection"),
+    (TimeoutError("slow"), HubError, "Check the connection"),
     (http_error(errors.GatedRepoError, 403), HubError, "https://huggingface.co/org/bundle"),
     (http_error(errors.RepositoryNotFoundError, 401), HubError, "spelling"),
     (http_error(errors.RepositoryNotFoundError, 404), HubError, "spelling"),
     (http_error(errors.RevisionNotFoundError, 404), HubError, "branch, tag or commit"),
     (http_error(errors.HfHubHTTPError, 401), HubError, "hf auth login"),
     (http_error(errors.HfHubHTTPError, 503), HubError, "later"),
-    (errors.HFValidationError("bad"), HubError, "ORG/NAME"),
+    (errors.HFValidationError("bad"), HubError, "OWNER/NAME"),
     (OSError(errno.ENOSPC, "No space left on device"), StorageError, "downloads resume"),
     (PermissionError(errno.EACCES, "Permission denied"), StorageError, "HF_HOME"),
 ]

@@ -14,7 +14,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.results import Result
-from edgeinfer.searching import SEARCHES
+from edgeinfer.searching import SEARCHES, SearchMethod
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.speculation import BUILTIN, PROMPT, known_costs, needs_builtin
@@ -97,7 +97,7 @@ def test_the_same_is_found_again(model: edgeinfer.Model, search: str) -> None:
 
 
 @pytest.mark.parametrize("search", OPTIONS)
-def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: str) -> None:
+def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: SearchMethod) -> None:
     found = list(model.stream(PROMPT, search=search, max_tokens=10, logprobs=0, **OPTIONS[search]))
     told = [entry for chunk in found for entry in chunk.logprobs]
     ids = [token for chunk in found for token in chunk.token_ids]
@@ -108,7 +108,7 @@ def test_logprobs_are_the_models_own(model: edgeinfer.Model, search: str) -> Non
 
 
 @pytest.mark.parametrize("search", [name for name in OPTIONS if name != "momentum"])
-def test_a_cancelled_search_leaves_the_model_ready(model: edgeinfer.Model, search: str) -> None:
+def test_a_cancelled_search_leaves_the_model_ready(model: edgeinfer.Model, search: SearchMethod) -> None:
     wanted = fresh(model, max_tokens=8)
     stream = model.stream(PROMPT, search=search, max_tokens=60, **OPTIONS[search])
     next(stream)
@@ -129,16 +129,17 @@ def test_a_search_is_not_paused(small_bundle: Path) -> None:
 
 
 def test_what_excludes_each_other(model: edgeinfer.Model) -> None:
-    for wrong, match in (
+    excluded: tuple[tuple[dict[str, Any], str], ...] = (
         ({"speculation": "copy"}, "cannot be combined"),
         ({"compute": "unified"}, "cannot be combined"),
         ({"regex": "a+"}, "grammar"),
         ({"choices": ("one", "two")}, "grammar"),
         ({"max_tokens": 300}, "do not fit"),
         ({"temperature": 0}, "temperature above 0"),
-    ):
+    )
+    for wrong, match in excluded:
         with pytest.raises(UsageError, match=match):
-            model.generate(PROMPT, **{"search": "vote", "max_tokens": 10} | WARM | wrong)
+            model.generate(PROMPT, **WARM | {"search": "vote", "max_tokens": 10} | wrong)
     assert len(model.generate(PROMPT, max_tokens=5, ignore_eos=True).token_ids) == 5
 
 
@@ -183,7 +184,7 @@ def test_requests_name_the_options_as_they_are() -> None:
         assert isinstance(several, dict)
         assert [choice["message"]["content"] for choice in several["choices"]] == plain
         with pytest.raises(UsageError, match="samples"):
-            model.create_chat_completion(messages, search="vote", samples="many", **asked)
+            model.create_chat_completion(messages, search="vote", samples="many", **asked)  # type: ignore[call-overload]
 
 
 @needs_builtin
@@ -193,7 +194,7 @@ def test_run_shows_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["search"]["search"] == "vote" and len(told["search"]["texts"]) == 3
     assert told["search"]["texts"][told["search"]["chosen"]]["text"] == told["text"]
-    samples = ["run", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
+    samples = ["run", "--raw", "-p", PROMPT, "-n", "8", "--temp", "0.8", "--seed", "3", "--no-remember", "-t", "1"]
     assert main([*samples, "--search", "samples", "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     with edgeinfer.load(threads=1, remember=False) as model:

@@ -89,7 +89,8 @@ def check(model: edgeinfer.Model, way: str, form: str, extra: str) -> bool:
     """Whether there was a reply, which keeps to its form; where there was none, it was refused for a reason."""
     options, fits = FORMS[form]
     try:
-        found = model.generate("One day", search=way, max_tokens=40, **WAYS[way] | options | EXTRAS[extra])
+        asked = WAYS[way] | options | EXTRAS[extra]
+        found = model.generate("One day", max_tokens=40, **{"search": way, **asked})
     except UsageError as error:
         by_form = form != "none" and way not in FOLLOWS and "cannot follow a grammar" in error.message
         by_rule = way in DRAWS_BY_RULE and "by a rule of its own" in error.message

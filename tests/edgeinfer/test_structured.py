@@ -172,8 +172,7 @@ def answer(model: edgeinfer.Model, response_format: Any, **options: Any) -> str:
         [{"role": "user", "content": "Hello"}], response_format=response_format, **{"max_tokens": 60} | options
     )
     assert isinstance(found, dict)
-    text: str = found["choices"][0]["message"]["content"]
-    return text
+    return found["choices"][0]["message"]["content"] or ""
 
 
 @needs_builtin
@@ -193,7 +192,7 @@ def test_response_formats(tales: edgeinfer.Model) -> None:
         [{"role": "user", "content": "Hello"}], response_format=asked, stream=True, max_tokens=60
     )
     assert isinstance(chunks, Iterator)
-    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == answer(tales, asked)
 
 

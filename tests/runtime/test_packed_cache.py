@@ -128,6 +128,7 @@ def test_it_says_what_it_does_once(cache: Path) -> None:
     assert steps == []
 
 
+@pytest.mark.slow
 @glibc
 def test_memory(cache: Path) -> None:
     large = bundle_of("llama", EXPORTS["4-bit"], **LARGE)

@@ -126,6 +126,7 @@ def test_the_commands(bundles: dict[str, Path]) -> None:
 
 
 # Memory is that of a process, which the tests' own is far larger than.
+@pytest.mark.slow
 def test_a_budget_is_kept(bundles: dict[str, Path]) -> None:
     done = edgeinfer_process("run", "-m", bundles["static"], "-p", PROMPT, "-n", "8", "--json", "--memory", "200MB")
     assert done.returncode == 0, done.stderr

@@ -301,6 +301,7 @@ def check_smallest(out: Path, shown: str) -> None:
     assert "Smallest budget with 95% of the best speed" in shown
 
 
+@pytest.mark.slow
 def test_budgets_and_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     watch, out = watch_here(lambda found: 70_000_000), tmp_path / "out.json"
     monkeypatch.setattr(memory_timed, "watch", watch)

@@ -218,6 +218,7 @@ def test_models_that_do_not_chat_are_not_asked() -> None:
     assert score_tasks(Silent("x"), [question("x")], lambda: None) == {}
 
 
+@pytest.mark.slow
 @needs_builtin
 def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, svg = tmp_path / "quality.json", tmp_path / "quality.svg"

@@ -1,4 +1,4 @@
-"""Reproducing the README's figures: what is run, kept, skipped and shown; that no figure in the README is stale."""
+"""Reproducing the published figures: what is run, kept, skipped and shown; that no figure on a page is stale."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.speculation import needs_builtin
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md")]
 # Folders of machines; an address of a page is none.
 PATHS = re.compile(r"(?<![\w./:~-])/(home|root|work|tmp|Users|mnt|opt)/")
 
@@ -50,12 +50,15 @@ def strings(data: Any) -> Iterator[str]:
             yield from strings(value)
 
 
-def test_the_readme_shows_what_the_results_say() -> None:
-    assert fill(README, RESULTS) == README, "run: python -m edgeinfer.apps.bench.reproduce --readme"
-    shown = names(README)
+def test_pages_show_what_the_results_say() -> None:
+    for page in PAGES:
+        assert fill(page, RESULTS) == page, "run: python -m edgeinfer.apps.bench.reproduce --readme"
+    (summary,), shown = map(names, PAGES)
     assert set(shown) <= {run.name for run in RUNS} and len(set(shown)) == len(shown) > 5
-    figures = README[README.index("## Figures") : README.index("## Honest limits")]
-    assert set(names(figures)) == set(shown)
+    # Every engine's figures, the slower ones' too.
+    assert summary == "peers.summary"
+    engines = [row["engine"] for row in read_result(RESULTS, "peers")["models"][-1]["engines"]]
+    assert [line.split("|")[1].strip() for line in block(RESULTS, summary).splitlines()[2:]] == engines
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if (RESULTS / f"{run.name}.json").is_file()], ids=lambda r: r.name)

@@ -84,6 +84,7 @@ def check_run(figures: dict[str, Any]) -> None:
 WORDS = ["--clients", "3", "--seconds", "1", "--questions", "4", "--leaving", "0.3"]
 
 
+@pytest.mark.slow
 @needs_builtin
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A server in this process, by a clock that tells a hundredth of a second more whenever it is asked."""

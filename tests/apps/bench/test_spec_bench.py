@@ -26,7 +26,7 @@ from edgeinfer.apps.bench.spec_modes import (
 from edgeinfer.apps.bench.spec_results import CONTROL, PromptTimes, SpecReply, SpecResults, SpecSetup, spec_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, CheckpointError, UsageError
-from edgeinfer.results import MemoryUse, ModelInfo, Result, Speculation, Timings, Usage
+from edgeinfer.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 
 INFO = ModelInfo("stub", "Stub", 1, 4.0, "stub", "stub")
 SETUP = SpecSetup(1, "kernel", "stub", 4.0, {"repeats": 1})
@@ -49,7 +49,7 @@ class StubModel:
         self.known.append(prompt[0])
         wrong = 1 if options["speculation"] in ("copy", "typical") else 0
         ids = tuple(prompt[-1] + 1 + wrong + place for place in range(options["max_tokens"]))
-        drafting = Speculation(options["speculation"], lossless=options["speculation"] != "typical", rounds=2)
+        drafting = SpeculationUse(options["speculation"], lossless=options["speculation"] != "typical", rounds=2)
         timings = Timings(0, 0, 0, 0.5 if options["speculation"] == "auto" else 1.0, 0, 0, 0, 0)
         usage, memory = Usage(len(prompt), len(ids)), MemoryUse(None, 0, 0, 0, 0)
         return Result("", ids, "length", usage, timings, memory, drafting, INFO)

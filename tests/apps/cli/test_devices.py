@@ -42,7 +42,7 @@ def test_json_holds_the_same_and_what_was_tried() -> None:
 
 @pytest.mark.parametrize("command", LOADING)
 def test_commands_that_load_a_model_take_a_device(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command.split(), "--help"]) == 0
+    assert main([*command.split(), "--help-all"]) == 0
     assert "--device NAME" in capsys.readouterr().out
 
 

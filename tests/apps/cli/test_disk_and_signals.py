@@ -204,8 +204,8 @@ def test_closed_streams(good_bundle: Path, closed: str, prompt: str, code: int) 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ("run -m {bundle} -p Once -n 2", 0, ""),
-        ("run -m {bundle}", 2, "--prompt"),
+        ("run -m {bundle} -p Once -n 2 --json", 0, ""),
+        ("run -m {bundle}", 2, "There is no prompt"),
         ("run -m {folder}/nowhere -p Once", 3, "No model at"),
         ("run -m {bundle} -c 64 -p Once --memory 20MB", 4, "without a model"),
         ("export {checkpoint} {bundle}", 5, "exists already"),
@@ -240,13 +240,13 @@ def test_ctrl_c_while_exporting(vast_checkpoint: Path, bundle: Path, tmp_path: P
 
 def test_ctrl_c_while_generating_keeps_what_was_written(good_bundle: Path) -> None:
     """190,000 tokens take minutes, so the reply ends because it is interrupted."""
-    with start("run", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000") as process:
+    with start("run", "--raw", "-m", good_bundle, "-p", "Once", "-c", "200000", "-n", "190000") as process:
         assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 64)
         process.send_signal(signal.SIGINT)
         rest, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 130
-    assert err == b""
+    assert err == b"[stopped]\n"
     assert first.startswith(b"Once")
     assert (first + rest).endswith(b"\n")
 

@@ -20,6 +20,7 @@ import edgeinfer
 from edgeinfer.apps.cli.main import COMMANDS, main
 from edgeinfer.apps.cli.output import print_json
 from edgeinfer.errors import BackendError, BudgetError, BundleError, PromptError
+from edgeinfer.results import ModelInfo
 from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream
@@ -41,6 +42,8 @@ class FakeModel:
     systems: list[str | None] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
     closed: bool = False
+    chat_template_text: str | None = None
+    info: ModelInfo = field(default_factory=lambda: ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"))
 
     def load(self, model: Any = None, **options: Any) -> Self:
         self.loaded = (model, options)
@@ -74,9 +77,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
         yield model
 
 
-def test_text_goes_to_stdout_and_nothing_to_stderr(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_goes_to_stdout_and_its_end_to_stderr(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "Hi"]) == 0
-    assert capsys.readouterr() == ("HiOnce upon a time\n", "")
+    assert capsys.readouterr() == ("HiOnce upon a time\n", "[context full; -c for more]\n")
     assert model.loaded == (None, {})
     assert model.prompts == [("Hi", {"max_tokens": 128})]
     assert model.closed
@@ -85,7 +88,7 @@ def test_text_goes_to_stdout_and_nothing_to_stderr(model: FakeModel, capsys: pyt
 
 def test_verbose_adds_a_summary(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "Hi", "-v"]) == 0
-    assert capsys.readouterr().err == "4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n"
+    assert "\n4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n" in capsys.readouterr().err
 
 
 def test_options_reach_the_model(model: FakeModel) -> None:
@@ -111,16 +114,27 @@ def test_options_reach_the_model(model: FakeModel) -> None:
         "seed": 1,
         "stop": ("END", "."),
         "speculation": "copy,model",
+        "draft_max": 9,
         "verification": "rejection",
         "draft_width": 2,
         "choices": ("yes", "no"),
     }
 
 
-def test_chat_applies_the_template(model: FakeModel) -> None:
-    assert main(["run", "-p", "Hi", "--chat", "--system", "Be brief."]) == 0
-    assert model.systems == ["Be brief."]
-    assert model.prompts[0][0] == "Hi"
+def test_the_template_is_applied_where_there_is_one(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, asked in (([], 128), (["--chat"], None), (["--system", "x"], None)):
+        assert main(["run", "-p", "Hi", *options]) == (0 if asked else 3)
+    assert (model.systems, [options["max_tokens"] for _, options in model.prompts]) == ([], [128])
+    assert "toy has no chat template, which --system needs. Leave it out" in capsys.readouterr().err
+    model.chat_template_text = "{{ messages }}"
+    for options, system in (([], None), (["--chat"], None), (["--system", "Be brief."], "Be brief.")):
+        assert main(["run", "Hi", *options]) == 0
+        assert model.systems.pop() == system
+        assert model.prompts.pop() == ("Hi", {"max_tokens": 1024})
+    assert capsys.readouterr().out == 3 * "Once upon a time\n"
+    assert main(["run", "--raw", "Hi"]) == 0
+    assert model.systems == []
+    assert capsys.readouterr().out == "HiOnce upon a time\n"
 
 
 def test_json_is_the_only_output(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +178,7 @@ def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) ->
     "arguments",
     [
         ["run"],
-        ["run", "-p", "Hi", "-f", "x"],
+        ["run", "-p", "Hi", "-f", "does-not-exist.txt"],
         ["run", "-p", "Hi", "--bits", "4"],
         ["run", "-p", "Hi", "-n", "many"],
         ["run", "-p", "Hi", "-n", "0"],
@@ -186,7 +200,6 @@ def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) ->
         ["run", "-p", "Hi", "--spec-tree-width", "0"],
         ["run", "-p", "Hi", "--spec-tree-width", "9"],
         ["run", "-p", "Hi", "--spec-verify", "hope"],
-        ["run", "-p", "Hi", "--system", "x"],
         ["run", "-p", "\udcff"],
         ["run", "-p", "Hi", "--chat", "--system", "\udcff"],
         ["run", "-p", "Hi", "--stop", "\udcff"],
@@ -194,7 +207,11 @@ def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) ->
         ["run", "-f", "does-not-exist.txt"],
         ["run", "-f", str(ROOT)],
         ["walk"],
-        [],
+        ["--memory", "1GB"],
+        ["run", "Hi", "-p", "Hi"],
+        ["run", "Hi", "you"],
+        ["run", "Hi", "--raw", "--chat"],
+        ["run", "Hi", "--raw", "--system", "x"],
     ],
     ids=lambda arguments: ascii(" ".join(arguments)),
 )
@@ -245,10 +262,9 @@ def test_debug_shows_the_traceback(model: FakeModel, capsys: pytest.CaptureFixtu
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--version"], ["--help"], ["run", "--help"]):
-        assert main(arguments) == 0
-    assert f"edgeinfer {edgeinfer.__version__}" in capsys.readouterr().out
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"edgeinfer {edgeinfer.__version__}\n"
 
 
 def test_the_package_runs_as_a_module() -> None:
@@ -317,4 +333,4 @@ def test_ctrl_c_in_a_real_process() -> None:
         out, err = process.communicate(timeout=TIME_LIMIT)
     assert process.returncode == 130
     assert out.endswith(b"\n")
-    assert err == b""
+    assert err == b"[stopped]\n"

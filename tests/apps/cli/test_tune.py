@@ -96,7 +96,7 @@ def test_bad_requests_are_refused_before_anything_is_measured(
 def test_an_interrupted_command_keeps_what_there_was(
     capsys: Capture, small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, long_chunks: None
 ) -> None:
-    kept = edgeinfer.tune_device(small_bundle).path
+    kept = edgeinfer.tools.tune_device(small_bundle).path
     assert kept is not None
     before = kept.read_bytes()
 
@@ -110,7 +110,7 @@ def test_an_interrupted_command_keeps_what_there_was(
 
 def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
-    options = ["-p", "Once", "-n", "2", "-t", "1", "--spec", "off", "--profile", str(tmp_path / "bad.json")]
+    options = ["-p", "Once", "-n", "2", "-t", "1", "--spec", "off", "--profile", str(tmp_path / "bad.json"), "--json"]
     done = cli.edgeinfer("run", "-m", small_bundle, *options)
     assert done.returncode == 0
     lines = done.stderr.decode().splitlines()

@@ -112,6 +112,7 @@ def test_settings(window: Window) -> None:
     window.call("PATCH", "/settings", {"system": ""})
 
 
+@pytest.mark.slow
 def test_what_is_found_after_a_restart(tmp_path: Path) -> None:
     mine = str(shutil.copytree(BUILTIN, tmp_path / "models" / "mine"))
     with served(tmp_path) as window:
@@ -197,6 +198,7 @@ def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(window: Windo
     assert plan["fits"]
 
 
+@pytest.mark.slow
 def test_plans_under_a_budget(window: Window) -> None:
     free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
     tight = window.call("POST", "/plan", {"model": "built-in", "memory": free["minimum_bytes"], "context": 256})
@@ -205,6 +207,7 @@ def test_plans_under_a_budget(window: Window) -> None:
     assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
 
 
+@pytest.mark.slow
 def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
     with served(tmp_path, settings=SETTINGS | {"memory": 10_000_000}) as window:
         failed = window.wait("model", status="failed")
@@ -220,6 +223,7 @@ def test_loading_under_a_budget_and_unloading(tmp_path: Path) -> None:
         assert (empty["id"], empty["planned_bytes"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -227,9 +231,8 @@ def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypat
         begun.set()
         assert go_on.wait(TIME_LIMIT)
 
-    def sampling(*_: object) -> dict[str, object]:
+    def facts(*_: object) -> None:
         hold()
-        return {}
 
     def load(model: str | None, options: object, parallel: int, progress: Callable[[str, int, int], None]) -> None:
         progress("weights", 2, 2)
@@ -250,7 +253,7 @@ def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypat
     with served(tmp_path) as window:
         window.wait("model", status="ready")
         with monkeypatch.context() as patch:
-            patch.setattr(Library, "sampling", sampling)
+            patch.setattr(Library, "facts", facts)
             window.call("POST", "/model/load", {"model": None}, status=202)
             # It has not begun, so the model that is there stays.
             assert cancelled(window) == "ready"
@@ -258,6 +261,41 @@ def test_cancelling_before_and_while_a_model_is_loaded(tmp_path: Path, monkeypat
         window.call("POST", "/model/load", {"model": None}, status=202)
         assert window.wait("model", progress={"stage": "weights", "done": 2, "total": 2})["status"] == "loading"
         assert cancelled(window) == "empty"
+
+
+@pytest.mark.slow
+def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
+    mine = str(shutil.copytree(BUILTIN, tmp_path / "models" / "mine"))
+    with served(tmp_path, settings=SETTINGS) as window:
+        window.wait("model", status="ready", id="built-in")
+        first, second = window.new(), window.new()
+        assert window.call("GET", f"/conversations/{first}")["choice"] is None
+        window.ask(first, "Hi")
+        usual = {"model": "built-in", "name": "tales", "memory": None, "context": None}
+        assert window.call("GET", f"/conversations/{first}")["choice"] == usual
+        body = {"model": mine, "memory": None, "context": 256, "conversation": second, "default": False}
+        loading = window.call("POST", "/model/load", body, status=202)
+        own = {"model": mine, "name": "mine", "memory": None, "context": 256}
+        assert (loading["choice"], loading["name"]) == (own, "mine")
+        assert window.wait("model", status="ready", id=mine)["most_context"] == 1024
+        window.ask(second, "Hi")
+        # Neither new conversations nor the other one are any different for it.
+        settings = window.call("GET", "/state")["settings"]
+        assert (settings["model"], settings["context"]) == ("built-in", None)
+        assert window.call("GET", f"/conversations/{first}")["choice"] == usual
+        window.call("POST", "/model/load", body | {"conversation": "x"}, status=404)
+        window.refused("PATCH", f"/conversations/{first}", {"choice": {"model": 3}}, status=400, code="invalid")
+        chosen = {"model": mine, "memory": 10**9, "context": 512}
+        assert window.call("PATCH", f"/conversations/{first}", {"choice": chosen})["choice"] == {
+            **chosen,
+            "name": "mine",
+        }
+    with served(tmp_path, settings=SETTINGS) as window:
+        assert window.wait("model", status="ready")["id"] == "built-in"
+        assert window.call("GET", f"/conversations/{second}")["choice"] == own
+        window.ask(second, "Hi", window.call("GET", f"/conversations/{second}")["leaf"])
+        # What it is sent to is what a conversation uses.
+        assert window.call("GET", f"/conversations/{second}")["choice"] == usual
 
 
 def test_events_begin_with_the_present_state(window: Window) -> None:

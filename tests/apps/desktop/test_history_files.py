@@ -14,6 +14,7 @@ import pytest
 
 from edgeinfer.apps.desktop import database, search
 from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.records import Attachment, ModelChoice
 from edgeinfer.errors import StorageError
 from tests.cli import TIME_LIMIT, environment
 
@@ -21,6 +22,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.records import Attachment, ModelChoice
 history = History.open(Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
     id = history.create().id
@@ -218,3 +220,53 @@ def test_damage_while_open_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="puts the damaged file aside"), opened.transaction():
         raise error
     opened.close()
+
+
+# The tables as the first version made them, with a conversation that it wrote.
+FIRST = """
+CREATE TABLE conversations (id TEXT PRIMARY KEY, title TEXT NOT NULL, system TEXT NOT NULL, options TEXT NOT NULL,
+    leaf TEXT, created REAL NOT NULL, updated REAL NOT NULL);
+CREATE INDEX conversations_updated ON conversations (updated);
+CREATE TABLE messages (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+    parent TEXT REFERENCES messages (id) ON DELETE CASCADE,
+    role TEXT NOT NULL CHECK (role IN ('user', 'assistant')), content TEXT NOT NULL, created REAL NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('complete', 'replying', 'stopped', 'error', 'interrupted')),
+    failure TEXT, figures TEXT, holder TEXT);
+CREATE INDEX messages_conversation ON messages (conversation);
+CREATE INDEX messages_parent ON messages (parent);
+CREATE INDEX messages_replying ON messages (holder) WHERE status = 'replying';
+INSERT INTO conversations VALUES ('c', 'hello world', 'Be kind.', '{"temperature": 0.5}', 'r', 1.5, 2.5);
+INSERT INTO messages VALUES (1, 'q', 'c', NULL, 'user', 'hello world', 1.5, 'complete', NULL, NULL, NULL);
+INSERT INTO messages VALUES (2, 'r', 'c', 'q', 'assistant', 'good day', 2.5, 'complete', NULL,
+    '{"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2, "ttft_ms": 3.0, "tokens_per_second": 4.0,
+      "drafted": 0, "accepted": 0, "context": 64, "finish_reason": "stop", "model": "m"}', NULL);
+PRAGMA user_version = 1;
+"""
+
+
+def test_a_file_of_the_first_version_keeps_everything(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite3"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript(FIRST)
+    history = History.open(path)
+    old = history.conversation("c")
+    assert (old.title, old.system, dict(old.options), old.leaf, old.choice) == (
+        "hello world",
+        "Be kind.",
+        {"temperature": 0.5},
+        "r",
+        None,
+    )
+    assert [(m.content, m.attachments) for m in old.messages] == [("hello world", ()), ("good day", ())]
+    assert old.messages[1].figures is not None
+    history.attachments.keep(Attachment("a", "a.txt", "text", 4, "text"))
+    history.ask("c", "r", "And?", ["a"], ModelChoice("org/name", None, 512))
+    history.close()
+    assert sound(path)
+    again = History.open(path)
+    new = again.conversation("c")
+    assert new.choice == ModelChoice("org/name", None, 512)
+    assert [file.content for file in new.messages[2].attachments] == ["text"]
+    assert len(again.summaries("good day")) == 1
+    again.close()

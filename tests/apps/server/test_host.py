@@ -187,7 +187,7 @@ def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path
     bundle = make_bigram_bundle(tmp_path / "bigrams")
 
     async def work(host: ModelHost) -> None:
-        options = {"max_tokens": 30, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
         alone = await host.ask(lambda model: [model.generate([n + 3, 5, 6], **options).token_ids for n in range(3)])
         starts = [lambda model, n=n: model.stream([n + 3, 5, 6], **options) for n in range(3)]
         replies = [host.submit(start, str(n)) for n, start in enumerate(starts)]

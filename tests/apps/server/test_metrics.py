@@ -11,7 +11,7 @@ from edgeinfer.results import (
     MemoryUse,
     ModelInfo,
     Result,
-    Speculation,
+    SpeculationUse,
     Timings,
     Usage,
 )
@@ -50,7 +50,7 @@ def result(reason: FinishReason = "length", prompt: int = 10, cached: int = 4, t
         usage=Usage(prompt, tokens),
         timings=Timings(0, 600.0, 600.0, 400.0 / (tokens - 1), 0, 0, 0, cached),
         memory=MemoryUse(None, 0, 0, 0, 0, used={'a "term"': 7}),
-        speculation=Speculation("auto", rounds=3, drafted=6, accepted=2, accepted_per_position=(1, 1)),
+        speculation=SpeculationUse("auto", rounds=3, drafted=6, accepted=2, accepted_per_position=(1, 1)),
         model=ModelInfo("m", "a", 1, 4.0, "onnx", "k"),
     )
 

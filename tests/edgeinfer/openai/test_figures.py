@@ -8,7 +8,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.openai.figures import responses_usage, timings, usage
-from edgeinfer.results import Result, Speculation, Timings, Usage
+from edgeinfer.results import Result, SpeculationUse, Timings, Usage
 
 NAMES = [
     "cache_n",
@@ -38,7 +38,7 @@ def result(model: edgeinfer.Model) -> Result:
         tokens_per_second=200.0,
         cached_prompt_tokens=6,
     )
-    speculation = Speculation("auto", drafted=9, accepted=4)
+    speculation = SpeculationUse("auto", drafted=9, accepted=4)
     return replace(model.generate([5], max_tokens=1), usage=Usage(10, 5), timings=times, speculation=speculation)
 
 

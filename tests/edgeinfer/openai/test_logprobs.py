@@ -58,7 +58,7 @@ def test_they_are_the_models_own(tales: edgeinfer.Model, options: dict[str, Any]
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_change_nothing(eager: edgeinfer.Model, options: dict[str, Any], width: int) -> None:
-    eager.restore_drafting({})
+    edgeinfer.tools.restore_drafting(eager, {})
     expected, _ = told(eager, speculation="off", max_tokens=80, **options)
     found, result = told(eager, **DRAFTED, draft_width=width, max_tokens=80, **options)
     assert result.speculation.drafted
@@ -89,7 +89,8 @@ def test_none_unless_asked_for(tales: edgeinfer.Model) -> None:
     assert told(tales, logprobs=None)[0] == []
     found, _ = told(tales, logprobs=0)
     assert len(found) == 40 and all(one.alternatives == () for one in found)
-    for value in (-1, 21, True, "many"):
+    wrong: tuple[Any, ...] = (-1, 21, True, "many")
+    for value in wrong:
         with pytest.raises(UsageError, match="logprobs"):
             tales.generate(PROMPT, logprobs=value)
 

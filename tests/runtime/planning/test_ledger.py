@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.config import drafters_in
+from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning import ledger as ledgers
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint

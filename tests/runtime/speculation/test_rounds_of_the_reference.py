@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.drafting import VerificationRule
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import ChoiceConstraint
@@ -50,7 +51,7 @@ def test_trees_give_the_text_of_plain_decoding(
 @pytest.mark.parametrize("name", ["rejection", "k-seq", "typical"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_other_verifications_run_and_are_greedy_without_temperature(
-    reference: Subject, name: str, temperature: float
+    reference: Subject, name: VerificationRule, temperature: float
 ) -> None:
     config = replace(GREEDY, temperature=temperature, seed=3, verification=name)
     drafted = reference.decode(config, ("model",), width=2 if name == "k-seq" else 1)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.drafting import VerificationRule
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
@@ -104,7 +105,7 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return replies
 
 
-def check_distribution(name: str, width: int, seeds: int) -> None:
+def check_distribution(name: VerificationRule, width: int, seeds: int) -> None:
     """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
     config = GenerationConfig(temperature=0.9, verification=name)
     distributions = expected(config)
@@ -119,11 +120,11 @@ def check_distribution(name: str, width: int, seeds: int) -> None:
 
 
 @each_rule
-def test_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
+def test_replies_are_distributed_as_plain_samplings(name: VerificationRule, width: int) -> None:
     check_distribution(name, width, 400)
 
 
 @pytest.mark.slow
 @each_rule
-def test_thousands_of_replies_are_distributed_as_plain_samplings(name: str, width: int) -> None:
+def test_thousands_of_replies_are_distributed_as_plain_samplings(name: VerificationRule, width: int) -> None:
     check_distribution(name, width, 3000)

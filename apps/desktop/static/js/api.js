@@ -16,15 +16,16 @@ export class ApiError extends Error {
 }
 
 async function call(method, path, { body, signal, keepalive } = {}) {
-  const headers = body === undefined ? {} : { "content-type": "application/json" };
-  const text = body === undefined || typeof body === "string" ? body : JSON.stringify(body);
+  const file = body instanceof Blob;
+  const headers = body === undefined ? {} : { "content-type": file ? "application/octet-stream" : "application/json" };
+  const text = body === undefined || file || typeof body === "string" ? body : JSON.stringify(body);
   let answer;
   try {
     answer = await fetch(`${BASE}${path}`, { method, headers, body: text, signal, keepalive, cache: "no-store" });
   } catch (failure) {
     if (failure.name === "AbortError") throw failure;
     throw new ApiError("The app's server does not answer.", {
-      hint: "Start it again with `edgeinfer chat`.",
+      hint: "Start edgeinfer again.",
       code: "gone",
     });
   }
@@ -59,6 +60,11 @@ export const plan = (wanted, signal) => call("POST", "/plan", { body: wanted, si
 export const loadModel = (wanted) => call("POST", "/model/load", { body: wanted });
 export const cancelLoad = () => call("POST", "/model/cancel");
 export const unloadModel = () => call("POST", "/model/unload");
+export const getCatalog = () => call("GET", "/catalog");
+export const searchHub = (text) => call("GET", `/hub?search=${encodeURIComponent(text)}`);
+export const getOffers = (name) => call("GET", `/offers?name=${encodeURIComponent(name)}`);
+export const importModel = (path) => call("POST", "/models/import", { body: { path } });
+export const removeModel = (id) => call("POST", "/models/remove", { body: { id } });
 export const startDownload = (id) => call("POST", "/downloads", { body: { id } });
 export const cancelDownload = (key) => call("DELETE", `/downloads/${encodeURIComponent(key)}`);
 export const listConversations = (search, signal) =>
@@ -68,7 +74,13 @@ export const getConversation = (id) => call("GET", chat(id));
 export const patchConversation = (id, fields) => call("PATCH", chat(id), { body: fields });
 /** `keepalive`: also while the page goes away. */
 export const deleteConversation = (id, keepalive = false) => call("DELETE", chat(id), { keepalive });
-export const sendMessage = (id, parent, content) => call("POST", `${chat(id)}/messages`, { body: { parent, content } });
+export const sendMessage = (id, parent, content, attachments) =>
+  call("POST", `${chat(id)}/messages`, { body: { parent, content, attachments } });
+export const attach = (file, signal) =>
+  call("POST", `/attachments?name=${encodeURIComponent(file.name)}`, { body: file, signal });
+export const getAttachment = (id) => call("GET", `/attachments/${encodeURIComponent(id)}`);
+export const discardAttachment = (id) => call("DELETE", `/attachments/${encodeURIComponent(id)}`);
+export const countTokens = (draft, signal) => call("POST", "/tokens", { body: draft, signal });
 export const regenerate = (id, which) => call("POST", `${message(id, which)}/regenerate`);
 export const editMessage = (id, which, content) => call("POST", `${message(id, which)}/edit`, { body: { content } });
 export const continueMessage = (id, which) => call("POST", `${message(id, which)}/continue`);

@@ -106,7 +106,9 @@ async function begin(id, call) {
   try {
     const { user, assistant } = await call();
     const replying = assistant.status === "replying" ? assistant.id : null;
-    put(id, [user, assistant].filter(Boolean), { leaf: assistant.id, replying });
+    // What is loaded is what the conversation uses from now on.
+    const choice = get().model?.choice ?? get().conversation?.choice ?? null;
+    put(id, [user, assistant].filter(Boolean), { leaf: assistant.id, replying, choice });
     if (replying) watch(id);
     return true;
   } catch (failure) {
@@ -116,7 +118,7 @@ async function begin(id, call) {
 }
 
 /** Sends a message to the shown conversation, or to a new one; false where it was not taken. */
-export async function send(content) {
+export async function send(content, attachments = []) {
   let { conversation } = get();
   if (!conversation) {
     try {
@@ -129,7 +131,7 @@ export async function send(content) {
     history.pushState(null, "", `#/chat/${conversation.id}`);
   }
   const { id, leaf } = conversation;
-  return begin(id, () => api.sendMessage(id, leaf, content));
+  return begin(id, () => api.sendMessage(id, leaf, content, attachments));
 }
 
 const shownId = () => get().conversation.id;
@@ -152,14 +154,17 @@ export async function switchTo(message) {
   await api.patchConversation(shown.id, { leaf }).catch(report);
 }
 
-/** Changes title, system prompt or options of a conversation. */
+/** Lets a conversation use what is loaded. */
+export const adopt = (id, { model, memory, context }) => update(id, { choice: { model, memory, context } });
+
+/** Changes title, system prompt, options or model of a conversation. */
 export async function update(id, fields) {
   try {
     const changed = await api.patchConversation(id, fields);
     const shown = get().conversation;
     if (shown?.id === id) {
-      const { title, system, options } = changed;
-      change({ conversation: { ...shown, title, system, options } });
+      const { title, system, options, choice } = changed;
+      change({ conversation: { ...shown, title, system, options, choice } });
     }
     const listed = get().conversations?.map((entry) => (entry.id === id ? { ...entry, title: changed.title } : entry));
     change({ conversations: listed ?? null });

@@ -1,5 +1,6 @@
 // The field a message is written in, the context meter and the button that sends or stops.
 
+import * as draft from "./attachments.js";
 import { send, stop } from "./chats.js";
 import { h, icon, svg } from "./dom.js";
 import { contextUse } from "./figures.js";
@@ -28,8 +29,13 @@ export function createComposer() {
   });
   const button = h("button", { type: "submit", class: "round" }, icon("send"));
   const meter = createMeter();
-  const row = h("div", { class: "row" }, meter.element, h("span", { class: "spacer" }), button);
-  const form = h("form", { class: "composer" }, field, row);
+  const showAll = () => {
+    show(button);
+    showMeter(meter);
+  };
+  const files = draft.createAttachments({ onchange: showAll, text: () => field.value.trim() });
+  const row = h("div", { class: "row" }, files.button, files.input, meter.element, h("span", { class: "spacer" }), button);
+  const form = h("form", { class: "composer" }, files.chips, field, files.note, row);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (get().conversation?.replying) stop();
@@ -41,14 +47,17 @@ export function createComposer() {
   field.addEventListener("input", () => {
     remember();
     show(button);
+    draft.countSoon();
   });
   field.addEventListener("keydown", onKey);
-  document.getElementById("dock").append(form);
-  follow(["conversation", "model", "link"], (state) => {
-    show(button);
-    const shown = state.conversation ? path(state.conversation) : [];
-    meter.show(contextUse(shown, state.model), state.model, shown.length > 0);
+  field.addEventListener("paste", (event) => {
+    const pasted = [...(event.clipboardData?.files ?? [])];
+    if (!pasted.length) return;
+    event.preventDefault();
+    draft.attach(pasted);
   });
+  document.getElementById("dock").append(form);
+  follow(["conversation", "model", "link"], showAll);
   followDraft();
 }
 
@@ -57,10 +66,18 @@ export function focusComposer() {
   field.focus();
 }
 
+function showMeter(meter) {
+  const { conversation, model } = get();
+  const shown = conversation ? path(conversation) : [];
+  meter.show(draft.draftUse() ?? contextUse(shown, model), model, shown.length > 0);
+}
+
 function canSend() {
   const { model, link, conversation } = get();
+  const files = draft.attached();
+  const written = field.value.trim() !== "" || files?.length > 0;
   return (
-    link === "open" && model?.status === "ready" && !conversation?.replying && !sending && field.value.trim() !== ""
+    link === "open" && model?.status === "ready" && !conversation?.replying && !sending && written && files !== null && draft.fits()
   );
 }
 
@@ -81,10 +98,12 @@ async function submit() {
   const content = field.value.trim();
   sending = true;
   write("");
-  const taken = await send(content);
+  const files = draft.take();
+  const taken = await send(content, files.ids);
   sending = false;
   // What was not taken must not be lost.
   if (!taken && !field.value) write(content);
+  if (!taken) files.restore();
   field.dispatchEvent(new Event("input"));
 }
 
@@ -118,6 +137,7 @@ function followDraft() {
     if (opening || draftKey() === key) return;
     const fresh = key === "draft:" && sending;
     key = draftKey();
+    draft.showDraft(key, { fresh });
     if (!fresh) write(sessionStorage.getItem(key) ?? "");
   });
 }

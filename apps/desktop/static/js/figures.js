@@ -19,8 +19,8 @@ export function figuresOf(message) {
   ]);
   if (figures.drafted > 0) {
     told.push([
-      `${count(figures.accepted)} of ${count(figures.drafted)} drafts accepted`,
-      "Tokens proposed by drafting that the model confirmed; the text is the same without drafting",
+      `${count(figures.accepted)} of ${count(figures.drafted)} guesses right`,
+      "Tokens that were guessed ahead and that the model confirmed; without guessing the text is the same, but slower",
     ]);
   }
   return told;
@@ -50,6 +50,12 @@ export function contextIsFull(path, model) {
 /** Whether a reply ended because it was allowed no more tokens. */
 export function cutShort({ status, figures }) {
   return status === "complete" && figures?.finish_reason === "length";
+}
+
+/** The context to go on with where this one is full: twice as much, or what the model holds at most; null if it is that. */
+export function largerContext(model) {
+  const { context, most_context: most } = model;
+  return most > context ? Math.min(2 * context, most) : null;
 }
 
 /** Whether it was the context that allowed no more. */

@@ -3,6 +3,7 @@
 import * as chats from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createEditor } from "./editor.js";
+import { chip } from "./files.js";
 import { cutShort, figuresOf, filledContext } from "./figures.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
@@ -50,12 +51,26 @@ function showBody(view, body) {
     return;
   }
   body.querySelector(".waiting, .editor")?.remove();
+  showFiles(view);
   let text = body.querySelector(":scope > .markdown");
+  body.hidden = !message.content && message.attachments?.length > 0;
   if (!text) {
     text = h("div", { class: "markdown", dir: "auto" });
     body.replaceChildren(text);
   }
   showMarkdown(text, message.html);
+}
+
+/** The files of a message stand above it. */
+function showFiles({ element, message }) {
+  if (!message.attachments?.length || element.querySelector(".chips")) return;
+  element.prepend(
+    h(
+      "ul",
+      { class: "chips", "aria-label": "Attached files" },
+      message.attachments.map((file) => chip(file)),
+    ),
+  );
 }
 
 function startEditing(view, body, extra, foot) {
@@ -71,7 +86,7 @@ function startEditing(view, body, extra, foot) {
   view.editor = createEditor({
     content: message.content,
     label: user ? "Edit your message" : "Edit the reply",
-    note: user ? "Begins a new branch; this one is kept." : "Saved as another version; this one is kept.",
+    note: user ? `Begins a new branch${message.attachments?.length ? " with the same files" : ""}; this one is kept.` : "Saved as another version; this one is kept.",
     action: user ? "Send" : "Save",
     cancel() {
       finish();
@@ -82,6 +97,7 @@ function startEditing(view, body, extra, foot) {
     },
   });
   view.element.classList.add("editing");
+  body.hidden = false;
   extra.hidden = foot.hidden = true;
   body.replaceChildren(view.editor.element);
   view.editor.focus();
@@ -99,7 +115,7 @@ function mishap({ message, last, busy }) {
     return [line("error", text ?? "The reply failed.", hint, last && retry)];
   }
   const cut = cutShort(message) && !filledContext(message);
-  const text = LEFT_OFF[message.status] ?? (cut ? "The reply reached its greatest length." : null);
+  const text = LEFT_OFF[message.status] ?? (cut ? "The reply stopped at its length limit." : null);
   if (!text) return [];
   const more = h(
     "button",

@@ -2,18 +2,18 @@
 
 import * as api from "./api.js";
 import { withSlack } from "./budget.js";
-import { show as showConversation } from "./chats.js";
+import { adopt, goOn, regenerate, show as showConversation } from "./chats.js";
 import { h, icon, progressBar } from "./dom.js";
-import { contextIsFull } from "./figures.js";
+import { contextIsFull, largerContext } from "./figures.js";
 import { count, size } from "./format.js";
 import { openModels } from "./models.js";
-import { follow, get } from "./store.js";
-import { report } from "./toast.js";
+import { change, follow, get } from "./store.js";
+import { report, toast } from "./toast.js";
 import { path } from "./tree.js";
 
 const BANNERS = {
   gone: "The app's server does not answer. Trying again…",
-  denied: "This window is no longer signed in. Open the address that `edgeinfer chat` shows.",
+  denied: "This window is no longer signed in. Open the address that edgeinfer showed when it started.",
 };
 
 /** Puts banner and notice on the page and keeps them up to date. */
@@ -28,15 +28,28 @@ export function createNotices() {
   document.getElementById("dock").prepend(place);
   const loading = createLoading();
   follow(["model", "conversation", "link"], ({ model, conversation }) => {
-    const full = conversation && contextIsFull(path(conversation), model);
-    const kind = !model ? null : NOTICES[model.status] ? model.status : full ? "full" : model.warning ? "scarce" : null;
+    const kind = model && kindOf(model, conversation);
     if (kind === "loading") loading.show(model);
-    const notice = kind === "loading" ? loading.element : kind && NOTICES[kind](model);
+    const notice = kind === "loading" ? loading.element : kind && NOTICES[kind](model, conversation);
     if (place.firstChild !== notice || !notice) place.replaceChildren(...(notice ? [notice] : []));
   });
 }
 
-const NOTICES = { empty, loading: () => null, failed, full, scarce };
+const NOTICES = { empty, loading: () => null, failed, other, full, scarce };
+
+function kindOf(model, conversation) {
+  if (NOTICES[model.status]) return model.status;
+  if (usesAnother(conversation, model)) return "other";
+  if (conversation && contextIsFull(path(conversation), model)) return "full";
+  return model.warning ? "scarce" : null;
+}
+
+/** Whether a conversation uses a model that is not loaded, or is loaded in another way. */
+function usesAnother(conversation, { choice: loaded }) {
+  const own = conversation?.choice;
+  if (!own || !loaded || conversation.replying) return false;
+  return own.model !== loaded.model || own.memory !== loaded.memory || own.context !== loaded.context;
+}
 
 function notice(kind, drawing, title, text, ...buttons) {
   return h(
@@ -52,14 +65,48 @@ function button(text, onclick, kind = "") {
   return h("button", { type: "button", class: `button small ${kind}`, onclick }, text);
 }
 
-function empty() {
+function empty(_, conversation) {
+  const own = conversation?.choice;
   return notice(
     "empty",
     "chip",
     "No model is loaded",
-    "Nothing is held in memory until you choose one.",
-    button("Choose a model", () => openModels(), "primary"),
+    own ? `This chat uses ${described(own)}.` : "Nothing is kept in memory until you choose one.",
+    own && button(`Load ${own.name}`, () => load(own), "primary"),
+    button("Choose a model", () => openModels(), own ? "" : "primary"),
   );
+}
+
+/** A conversation of another model: nothing is loaded until the user says so. */
+function other(model, conversation) {
+  const { choice: own } = conversation;
+  const same = own.model === model.choice.model;
+  return notice(
+    "other",
+    "chip",
+    same ? "This chat uses other memory settings" : `This chat uses ${own.name}`,
+    same
+      ? `It uses ${described(own)}; now it is ${settingsOf(model.choice)}.`
+      : `${model.name} is loaded. Loading ${described(own)} takes its place.`,
+    button(same ? "Load it so" : `Load ${own.name}`, () => load(own), "primary"),
+    button(same ? "Keep the present ones" : `Go on with ${model.name}`, () => adopt(conversation.id, model.choice)),
+  );
+}
+
+const described = (choice) => `${choice.name} with ${settingsOf(choice)}`;
+
+function settingsOf({ memory, context }) {
+  const held = context ? `${count(context)} tokens of context` : "an automatic context";
+  return `${held} and ${memory ? `a memory budget of ${size(memory)}` : "no memory limit"}`;
+}
+
+/** Loads what a conversation uses; new chats go on with the model they had. */
+async function load({ model, memory, context }) {
+  try {
+    change({ model: await api.loadModel({ model, memory, context, default: false }) });
+  } catch (failure) {
+    report(failure);
+  }
 }
 
 function failed(model) {
@@ -80,15 +127,40 @@ function failed(model) {
   );
 }
 
-function full(model) {
+function full(model, conversation) {
+  const larger = largerContext(model);
+  const holds = `This chat has used all ${count(model.context)} tokens of the context`;
   return notice(
     "full",
     "warning",
     "The context is full",
-    `The model holds ${count(model.context)} tokens and this conversation has used them. Begin a new one, or load the model with a larger context.`,
-    button("New chat", () => showConversation(null), "primary"),
-    button("Larger context", () => openModels(model.id)),
+    larger
+      ? `${holds}. To continue, ${model.name} is loaded again with room for ${count(larger)}.`
+      : `${holds}, which is the most that ${model.name} holds.`,
+    larger && button("Continue", () => continueWith(larger, model, conversation), "primary"),
+    button("New chat", () => showConversation(null), larger ? "" : "primary"),
   );
+}
+
+/** Loads the model with a larger context, and goes on with the reply that found no room in the present one. */
+async function continueWith(context, { id, choice }, conversation) {
+  const last = path(conversation).at(-1);
+  const wanted = { model: id, memory: choice?.memory ?? null, context };
+  try {
+    const plan = await api.plan(wanted);
+    if (!plan.fits) {
+      toast(`${count(context)} tokens of context need ${size(plan.minimum_bytes)}, which is more than the budget.`);
+      openModels(id, { context });
+      return;
+    }
+    change({ model: await api.loadModel({ ...wanted, conversation: conversation.id, default: false }) });
+  } catch (failure) {
+    report(failure);
+    return;
+  }
+  // The server waits with it until the model is loaded.
+  if (last.status === "error") regenerate(last.id);
+  else goOn(last.id);
 }
 
 function scarce(model) {

@@ -3,6 +3,8 @@
 import { patchSettings } from "./api.js";
 import { update } from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
+import { count, size } from "./format.js";
+import { openModels } from "./models.js";
 import { OPTIONS, RESET } from "./samplers.js";
 import { change, follow, get } from "./store.js";
 import { report } from "./toast.js";
@@ -19,7 +21,7 @@ const parts = {};
 export function createPanel() {
   panel = document.getElementById("panel");
   Object.assign(parts, createParts());
-  const { scopes, note, system, rows, reset } = parts;
+  const { scopes, note, model, system, rows, reset } = parts;
   panel.append(
     h(
       "div",
@@ -32,8 +34,9 @@ export function createPanel() {
       { class: "panel-body" },
       h("div", { class: "segments", role: "group", "aria-label": "What the settings are for" }, scopes),
       note,
+      model,
       h("label", { class: "field" }, h("span", { class: "label" }, "System prompt"), system),
-      h("h3", {}, "Sampler"),
+      h("h3", {}, "Replies"),
       rows.map(({ element }) => element),
       h("div", { class: "panel-foot" }, reset),
     ),
@@ -44,7 +47,7 @@ export function createPanel() {
     event.stopPropagation();
     togglePanel();
   });
-  follow(["conversation", "settings", "defaults"], render);
+  follow(["conversation", "settings", "defaults", "model"], render);
 }
 
 function createParts() {
@@ -63,18 +66,28 @@ function createParts() {
   });
   const toDefaults = { type: "button", class: "button", onclick: () => save({ options: RESET }) };
   const reset = h("button", toDefaults, icon("retry"), "Reset to the model's defaults");
-  return { scopes, note: h("p", { class: "note" }), system, rows: OPTIONS.map(createOption), reset };
+  const named = { name: h("span", { class: "name" }), facts: h("span", { class: "facts" }) };
+  const model = h(
+    "div",
+    { class: "panel-model" },
+    h("div", { class: "text" }, h("span", { class: "label" }, "Model"), named.name, named.facts),
+    h("button", { type: "button", class: "button small", onclick: () => openModels() }, "Change"),
+  );
+  return { scopes, note: h("p", { class: "note" }), model, named, system, rows: OPTIONS.map(createOption), reset };
 }
 
-function render({ conversation, settings, defaults }) {
+function render({ conversation, settings, defaults, model }) {
   if (!settings) return;
-  const { scopes, note, system, rows, reset } = parts;
+  const { scopes, note, named, system, rows, reset } = parts;
   const chat = conversation && scope === "chat";
   for (const button of scopes) {
     button.disabled = button.dataset.scope === "chat" && !conversation;
     button.setAttribute("aria-pressed", String(button.dataset.scope === (chat ? "chat" : "all")));
   }
-  note.textContent = chat ? "Holds for this conversation only." : "For new chats, and for those that say nothing else.";
+  note.textContent = chat ? "For this chat only." : "For new chats, and for all that have no settings of their own.";
+  const used = (chat ? conversation.choice : settings) ?? model?.choice;
+  named.name.textContent = used?.name ?? nameOf(used?.model);
+  named.facts.textContent = used ? factsOf(used) : "";
   const holder = chat ? conversation : settings;
   if (document.activeElement !== system) system.value = holder.system ?? "";
   const base = { ...defaults.options, ...(chat ? settings.options : {}) };
@@ -82,6 +95,13 @@ function render({ conversation, settings, defaults }) {
   const isSet = (name) => own[name] !== undefined && own[name] !== null;
   for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, isSet(row.name));
   reset.disabled = !OPTIONS.some(({ name }) => isSet(name));
+}
+
+const nameOf = (id) => id?.split(/[\\/]/).at(-1) ?? "";
+
+function factsOf({ memory, context }) {
+  const budget = memory ? `within ${size(memory)}` : "no memory limit";
+  return `${context ? `${count(context)} tokens of context` : "automatic context"}, ${budget}`;
 }
 
 /** Opens or closes the panel. */

@@ -7,10 +7,10 @@ import { withSlack } from "./budget.js";
 const GROUPS = [
   { name: "weights", label: "Weights", terms: ["weights_packed", "weights_mapped", "experts"] },
   { name: "cache", label: "Cache of the conversation", terms: ["kv", "prefix_cache"] },
-  { name: "drafting", label: "Drafting", terms: ["drafting", "draft_model"] },
+  { name: "drafting", label: "Guessing ahead", terms: ["drafting", "draft_model"] },
   { name: "work", label: "Working memory", terms: ["activations", "session", "loading"] },
   { name: "text", label: "Tokenizer", terms: ["tokenizer"] },
-  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code"] },
+  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code", "reserve"] },
 ];
 const OTHER = { name: "other", label: "Other", terms: [] };
 const TERMS = {
@@ -18,6 +18,9 @@ const TERMS = {
   weights_mapped: "weights, mapped from the file",
   weights_packed: "weights, packed in memory",
 };
+// How the cache stores its numbers, and where the weights are.
+const KV = { float32: "full precision", float16: "half precision", int8: "8 bits a number", int4: "4 bits a number" };
+const WEIGHTS = { mapped: "read from the file as needed", packed: "copied into memory" };
 // A budget much larger than the plan would leave no room in the bar for the plan.
 const WIDEST = 1.6;
 
@@ -163,15 +166,20 @@ function choiceList({ choice, speed }) {
   const drafters = choice.drafters ?? [];
   const rows = [
     ["Context", `${count(choice.context)} tokens`],
-    ["Cache", choice.kv],
+    ["Cache", KV[choice.kv] ?? choice.kv],
     [
       "Weights",
-      choice.window_layers ? `${choice.weights}, ${counted(choice.window_layers, "layer")} at a time` : choice.weights,
+      choice.window_layers
+        ? `read from the file, ${counted(choice.window_layers, "layer")} at a time`
+        : (WEIGHTS[choice.weights] ?? choice.weights),
     ],
-    ["Drafting", drafters.length ? `up to ${choice.draft_max} tokens, by ${drafters.join(", ")}` : "none"],
+    [
+      "Guessing ahead",
+      drafters.length ? `up to ${counted(choice.draft_max, "token")} at a time, with the same text` : "off",
+    ],
     speed && [
       "Speed",
-      `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", guessed until it has run here"}`,
+      `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", estimated until it has run here"}`,
     ],
   ].filter(Boolean);
   return h(
@@ -196,12 +204,12 @@ function waysTable(ways) {
   const head = h(
     "tr",
     {},
-    ["Instead", "needs", "speed", ""].map((text) => h("th", { scope: "col" }, text)),
+    ["Setting", "Needs", "Speed", ""].map((text) => h("th", { scope: "col" }, text)),
   );
   return h(
     "details",
     {},
-    h("summary", {}, "What else could be had"),
+    h("summary", {}, "Other settings"),
     h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)),
   );
 }
@@ -216,7 +224,7 @@ function termsTable(terms) {
   return h(
     "details",
     {},
-    h("summary", {}, "Every term of the plan"),
+    h("summary", {}, "Memory in detail"),
     h("table", { class: "terms" }, h("tbody", {}, rows)),
   );
 }

@@ -8,7 +8,7 @@ export const OPTIONS = [
     max: 2,
     step: 0.05,
     usual: 0,
-    help: "0 always takes the likeliest token; more is more varied.",
+    help: "At 0 replies are always the same; higher values are more varied.",
   },
   {
     name: "top_p",
@@ -17,7 +17,7 @@ export const OPTIONS = [
     max: 1,
     step: 0.01,
     usual: 1,
-    help: "Keeps the likeliest tokens that together have this probability.",
+    help: "Chooses among the likeliest tokens that together reach this probability.",
   },
   {
     name: "top_k",
@@ -26,7 +26,7 @@ export const OPTIONS = [
     max: 200,
     step: 1,
     usual: 0,
-    help: "Keeps so many of the likeliest tokens; 0 keeps all.",
+    help: "Chooses among only this many of the likeliest tokens; 0 means all.",
   },
   {
     name: "min_p",
@@ -35,7 +35,7 @@ export const OPTIONS = [
     max: 0.5,
     step: 0.01,
     usual: 0,
-    help: "Drops tokens less likely than this share of the likeliest.",
+    help: "Leaves out tokens that are less likely than this share of the likeliest one.",
   },
   {
     name: "repetition_penalty",
@@ -44,7 +44,7 @@ export const OPTIONS = [
     max: 2,
     step: 0.01,
     usual: 1,
-    help: "Above 1, tokens already in the text become less likely.",
+    help: "Above 1, words that are already in the text become less likely.",
   },
   {
     name: "seed",
@@ -52,25 +52,25 @@ export const OPTIONS = [
     min: 0,
     step: 1,
     empty: "random",
-    help: "The same seed and prompt give the same reply.",
+    help: "The same seed and message give the same reply.",
   },
   {
     name: "max_tokens",
     label: "Longest reply",
     min: 1,
     step: 1,
-    empty: "context",
-    help: "In tokens; empty goes on until the context is full.",
+    empty: "no limit",
+    help: "In tokens. Without a limit, a reply may go on until the context is full.",
   },
   {
     name: "speculation",
-    label: "Drafting",
+    label: "Guess ahead",
     choices: [
-      ["auto", "Where it pays"],
+      ["auto", "When faster"],
       ["off", "Off"],
     ],
     usual: "auto",
-    help: "Faster replies with the same text.",
+    help: "Guesses several tokens and checks them all in one step: faster, and the text stays the same.",
   },
 ];
 

@@ -3,7 +3,7 @@
 import { exportAddress } from "./api.js";
 import { remove, show } from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
-import { bits, count, size } from "./format.js";
+import { count, size } from "./format.js";
 import { createMenu } from "./menu.js";
 import { openModels } from "./models.js";
 import { togglePanel } from "./panel.js";
@@ -72,7 +72,7 @@ function factsOf(model) {
   const memory = model.budget_bytes
     ? `${size(model.planned_bytes)} of ${size(model.budget_bytes)}`
     : size(model.planned_bytes);
-  return [bits(model.bits_per_weight), memory, `${count(model.context)} context`].filter(Boolean).join(" · ");
+  return [memory, `${count(model.context)} tokens of context`].join(" · ");
 }
 
 function items() {

@@ -91,7 +91,7 @@ def test_switching_models_under_a_budget(own: Window) -> None:
     own.models.locator("#load-button").click()
     expect(own.models).to_be_hidden()
     button = own.page.locator("#model-button")
-    expect(button).to_contain_text("of 400 MB · 512 context")
+    expect(button).to_contain_text("of 400 MB · 512 tokens of context")
     own.wait_ready()
     assert len(own.ask()) > 20
     expect(own.page.locator(".meter")).to_contain_text("/ 512")

@@ -39,6 +39,7 @@ def test_chains_are_lossless(k: int, depth: int, size: int, zeros: int) -> None:
     check_lossless(verify_kseq, chains(k, depth, drafter), target, depth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_chains_of_different_lengths_are_lossless(shorter: int) -> None:
     target, drafter = random_laws(23, 3), random_laws(24, 3)

@@ -28,6 +28,9 @@ class ModelFacts:
         bytes: of all its files.
         context: tokens it can hold at most.
         sampling: generation options that its makers recommend.
+        vocabulary: tokens that it knows.
+        width: numbers of a hidden state.
+        chats: whether it has a chat template.
     """
 
     name: str
@@ -38,6 +41,9 @@ class ModelFacts:
     bytes: int
     context: int
     sampling: Mapping[str, Any]
+    vocabulary: int
+    width: int
+    chats: bool
 
 
 def describe(model: str | Path | None = None) -> ModelFacts:
@@ -52,7 +58,7 @@ def describe(model: str | Path | None = None) -> ModelFacts:
     """
     path = local(model)
     if path is None:
-        raise HubError(f"{model} is not on this machine.", f"Fetch it first: edgeinfer pull {model}")
+        raise HubError(f"{model} is not on this machine yet.", f"Fetch it first: edgeinfer pull {model}")
     bundle = open_bundle(path)
     manifest = bundle.manifest
     return ModelFacts(
@@ -64,6 +70,9 @@ def describe(model: str | Path | None = None) -> ModelFacts:
         bytes=sum(entry.bytes for entry in manifest.files.values()),
         context=manifest.geometry.max_positions,
         sampling=_sampling(bundle),
+        vocabulary=manifest.geometry.vocab_size,
+        width=manifest.geometry.hidden_size,
+        chats=bundle.has("chat_template.jinja"),
     )
 
 
@@ -72,7 +81,7 @@ def _sampling(bundle: Bundle) -> dict[str, Any]:
     try:
         config = bundle.read_object("generation_config.json")
         given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-        GenerationConfig().replace(**given)
+        GenerationConfig.of(**given)
     except EdgeInferError:
         return {}
     return given if config.get("do_sample", True) is True else {}

@@ -56,7 +56,7 @@ def test_what_its_makers_recommend(tmp_path: Path, config: dict[str, Any], sampl
 
 
 def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.hub._cached", lambda repo_id: None)
+    monkeypatch.setattr("edgeinfer.hub.resolving.cached_snapshot", lambda repo_id: None)
     with pytest.raises(HubError, match="not on this machine"):
         edgeinfer.describe("org/name")
     for wrong in (tmp_path, "no model", tmp_path / "missing"):

@@ -1,0 +1,104 @@
+"""Endpoints about files of messages: attaching, reading and removing them, and what they take of the context."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from edgeinfer.apps.desktop.checks import NotFoundError, check_name
+from edgeinfer.apps.desktop.records import Attachment, Conversation, Message
+from edgeinfer.apps.desktop.replies import messages_for
+from edgeinfer.apps.desktop.requests import Endpoint, answered, fields, identifiers
+from edgeinfer.apps.desktop.services import Services
+from edgeinfer.errors import TemplateError
+
+__all__ = ["attachment_routes", "attachment_view"]
+
+_LONGEST_NAME = 200
+
+
+def attachment_routes(services: Services) -> list[BaseRoute]:
+    """The routes."""
+    api = _Attachments(services)
+    table: tuple[tuple[str, str, Endpoint], ...] = (
+        ("POST", "/attachments", api.attach),
+        ("GET", "/attachments/{id}", api.read),
+        ("DELETE", "/attachments/{id}", api.discard),
+        ("POST", "/tokens", api.tokens),
+    )
+    return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
+
+
+def attachment_view(attachment: Attachment) -> dict[str, Any]:
+    """A file without its text."""
+    a = attachment
+    shown = {"id": a.id, "name": a.name, "kind": a.kind, "bytes": a.bytes, "pages": a.pages}
+    return shown | {"characters": len(a.content)}
+
+
+class _Attachments:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._security = services.security
+        self._attachments = services.history.attachments
+
+    async def attach(self, request: Request) -> Response:
+        """Takes the bytes of a file as the body, and its name from the address."""
+        given = check_name(request.query_params.get("name", ""), "name", _LONGEST_NAME)
+        # Some browsers give a path of another machine.
+        name = PurePosixPath(given.replace("\\", "/")).name or "file"
+        data = await request.body()
+        kind, text, pages = await self._services.documents.read(name, data)
+        made = Attachment(uuid.uuid4().hex, name, kind, len(data), text, pages)
+        await asyncio.to_thread(self._attachments.keep, made)
+        return JSONResponse(attachment_view(made), status_code=201)
+
+    async def read(self, request: Request) -> Response:
+        found = await asyncio.to_thread(self._attachments.get, request.path_params["id"])
+        return JSONResponse(attachment_view(found) | {"content": found.content})
+
+    async def discard(self, request: Request) -> Response:
+        await asyncio.to_thread(self._attachments.discard, request.path_params["id"])
+        return Response(status_code=204)
+
+    async def tokens(self, request: Request) -> Response:
+        """What a message would take if it were sent now: all that the model would read, and each file alone."""
+        kinds = {"conversation": str | None, "parent": str | None, "content": str, "attachments": list}
+        body = await fields(request, self._security, **kinds)
+        files = await asyncio.to_thread(self._attachments.chosen, identifiers(body, "attachments"))
+        model = self._services.host.model
+        if model is None:
+            return JSONResponse({"tokens": None, "context": None, "each": {}})
+        messages = await asyncio.to_thread(self._draft, body, files)
+
+        def count(model: Any) -> tuple[int, dict[str, int]]:
+            each = {file.id: len(model.tokenize(file.content, parse_special=False)) for file in files}
+            try:
+                return len(model.tokenize_chat(messages)), each
+            except TemplateError:  # it takes no such messages, which the reply will say
+                return sum(each.values()), each
+
+        if model.tokenizes_beside:
+            total, each = await asyncio.to_thread(count, model)
+        else:
+            total, each = await self._services.host.ask(count)
+        return JSONResponse({"tokens": total, "context": model.context, "each": each})
+
+    def _draft(self, body: dict[str, Any], files: Sequence[Attachment]) -> list[dict[str, str]]:
+        """The messages that the model would read."""
+        id, content = body.get("conversation"), body.get("content", "")
+        system = self._services.settings.now.system
+        whole = Conversation("", "", 0, 0, system) if id is None else self._services.history.conversation(id)
+        asked = Message("draft", body.get("parent"), "user", content, 0, attachments=tuple(files))
+        if asked.parent is not None and whole.message(asked.parent) is None:
+            raise NotFoundError("The conversation has no such message.", "Reload the page.")
+        whole = dataclasses.replace(whole, messages=(*whole.messages, asked))
+        return messages_for(whole, Message("reply", asked.id, "assistant", "", 0))

@@ -1,0 +1,105 @@
+"""The files of messages in the history's database: kept from the moment they are attached, so that a draft's files
+survive a restart, and handed over to the message when it is sent."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Sequence
+
+from edgeinfer.apps.desktop.checks import NotFoundError
+from edgeinfer.apps.desktop.database import Database
+from edgeinfer.apps.desktop.records import Attachment
+from edgeinfer.errors import UsageError
+
+__all__ = ["MOST_ATTACHMENTS", "MOST_CHARACTERS", "Attachments", "insert"]
+
+MOST_ATTACHMENTS = 10
+# Of all files of a message together: some 100,000 tokens, more than models on a device hold.
+MOST_CHARACTERS = 400_000
+# Files that were never sent are kept for so long.
+_DRAFT_S = 7 * 24 * 3600.0
+_COLUMNS = "id, name, kind, bytes, content, pages"
+
+
+class Attachments:
+    """The table of files; every method may be called from any thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        if database.rows("SELECT 1 FROM attachments WHERE message IS NULL AND created < ? LIMIT 1", (_oldest(),)):
+            with database.transaction() as connection:
+                connection.execute("DELETE FROM attachments WHERE message IS NULL AND created < ?", (_oldest(),))
+
+    def keep(self, attachment: Attachment) -> None:
+        """Keeps a file whose message has not been sent yet."""
+        with self._database.transaction() as connection:
+            insert(connection, None, attachment)
+
+    def get(self, id: str) -> Attachment:
+        """One file.
+
+        Raises:
+            NotFoundError: there is none of that id.
+        """
+        rows = self._database.rows(f"SELECT {_COLUMNS} FROM attachments WHERE id = ?", (id,))
+        if not rows:
+            raise NotFoundError("The attached file is no longer there.", "Attach it again.")
+        return Attachment(**dict(rows[0]))
+
+    def discard(self, id: str) -> None:
+        """Forgets a file that was not sent; one that was, or is not there, is left as it is."""
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM attachments WHERE id = ? AND message IS NULL", (id,))
+
+    def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
+        """The files of a message that is about to be sent.
+
+        Raises:
+            NotFoundError: one is not there.
+            UsageError: there are too many, or they are too long together.
+        """
+        if len(ids) > MOST_ATTACHMENTS:
+            message = f"A message takes at most {MOST_ATTACHMENTS} files, and these are {len(ids)}."
+            raise UsageError(message, "Remove some of them.")
+        found = tuple(map(self.get, dict.fromkeys(ids)))
+        characters = sum(len(each.content) for each in found)
+        if characters > MOST_CHARACTERS:
+            message = f"The files have {characters:,} characters together; a message takes {MOST_CHARACTERS:,}."
+            raise UsageError(message, "Remove some of them, or attach a part.")
+        return found
+
+    def of(self, conversation: str) -> dict[str, tuple[Attachment, ...]]:
+        """The files of a conversation by their message, in the order in which they were attached."""
+        names = ", ".join(f"attachments.{name}" for name in _COLUMNS.split(", "))
+        rows = self._database.rows(
+            f"SELECT message, {names} FROM attachments JOIN messages ON messages.id = attachments.message"
+            " WHERE conversation = ? ORDER BY attachments.number",
+            (conversation,),
+        )
+        found: dict[str, tuple[Attachment, ...]] = {}
+        for row in map(dict, rows):
+            message = row.pop("message")
+            found[message] = (*found.get(message, ()), Attachment(**row))
+        return found
+
+
+def insert(connection: sqlite3.Connection, message: str | None, attachment: Attachment) -> None:
+    """Keeps a file with its message, inside the caller's transaction; one that waited for its message gets it.
+
+    Raises:
+        NotFoundError: it was sent with another message meanwhile.
+    """
+    a = attachment
+    done = connection.execute(
+        "INSERT INTO attachments (id, message, name, kind, bytes, pages, content, created)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET message = excluded.message WHERE message IS NULL",
+        (a.id, message, a.name, a.kind, a.bytes, a.pages, a.content, time.time()),
+    )
+    if done.rowcount == 0:
+        raise NotFoundError(f"{a.name} has been sent with another message.", "Attach it again.")
+
+
+def _oldest() -> float:
+    return time.time() - _DRAFT_S

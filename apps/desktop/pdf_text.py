@@ -1,0 +1,71 @@
+"""Reads the text of a PDF file in a process of its own, whose memory is bounded and which can be ended at any moment:
+
+    python -m edgeinfer.apps.desktop.pdf_text CHARACTERS < FILE
+
+It writes one line of JSON: `pages` and `text`, or a `refusal` that documents.py puts into words."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+# Virtual memory, of which Python itself takes a quarter; no page of text needs more than some megabytes.
+_MOST_MEMORY = 1_200_000_000
+_MOST_PAGES = 1000
+
+
+def main(characters: int) -> int:
+    """Reads standard input; text of more than so many characters is refused."""
+    _bound_memory()
+    # Its complaints about files that are not quite in order are of no use to anybody here.
+    logging.disable(logging.CRITICAL)
+    try:
+        said = _read(sys.stdin.buffer.read(), characters)
+    except MemoryError:
+        said = {"refusal": "memory"}
+    except Exception:  # the file is a stranger's, and there is no end of what can be wrong with it
+        said = {"refusal": "damaged"}
+    sys.stdout.write(json.dumps(said) + "\n")
+    return 0
+
+
+def _read(data: bytes, characters: int) -> dict[str, Any]:
+    from pypdf import PdfReader
+    from pypdf.errors import DependencyError, FileNotDecryptedError
+
+    try:
+        reader = PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            return {"refusal": "locked"}
+        pages = len(reader.pages)
+        if pages > _MOST_PAGES:
+            return {"refusal": "pages", "most": _MOST_PAGES, "pages": pages}
+        found: list[str] = []
+        length = 0
+        for page in reader.pages:
+            text = page.extract_text().strip()
+            length += len(text)
+            if length > characters:
+                return {"refusal": "long"}
+            found.append(text)
+    except (DependencyError, FileNotDecryptedError):
+        return {"refusal": "locked"}
+    return {"pages": pages, "text": "\n\n".join(text for text in found if text)}
+
+
+def _bound_memory() -> None:
+    """Where the system has such bounds; elsewhere who started this process watches it."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,202 @@
+// The files of the message that is being written: attached by button, drop or paste, counted in tokens, removed.
+
+import * as api from "./api.js";
+import { announce, h, icon, iconButton } from "./dom.js";
+import { chip } from "./files.js";
+import { count, size } from "./format.js";
+import { openModels } from "./models.js";
+import { follow, get } from "./store.js";
+import { report, toast } from "./toast.js";
+
+const MOST = 10;
+const MOST_BYTES = 16e6;
+const COUNT_WAIT_MS = 300;
+const KINDS = ".txt,.md,.markdown,.csv,.tsv,.json,.xml,.html,.log,.py,.js,.ts,.c,.h,.cpp,.java,.rs,.go,.sh,.yaml,.yml,.toml,.ini,.tex,.srt,.pdf,text/*,application/pdf";
+
+// Of the draft on show: {name, bytes} while a file is read, what the server says of it afterwards.
+let files = [];
+let reading = new Map();
+let use = null;
+let wait = 0;
+let counting = null;
+let key = null;
+let changed = () => {};
+let textOf = () => "";
+
+/** Makes the row of chips and the button; `onchange` is called when what can be sent may have changed. */
+export function createAttachments({ onchange, text }) {
+  changed = onchange;
+  textOf = text;
+  const chips = h("ul", { class: "chips", "aria-label": "Attached files", hidden: true });
+  const note = h("div", { class: "chips-note", role: "status", hidden: true });
+  const input = h("input", { type: "file", multiple: true, accept: KINDS, hidden: true, "aria-label": "Files to attach" });
+  input.addEventListener("change", () => {
+    attach([...input.files]);
+    input.value = "";
+  });
+  const button = iconButton("attach", "Attach files", () => input.click(), { title: "Attach text or PDF files" });
+  parts = { chips, note };
+  enableDropping();
+  follow(["model"], countSoon);
+  return { chips, note, button, input };
+}
+
+let parts = null;
+
+/** Attaches what the user chose, dropped or pasted. */
+export function attach(chosen) {
+  for (const file of chosen) {
+    if (files.length + reading.size >= MOST) {
+      toast(`A message takes at most ${MOST} files.`);
+      break;
+    }
+    if (file.size > MOST_BYTES) {
+      toast(`${file.name} has ${size(file.size)}; at most ${size(MOST_BYTES)} can be attached.`, {
+        hint: "Attach a part of it.",
+      });
+    } else read(file);
+  }
+  show();
+}
+
+async function read(file) {
+  const own = { key, stop: new AbortController(), file };
+  reading.set(own, own);
+  try {
+    const made = await api.attach(file, own.stop.signal);
+    if (own.key === key) files = [...files, made];
+    else keep(own.key, [...kept(own.key), made]);
+    announce(`${file.name} is attached.`);
+  } catch (failure) {
+    if (failure.name !== "AbortError") report(failure);
+  }
+  reading.delete(own);
+  show();
+}
+
+function remove(file) {
+  files = files.filter(({ id }) => id !== file.id);
+  api.discardAttachment(file.id).catch(report);
+  announce(`${file.name} is removed.`);
+  show();
+  document.getElementById("prompt").focus();
+}
+
+/** The files to send; null while one of them is still being read. */
+export function attached() {
+  return reading.size ? null : files;
+}
+
+/** Whether the message fits into the context, as far as that is known. */
+export function fits() {
+  return !files.length || !use?.context || use.tokens < use.context;
+}
+
+/** Tokens that the message takes with its files; null where it has none. */
+export function draftUse() {
+  return files.length && use?.context ? { used: use.tokens, holds: use.context } : null;
+}
+
+/** Takes the files off the draft, which is being sent; `restore` puts them back. */
+export function take() {
+  const taken = files;
+  files = [];
+  show();
+  return { ids: taken.map(({ id }) => id), restore: () => setFiles(taken) };
+}
+
+/** Each conversation has its own unsent files. */
+export function showDraft(wanted, { fresh }) {
+  key = wanted;
+  if (!fresh) setFiles(kept(key));
+}
+
+/** Counts again once the user has paused. */
+export function countSoon() {
+  clearTimeout(wait);
+  counting?.abort();
+  if (files.length) wait = setTimeout(countNow, COUNT_WAIT_MS);
+  else use = null;
+}
+
+async function countNow() {
+  counting = new AbortController();
+  const own = counting;
+  const { conversation } = get();
+  const draft = {
+    conversation: conversation?.id ?? null,
+    parent: conversation?.leaf ?? null,
+    content: textOf(),
+    attachments: files.map(({ id }) => id),
+  };
+  try {
+    const counted = await api.countTokens(draft, own.signal);
+    if (counting !== own) return;
+    use = counted;
+    show({ recount: false });
+  } catch (failure) {
+    // A draft's file may have been removed by another window; sending says so.
+    if (failure.name !== "AbortError" && failure.status !== 404) report(failure);
+  }
+}
+
+function setFiles(wanted) {
+  files = wanted;
+  show();
+}
+
+function show({ recount = true } = {}) {
+  keep(key, files);
+  if (recount) countSoon();
+  const { chips, note } = parts;
+  const waiting = [...reading.values()].filter((own) => own.key === key);
+  chips.hidden = !files.length && !waiting.length;
+  chips.replaceChildren(
+    ...files.map((file) => chip(file, { tokens: use?.each[file.id], remove: () => remove(file) })),
+    ...waiting.map((own) =>
+      chip({ name: own.file.name }, { state: "Reading…", remove: () => own.stop.abort() }),
+    ),
+  );
+  const said = files.length && use?.context ? noteOf(use) : [];
+  note.hidden = !said.length;
+  note.classList.toggle("full", !fits());
+  note.replaceChildren(...said);
+  changed();
+}
+
+function noteOf({ tokens, context }) {
+  const soFar = get().conversation ? ", with the conversation so far" : "";
+  const takes = `This message takes ${count(tokens)} of ${count(context)} tokens${soFar}`;
+  if (tokens < context) return [`${takes}.`];
+  const larger = h("button", { type: "button", class: "link-button", onclick: () => openModels(get().model?.id) }, "choose a larger context");
+  return [icon("warning"), h("span", {}, `${takes}. Remove a file, or `, larger, ".")];
+}
+
+const kept = (draft) => JSON.parse(sessionStorage.getItem(`files:${draft}`) ?? "[]");
+
+function keep(draft, wanted) {
+  if (wanted.length) sessionStorage.setItem(`files:${draft}`, JSON.stringify(wanted));
+  else sessionStorage.removeItem(`files:${draft}`);
+}
+
+/** Files may be dropped anywhere on the conversation. */
+function enableDropping() {
+  const main = document.getElementById("main");
+  const holdsFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  // Children tell of entering and leaving too.
+  let depth = 0;
+  const mark = (by) => {
+    depth = by === 0 ? 0 : Math.max(0, depth + by);
+    main.classList.toggle("dropping", depth > 0);
+  };
+  main.addEventListener("dragenter", (event) => holdsFiles(event) && mark(1));
+  main.addEventListener("dragleave", (event) => holdsFiles(event) && mark(-1));
+  document.addEventListener("dragover", (event) => holdsFiles(event) && event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    if (!holdsFiles(event)) return;
+    // Elsewhere the browser would leave the page to show the file.
+    event.preventDefault();
+    mark(0);
+    if (main.contains(event.target)) attach([...event.dataTransfer.files]);
+  });
+}

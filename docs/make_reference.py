@@ -1,0 +1,139 @@
+"""Writes the reference pages of the site from what the program says of itself: docstrings, help and options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import edgeinfer
+from edgeinfer.apps.cli.main import build_parser
+from edgeinfer.config import GenerationConfig, LoadConfig
+from edgeinfer.options import ConfigOption, options_of
+
+__all__ = ["write_reference"]
+
+_WIDTH = "100"
+
+
+def write_reference(folder: Path) -> None:
+    """Writes python.md, options.md and a page for each command; a page that has not changed is left as it is."""
+    pages = {"python.md": _python(), "options.md": _options(), **_commands()}
+    for old in (folder / "commands").glob("*.md"):
+        if f"commands/{old.name}" not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+
+
+def _python() -> str:
+    """The public names of the package, and of its tools, with their docstrings."""
+    parts = ["# Python", "What `import edgeinfer` offers. Everything else may change without notice."]
+    parts += _names("edgeinfer", edgeinfer.__all__)
+    tools = importlib.import_module("edgeinfer.tools")
+    if names := getattr(tools, "__all__", ()):
+        parts += ["## Tools", "Measuring and tuning: `from edgeinfer import tools`."]
+        parts += _names("edgeinfer.tools", names, level="###")
+    return "\n\n".join(parts) + "\n"
+
+
+def _names(module: str, names: Iterable[str], level: str = "##") -> Iterator[str]:
+    """Sections of functions, classes and errors."""
+    home = importlib.import_module(module)
+    objects = {name: getattr(home, name) for name in names}
+    errors = [name for name, value in objects.items() if inspect.isclass(value) and issubclass(value, BaseException)]
+    classes = [name for name, value in objects.items() if inspect.isclass(value) and name not in errors]
+    functions = [name for name, value in objects.items() if inspect.isroutine(value)]
+    for title, kind, found in (
+        ("Functions", "autofunction", functions),
+        ("Classes", "autoclass", classes),
+        ("Errors", "autoexception", errors),
+    ):
+        if found:
+            yield f"{level} {title}"
+            for name in found:
+                yield _directive(kind, f"{module}.{name}", objects[name])
+
+
+def _directive(kind: str, name: str, value: Any) -> str:
+    """An entry; fields of dataclasses are described in their docstrings, so that they are not listed twice."""
+    lines = [f".. {kind}:: {name}"]
+    if kind == "autoclass":
+        lines.append("   :members:")
+        if dataclasses.is_dataclass(value):
+            lines.append(f"   :exclude-members: {', '.join(field.name for field in dataclasses.fields(value))}")
+        else:
+            lines.append("   :inherited-members:")
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def _options() -> str:
+    """Every option of loading and of generating, by its name in Python, on the command line and in requests."""
+    parts = [
+        "# Options",
+        "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
+        "request. Where an older or shorter spelling exists, it is listed too.",
+    ]
+    for title, configuration in (("Loading", LoadConfig), ("Generating", GenerationConfig)):
+        parts.append(f"## {title}")
+        groups: dict[str, list[ConfigOption]] = {}
+        for declared in options_of(configuration).values():
+            groups.setdefault(declared.group or "Python and requests only", []).append(declared)
+        for group, options in groups.items():
+            parts += [f"### {group[0].upper()}{group[1:]}", "\n".join(_table(options))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(options: Iterable[ConfigOption]) -> Iterator[str]:
+    yield "| Python | command line | request | meaning |"
+    yield "|---|---|---|---|"
+    for one in options:
+        flags = ", ".join(f"`{flag}`" for flag in one.flags)
+        wire = ", ".join(f"`{name}`" for name in one.wire)
+        meaning = one.help.replace("|", "\\|")
+        yield f"| `{one.name}` | {flags} | {wire} | {meaning[0].upper()}{meaning[1:]} |"
+
+
+def _commands() -> dict[str, str]:
+    """A page for each command, with all of its help, and one that lists them."""
+    os.environ["COLUMNS"] = _WIDTH  # as argparse asks for it
+    pages = {}
+    rows = []
+    for name, parser, summary in _subcommands(build_parser()):
+        pages[f"commands/{name}.md"] = "\n\n".join(_help_of(f"edgeinfer {name}", parser)) + "\n"
+        rows.append(f"| [`edgeinfer {name}`](commands/{name}.md) | {summary} |")
+    parts = [
+        "# Commands",
+        "`edgeinfer COMMAND --help` shows what most people need, `--help-all` everything that is listed here.",
+        "\n".join(["| command | what it does |", "|---|---|", *rows]),
+        "\n".join(["```{toctree}", ":hidden:", "", *(page.removesuffix(".md") for page in pages), "```"]),
+    ]
+    return {"commands.md": "\n\n".join(parts) + "\n", **pages}
+
+
+def _help_of(command: str, parser: argparse.ArgumentParser, level: int = 1) -> Iterator[str]:
+    yield f"{'#' * level} {command}"
+    yield f"```text\n{_all_help(parser).strip()}\n```"
+    for name, below, _ in _subcommands(parser):
+        yield from _help_of(f"{command} {name}", below, level + 1)
+
+
+def _all_help(parser: argparse.ArgumentParser) -> str:
+    return parser.format_help()
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> Sequence[tuple[str, argparse.ArgumentParser, str]]:
+    """The commands below one, in the order of its help, with what it says of each."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            said = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            return [(name, below, said[name]) for name, below in action.choices.items() if name in said]
+    return ()

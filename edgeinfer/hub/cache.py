@@ -1,0 +1,207 @@
+"""What is on this machine without asking the hub: paths, the built-in model, and the cache of the hub's library."""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgeinfer.bundle import MANIFEST
+from edgeinfer.errors import BundleError, HubError, ModelError
+from edgeinfer.hub.client import library
+from edgeinfer.hub.ids import (
+    CONFIG_PATTERNS,
+    GGUF,
+    WEIGHT_PATTERNS,
+    first_part,
+    gguf_parts,
+    is_gguf_model,
+    listed_files,
+    literal,
+    parts_of,
+    quantization_of,
+    stem_of,
+)
+
+__all__ = [
+    "BUILTIN",
+    "CachedModel",
+    "builtin",
+    "cached",
+    "cached_checkpoint",
+    "cached_gguf",
+    "cached_models",
+    "cached_snapshot",
+    "existing",
+    "is_bundle",
+    "is_checkpoint",
+    "remove_cached",
+]
+
+BUILTIN = "tales"
+Kind = Literal["bundle", "gguf", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model in the cache of the hub's library.
+
+    Attributes:
+        name: what loads it.
+        repo_id: of its repository.
+        kind: a checkpoint is converted before it runs.
+        path: a bundle's or checkpoint's directory, or the (first) GGUF file.
+        files: all files that are its own.
+    """
+
+    name: str
+    repo_id: str
+    kind: Kind
+    path: Path
+    files: tuple[Path, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of its files."""
+        return sum(file.stat().st_size for file in self.files if file.exists())
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a directory says it is a bundle; nothing in it is checked."""
+    return (path / MANIFEST).is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a directory holds a Hugging Face checkpoint in safetensors."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+
+def existing(source: str | Path) -> Path | None:
+    """The path that was given, if something is there.
+
+    Raises:
+        ModelError: it cannot be looked at.
+    """
+    try:
+        path = Path(source).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be searched, no home
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise ModelError(f"No model at {str(source)!r}: {reason}.", "Check the path and its permissions.") from error
+
+
+def builtin() -> Path:
+    """The model that comes with edgeinfer.
+
+    Raises:
+        BundleError: this copy comes without it.
+    """
+    path = Path(str(importlib.resources.files("edgeinfer"))) / "builtin" / BUILTIN
+    if not is_bundle(path):
+        hint = f"Reinstall edgeinfer, or export the model's checkpoint to {path}."
+        raise BundleError("This copy of edgeinfer comes without its built-in model.", hint)
+    return path
+
+
+def cached_snapshot(repo_id: str) -> Path | None:
+    """The cached bundle or checkpoint of the main branch, whole, or None."""
+    hub = library()
+    try:
+        path = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=[MANIFEST]))
+        names = listed_files(path / MANIFEST) if is_bundle(path) else []
+        patterns = literal(names) or [*CONFIG_PATTERNS, *WEIGHT_PATTERNS]
+        path = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=patterns))
+    except hub.errors.LocalEntryNotFoundError:
+        return None
+    # Older releases of the library return what an interrupted download left.
+    whole = all((path / name).is_file() for name in names) if names else is_checkpoint(path)
+    return path if whole else None
+
+
+def cached_checkpoint(repo_id: str) -> Path | None:
+    """The cached checkpoint of the main branch, whole, or None."""
+    path = cached_snapshot(repo_id)
+    return None if path is None or is_bundle(path) else path
+
+
+def cached_gguf(repo_id: str, tag: str) -> Path | None:
+    """The cached file of the main branch with all its parts, or None."""
+    hub = library()
+    try:
+        folder = Path(hub.snapshot_download(repo_id, local_files_only=True, allow_patterns=[f"*{GGUF}"]))
+        parts = gguf_parts(repo_id, [p.relative_to(folder).as_posix() for p in folder.rglob(f"*{GGUF}")], tag)
+    except (hub.errors.LocalEntryNotFoundError, HubError):
+        return None
+    return folder / parts[0] if len(parts) == parts_of(parts[0]) else None
+
+
+def cached() -> list[str]:
+    """Models in the hub's cache that run as they are: ids of bundles, and paths of GGUF files."""
+    models = [model for model in cached_models() if model.kind != "checkpoint"]
+    return sorted(str(model.path) if model.kind == "gguf" else model.name for model in models)
+
+
+def cached_models() -> list[CachedModel]:
+    """Whole models of the main branches in the hub's cache, by name."""
+    hub = library()
+    try:
+        repos = hub.scan_cache_dir().repos
+    except hub.errors.CacheNotFound:
+        return []
+    found: list[CachedModel] = []
+    for repo in repos:
+        for revision in repo.revisions:
+            if repo.repo_type == "model" and "main" in revision.refs:
+                found += _in_snapshot(repo.repo_id, Path(revision.snapshot_path))
+    return sorted(found, key=lambda model: model.name)
+
+
+def _in_snapshot(repo_id: str, folder: Path) -> list[CachedModel]:
+    if is_bundle(folder) or is_checkpoint(folder):
+        whole = cached_snapshot(repo_id)
+        files = tuple(path for path in folder.rglob("*") if path.is_file())
+        kind: Kind = "bundle" if is_bundle(folder) else "checkpoint"
+        return [] if whole is None else [CachedModel(repo_id, repo_id, kind, folder, files)]
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
+    names = sorted(name for name in names if is_gguf_model(name))
+    return [_gguf(repo_id, folder, name, names) for name in names if first_part(name)]
+
+
+def _gguf(repo_id: str, folder: Path, first: str, names: list[str]) -> CachedModel:
+    files = tuple(folder / name for name in names if stem_of(name) == stem_of(first))
+    return CachedModel(gguf_name(repo_id, first, names), repo_id, "gguf", folder / first, files)
+
+
+def gguf_name(repo_id: str, file: str, names: list[str]) -> str:
+    """ORG/NAME:TYPE of a GGUF file, or ORG/NAME:STEM where the type says too little."""
+    tag = quantization_of(file)
+    try:
+        if tag is not None and file in gguf_parts(repo_id, names, tag):
+            return f"{repo_id}:{tag}"
+    except HubError:  # several files of this type
+        pass
+    return f"{repo_id}:{stem_of(file).rpartition('/')[2]}"
+
+
+def remove_cached(model: CachedModel) -> int:
+    """Removes the files of a model from the cache, with what else is left of its repository where that was all.
+
+    Returns:
+        Bytes that were freed.
+    """
+    hub = library()
+    others = [other for other in cached_models() if other.repo_id == model.repo_id and other.path != model.path]
+    if not others:
+        for repo in hub.scan_cache_dir().repos:
+            if repo.repo_type == "model" and repo.repo_id == model.repo_id:
+                commits = [revision.commit_hash for revision in repo.revisions]
+                hub.scan_cache_dir().delete_revisions(*commits).execute()
+                return int(repo.size_on_disk)
+    freed = model.bytes
+    for file in model.files:
+        # A snapshot's files are links into the blobs where the system has links.
+        blob = file.resolve()
+        file.unlink(missing_ok=True)
+        blob.unlink(missing_ok=True)
+    return freed

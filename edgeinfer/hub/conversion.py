@@ -1,0 +1,161 @@
+"""Fetches and converts a model in a process of its own, which can be ended at any moment and takes its memory with it.
+
+What it fetched so far stays in the hub's cache and is not fetched again; what it converted so far goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+import edgeinfer.errors
+from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
+from edgeinfer.hub.client import Progress
+
+__all__ = ["FetchJob", "fetch"]
+
+_log = logging.getLogger("edgeinfer.hub")
+
+_PROGRAM = (sys.executable, "-m", "edgeinfer.tools.conversion")
+# How often a caller is asked whether to go on while nothing is heard.
+_ASK_SECONDS = 0.2
+# What an end that nobody explained is explained by.
+_LAST_WORDS = 300
+_GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class FetchJob:
+    """What to fetch and convert.
+
+    Attributes:
+        name: of the hub, ORG/NAME[:TYPE]; "" for a directory.
+        directory: of a checkpoint on this machine; "" for the hub.
+        revision: branch, tag or commit; None is the main branch.
+        refresh: bring up to date what is here; else what the hub's cache holds is taken as it is.
+        bits: of the conversion; None decides by memory.
+        memory: budget that the model is to run in; None is what this machine has.
+        bars: draw bars on stderr.
+    """
+
+    name: str = ""
+    directory: str = ""
+    revision: str | None = None
+    refresh: bool = False
+    bits: int | None = None
+    memory: int | None = None
+    bars: bool = False
+
+
+def fetch(job: FetchJob, progress: Progress | None = None, cancelled: Callable[[], bool] | None = None) -> Path:
+    """Does it; returns the bundle's directory or the GGUF file.
+
+    What is done is logged in a line.
+
+    Args:
+        progress: called with a stage, and bytes or steps done and in all; an exception that it raises ends the work.
+        cancelled: asked several times a second whether to stop.
+
+    Raises:
+        HubError, StorageError, ModelError, UsageError: as `edgeinfer.pull`.
+        HubError: it was cancelled.
+    """
+    subject = job.name or job.directory
+    with _running(job) as (process, words):
+        for said in _heard(process, subject, cancelled):
+            if "path" in said:
+                return Path(said["path"])
+            if "error" in said:
+                raise _error(said["error"])
+            if "note" in said:
+                _log.info("%s", said["note"])
+            elif progress is not None:
+                progress(said["stage"], said["done"], said["total"])
+        process.wait()
+        raise InternalError(f"Fetching {subject} ended unexpectedly.", _reason(process, words))
+
+
+@contextlib.contextmanager
+def _running(job: FetchJob) -> Iterator[tuple[subprocess.Popen[str], IO[bytes]]]:
+    """The process, which is gone when the block ends, and a file with its complaints."""
+    # A group of its own: a terminal's Ctrl-C is for the caller, who ends the process.
+    apart: dict[str, Any] = {"start_new_session": True}
+    if sys.platform == "win32":
+        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    # Not a pipe: it would have to be read lest the process waits.
+    with tempfile.TemporaryFile() as words:
+        process = subprocess.Popen(
+            [*_PROGRAM, json.dumps(asdict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if job.bars else words,
+            encoding="utf-8",
+            errors="replace",
+            **apart,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield process, words
+        finally:
+            # It cleans up and ends when its input does.
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def _heard(
+    process: subprocess.Popen[str], subject: str, cancelled: Callable[[], bool] | None
+) -> Iterator[dict[str, Any]]:
+    """What the process says, until it ends."""
+    said: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):  # closed because the work was cancelled
+            for line in process.stdout:
+                said.put(json.loads(line))
+        said.put(None)
+
+    threading.Thread(target=read, daemon=True, name="conversion").start()
+    while True:
+        if cancelled is not None and cancelled():
+            raise HubError(f"Fetching {subject} was cancelled.", "Ask again to go on; what was fetched stays.")
+        try:
+            # Not without a limit: on Windows a wait is deaf to Ctrl-C.
+            line = said.get(timeout=_ASK_SECONDS)
+        except Empty:
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def _error(data: dict[str, Any]) -> EdgeInferError:
+    """The error that the process met."""
+    kind = getattr(edgeinfer.errors, str(data["kind"]), InternalError)
+    if kind is BudgetError:
+        return BudgetError(data["message"], data["hint"], minimum_bytes=int(data["minimum_bytes"]))
+    error: EdgeInferError = kind(data["message"], data["hint"])
+    return error
+
+
+def _reason(process: subprocess.Popen[str], words: IO[bytes]) -> str:
+    words.seek(0)
+    lines = words.read().decode("utf-8", "replace").strip().splitlines()
+    last = lines[-1][:_LAST_WORDS] if lines else f"Its exit code is {process.returncode}"
+    return f"{last}. Free some memory and try again; downloads resume."

@@ -1,0 +1,167 @@
+"""Names of models on the hub, and which files of a repository are a model's."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
+from edgeinfer.errors import BundleError, HubError
+
+__all__ = [
+    "CONFIG_PATTERNS",
+    "GGUF",
+    "WEIGHT_PATTERNS",
+    "HubName",
+    "first_part",
+    "gguf_parts",
+    "is_gguf_model",
+    "is_hub_id",
+    "listed_files",
+    "literal",
+    "parse_name",
+    "quantization_of",
+]
+
+GGUF = ".gguf"
+# Kinds of data a bundle may hold. Pickles, Python and shared libraries are not among them, whatever a manifest lists.
+_BUNDLE_SUFFIXES = {".gguf", ".jinja", ".json", ".md", ".npz", ".onnx", ".onnx_data", ".safetensors", ".txt"}
+# Of a checkpoint only what export reads. Many repositories also keep pickles, ONNX variants or a second copy of the
+# weights (`consolidated.safetensors`), so a pattern such as *.safetensors would fetch gigabytes too many.
+WEIGHT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors")
+CONFIG_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+# What the hub itself accepts: two names of letters, digits, dot, dash and underscore.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+# One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
+_TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
+_BITS = re.compile(r"(2|4|8|32)-?bits?", re.IGNORECASE)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Projectors of images beside a model, and data that was used to quantize it.
+_OTHERS = ("mmproj", "imatrix")
+# How llama.cpp's tools write a type in the name of a file.
+_QUANTIZATION = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|MXFP4(?:_MOE)?))(?=$|[-._/])", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub as users name it: ORG/NAME, ORG/NAME:TYPE or ORG/NAME:4bit.
+
+    Attributes:
+        repo_id: ORG/NAME.
+        tag: which GGUF file, by its type or another part of its name; None where none was given.
+        bits: of a checkpoint that is converted; None where none were given.
+    """
+
+    repo_id: str
+    tag: str | None = None
+    bits: int | None = None
+
+    def __str__(self) -> str:
+        if self.bits is not None:
+            return f"{self.repo_id}:{self.bits}bit"
+        return self.repo_id if self.tag is None else f"{self.repo_id}:{self.tag}"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form ORG/NAME."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def parse_name(model: str) -> HubName | None:
+    """What a name says where it is one of the hub's; None where it is not."""
+    if is_hub_id(model):
+        return HubName(model)
+    match = _TAGGED.fullmatch(model)
+    if match is None:
+        return None
+    bits = _BITS.fullmatch(match[2])
+    return HubName(match[1], match[2]) if bits is None else HubName(match[1], bits=int(bits[1]))
+
+
+def is_gguf_model(name: str) -> bool:
+    """Whether a file of a repository is a GGUF model or a part of one."""
+    return name.endswith(GGUF) and not any(other in name.lower() for other in _OTHERS)
+
+
+def first_part(name: str) -> bool:
+    """Whether a GGUF file is whole, or the first of its parts, which stands for all."""
+    part = _PART.search(name)
+    return part is None or int(part[1]) == 1
+
+
+def parts_of(name: str) -> int:
+    """In how many files a GGUF model comes, by the name of one."""
+    part = _PART.search(name)
+    return 1 if part is None else int(part[2])
+
+
+def stem_of(name: str) -> str:
+    """The name of a GGUF model, without its part and its ending."""
+    return _PART.sub("", name).removesuffix(GGUF)
+
+
+def quantization_of(name: str) -> str | None:
+    """The type in the name of a GGUF file, such as Q4_K_M; None where it names none."""
+    found = _QUANTIZATION.findall(stem_of(name))
+    return found[-1].upper() if found else None
+
+
+def gguf_parts(repo_id: str, names: Iterable[str], tag: str) -> list[str]:
+    """The parts of the one model that a tag means, the first one first.
+
+    Raises:
+        HubError: it means none, or several.
+    """
+    models = sorted(name for name in names if is_gguf_model(name))
+    whole = re.compile(rf"(^|[-._/]){re.escape(tag)}([-._]|$)", re.IGNORECASE)
+    meant = [name for name in models if whole.search(name.removesuffix(GGUF))]
+    if len({stem_of(name) for name in meant}) == 1:
+        return meant
+    # Q4_K_M is a part of the name UD-Q4_K_M, but not the type.
+    exact = [name for name in meant if quantization_of(name) == tag.upper()]
+    if len({stem_of(name) for name in exact}) == 1:
+        return exact
+    shown = ", ".join(name for name in meant or models if first_part(name)) or "none"
+    several = f"Several GGUF files of {repo_id} are named like {tag!r}." if meant else ""
+    raise HubError(several or f"{repo_id} has no GGUF file named like {tag!r}.", f"Choose one of {shown}.")
+
+
+def listed_files(manifest: Path) -> list[str]:
+    """The files of a bundle, its manifest included.
+
+    Raises:
+        BundleError: the manifest is malformed or lists a file that is not data.
+    """
+    try:
+        text = manifest.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{manifest} is not UTF-8 text.", "Do not use this bundle.") from error
+    listing = Manifest.from_json(text)
+    for name in listing.files:
+        file = PurePosixPath(name)
+        if file.suffix not in _BUNDLE_SUFFIXES and file.name != WEIGHTS:
+            raise BundleError(f"The bundle lists {name!r}, which is not a kind of data it may hold.", "Do not use it.")
+    return [MANIFEST, *listing.files]
+
+
+def literal(names: Iterable[str]) -> list[str]:
+    """Names as patterns that mean just them."""
+    return [glob.escape(name) for name in names]

@@ -1,0 +1,199 @@
+"""From whatever names a model to its files on this machine, fetched and converted where they are not here yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.hub.cache import (
+    BUILTIN,
+    builtin,
+    cached_gguf,
+    cached_snapshot,
+    existing,
+    is_bundle,
+    is_checkpoint,
+)
+from edgeinfer.hub.catalog_models import catalog_model, similar_names
+from edgeinfer.hub.client import Progress
+from edgeinfer.hub.conversion import FetchJob, fetch
+from edgeinfer.hub.download import pull
+from edgeinfer.hub.folder import CheckpointSource, find_converted
+from edgeinfer.hub.ids import GGUF, HubName, parse_name
+
+__all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
+
+_BITS = (2, 4, 8, 32)
+_FILES = (GGUF, ".safetensors", ".onnx", ".bin")
+
+
+def resolve(
+    model: str | Path | None,
+    *,
+    bits: int | None = None,
+    memory: int | None = None,
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Path:
+    """The local path of a bundle or GGUF file: the built-in model, an existing path, or one that is fetched.
+
+    What is on this machine is used as it is, so that loading needs no network; `update` brings it up to date. A
+    checkpoint is converted once, into the user's folder of models.
+
+    Args:
+        model: None, a path, a name of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
+            ORG/NAME:Q4_K_M, or ORG/NAME:4bit for a conversion.
+        bits: of a checkpoint's conversion; None takes what is there, or what goes into memory.
+        memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.
+        progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
+        cancelled: asked several times a second whether to stop.
+
+    Raises:
+        ModelError: no such path or name.
+        HubError: the repository could not be fetched.
+        UnsupportedArchitectureError, CheckpointError: the checkpoint cannot be converted.
+        StorageError: the disk has too little room.
+        UsageError: `bits` of what is no checkpoint.
+    """
+    if bits not in (None, *_BITS):
+        raise UsageError(f"{bits} bits are not possible.", "Choose 2, 4, 8 or 32.")
+    path = _found(model, bits)
+    if path is None:
+        path = fetch(_job(model, bits, memory, progress), progress, cancelled)
+    if bits is not None and not _is_converted(model, path):
+        what = "a GGUF file" if path.is_file() else "a bundle"
+        message = f"{'The built-in model' if model is None else model} is {what}, whose weights have their bits."
+        raise UsageError(message, "Leave bits out; they are for checkpoints, which are converted.")
+    return path
+
+
+def update(
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    bits: int | None = None,
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> Path:
+    """As `resolve`, and what is here of a hub model is brought up to date first.
+
+    Args:
+        revision: branch, tag or commit; None is the main branch.
+    """
+    if existing(model) is not None or hub_name(model) is None:
+        return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
+    job = _job(model, bits, None, progress)
+    return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled)
+
+
+def local(model: str | Path | None) -> Path | None:
+    """Where a model is on this machine; None where it would have to be fetched or converted first.
+
+    Args:
+        model: as `resolve` takes it.
+
+    Raises:
+        ModelError: no such path or name.
+    """
+    return _found(model, None)
+
+
+def find(source: str | Path) -> Path:
+    """The local directory of a bundle or checkpoint: an existing path, or a hub id, fetched unless it is cached.
+
+    Raises:
+        ModelError: no such path.
+        HubError: the repository could not be fetched.
+    """
+    path = existing(source)
+    if path is not None:
+        return path
+    name = name_of(source)
+    return cached_snapshot(name.repo_id) or pull(name.repo_id)
+
+
+def find_checkpoint(source: str | Path) -> Path:
+    """The local directory of a checkpoint: an existing path, or a hub id, fetched unless it is cached.
+
+    Raises:
+        ModelError: no such path, or the source is a bundle already.
+        HubError: the repository could not be fetched.
+    """
+    path = find(source)
+    if is_bundle(path):
+        raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
+    return path
+
+
+def hub_name(model: str | Path | None) -> HubName | None:
+    """The hub's name that a name means, also one of the catalog; None where it means none."""
+    if not isinstance(model, str):
+        return None
+    entry = catalog_model(model)
+    return parse_name(model) if entry is None else entry.hub_name
+
+
+def name_of(model: str | Path) -> HubName:
+    """As `hub_name`, of what is no path.
+
+    Raises:
+        ModelError: it is no name of the hub or the catalog either.
+    """
+    text = str(model)
+    name = hub_name(model)
+    if name is not None and not text.endswith(_FILES):
+        return name
+    if text.endswith(_FILES):
+        raise ModelError(f"No such file: {text}.", "Check the path.")
+    if isinstance(model, Path) or any(sign in text for sign in "/\\~:") or text.startswith(".") or not text:
+        hint = "Give a bundle directory, a .gguf file, OWNER/NAME, or a short name of edgeinfer models --catalog."
+        raise ModelError(f"No model at {text!r}.", hint)
+    similar = similar_names(text, (BUILTIN,))
+    shown = f"Did you mean {' or '.join(similar)}? " if similar else "See edgeinfer models --catalog for names. "
+    message = f"No model at {text!r}, which is neither in the catalog nor a Hugging Face id."
+    raise ModelError(message, f"{shown}Others are OWNER/NAME, such as Qwen/Qwen3-0.6B.")
+
+
+def _found(model: str | Path | None, bits: int | None) -> Path | None:
+    """What is on this machine."""
+    if model is None:
+        return builtin()
+    path = existing(model)
+    if path is not None:
+        if path.is_file() or is_bundle(path) or not is_checkpoint(path):
+            return path
+        converted = find_converted(CheckpointSource.of_directory(path), bits)
+        return None if converted is None else converted.path
+    if model == BUILTIN:
+        return builtin()
+    name = name_of(model)
+    if name.tag is not None:
+        return cached_gguf(name.repo_id, name.tag)
+    converted = find_converted(CheckpointSource(name.repo_id), name.bits if bits is None else bits)
+    if converted is not None:
+        return converted.path
+    path = cached_snapshot(name.repo_id)
+    return path if path is not None and is_bundle(path) else None
+
+
+def _is_converted(model: str | Path | None, path: Path) -> bool:
+    if model is None or model == BUILTIN:
+        return False
+    given = existing(model)
+    if given is not None:
+        return is_checkpoint(given) and not is_bundle(given)
+    return any(path.is_relative_to(folder) for folder in [CheckpointSource(name_of(model).repo_id).folder])
+
+
+def _job(model: str | Path | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:
+    assert model is not None, "the built-in model is here"
+    bars = progress is None and sys.stderr is not None and sys.stderr.isatty()
+    path = existing(model)
+    if path is not None:
+        return FetchJob(directory=str(path), bits=bits, memory=memory, bars=bars)
+    name = name_of(model)
+    plain = name.repo_id if name.tag is None else str(name)
+    return FetchJob(name=plain, bits=name.bits if bits is None else bits, memory=memory, bars=bars)

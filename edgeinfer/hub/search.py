@@ -1,0 +1,96 @@
+"""Searches the hub for models that run here: GGUF files, bundles, and checkpoints of families that are converted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from edgeinfer.errors import UsageError
+from edgeinfer.hub.cache import Kind
+from edgeinfer.hub.client import hub_errors, library
+from edgeinfer.hub.families import CONVERTED, GGUF_REFUSED
+
+__all__ = ["FoundModel", "search_hub"]
+
+# Of what the hub finds, how much is looked through for models that run.
+_LOOKED_THROUGH = 10
+_MOST = 100
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model of the hub that a search found.
+
+    Attributes:
+        name: what loads it, ORG/NAME.
+        kind: a checkpoint is converted when it is first loaded; of GGUF files a type is chosen.
+        parameters: 0 where the hub does not tell.
+        downloads: in the last month.
+        licence: as the hub names it; "" where none is given.
+        gated: whether its terms have to be accepted on the hub first.
+    """
+
+    name: str
+    kind: Kind
+    parameters: int
+    downloads: int
+    licence: str
+    gated: bool
+
+
+def search_hub(text: str, limit: int = 20) -> list[FoundModel]:
+    """Finds text models that edgeinfer can run, the most downloaded first.
+
+    Args:
+        text: words of the name.
+        limit: models at most, up to 100.
+
+    Raises:
+        HubError: the hub cannot be reached or refuses.
+        UsageError: there is nothing to search for.
+    """
+    if not text.strip() or len(text) > 200:
+        raise UsageError("There is nothing to search for.", "Give a part of a model's name, such as qwen3.")
+    if not 1 <= limit <= _MOST:
+        raise UsageError(f"limit={limit} is not possible.", f"Choose 1 to {_MOST}.")
+    expand = ["config", "downloads", "gated", "gguf", "safetensors", "tags"]
+    options: dict[str, Any] = {"search": text.strip(), "sort": "downloads", "limit": limit * _LOOKED_THROUGH}
+    with hub_errors(text.strip()):
+        listed = library().HfApi().list_models(**options, expand=expand)
+        return list(itertools.islice(_running(listed), limit))
+
+
+def _running(listed: Any) -> Iterator[FoundModel]:
+    for info in listed:
+        kind, parameters = _kind(info)
+        if kind is None:
+            continue
+        licences = [tag.partition(":")[2] for tag in info.tags or () if tag.startswith("license:")]
+        yield FoundModel(
+            name=info.id,
+            kind=kind,
+            parameters=parameters,
+            downloads=int(info.downloads or 0),
+            licence=licences[0] if licences else "",
+            gated=bool(getattr(info, "gated", False)),
+        )
+
+
+def _kind(info: Any) -> tuple[Kind | None, int]:
+    """What runs of a repository, and its parameters."""
+    tags = set(info.tags or ())
+    gguf = getattr(info, "gguf", None)
+    if gguf or "gguf" in tags:
+        data = gguf if isinstance(gguf, dict) else {}
+        refused = data.get("architecture") in GGUF_REFUSED
+        return (None if refused else "gguf"), int(data.get("total") or 0)
+    config = info.config if isinstance(info.config, dict) else {}
+    classes = config.get("architectures") or []
+    weights = getattr(info, "safetensors", None)
+    # What is quantized already cannot be converted.
+    if weights is None or "quantization_config" in config or not set(classes) & set(CONVERTED):
+        return None, 0
+    total = weights.get("total") if isinstance(weights, dict) else getattr(weights, "total", 0)
+    return "checkpoint", int(total or 0)

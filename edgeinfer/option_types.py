@@ -1,0 +1,205 @@
+"""Types of the options that callers write as dictionaries or by themselves, for type checkers and editors.
+
+Each key is an option that is declared once elsewhere (`edgeinfer/options.py`); tests/edgeinfer/test_option_types.py
+holds names and types equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
+
+from edgeinfer.adaptive import ComputeMethod, ReducedCompute, SkipCache
+from edgeinfer.config import Cache, CountedPages, KvType, OverflowPolicy, WeightsMode
+from edgeinfer.drafting import Speculation, VerificationRule
+from edgeinfer.reply_options import Sampling
+from edgeinfer.searching import Answer, Search, SearchMethod
+
+__all__ = [
+    "CacheOption",
+    "ComputeOption",
+    "GenerationOptions",
+    "JsonSchema",
+    "LoadOptions",
+    "Prompt",
+    "RareGenerationOptions",
+    "RareLoadOptions",
+    "RareReplyOptions",
+    "SamplingOption",
+    "SearchOption",
+    "SpeculationOption",
+    "given_by",
+]
+
+Prompt: TypeAlias = str | Sequence[int]
+JsonSchema: TypeAlias = Mapping[str, Any] | str
+
+
+class _RareSampling(TypedDict, total=False):
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+
+
+class SamplingDict(_RareSampling, total=False):
+    """`Sampling` as a dictionary."""
+
+    logit_bias: Mapping[int, float]
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+
+
+class _SearchSettings(TypedDict, total=False):
+    samples: int
+    answer: Answer
+    beams: int
+    beam_groups: int
+    diversity: float
+    length_penalty: float
+    look_ahead: int
+    candidates: int | None
+    uncertainty: float
+    lame_prompt: str | None
+    contrast_strength: float
+    resistance: Sequence[float]
+    resistance_weight: float
+
+
+class SearchDict(_SearchSettings, total=False):
+    """`Search` as a dictionary."""
+
+    method: SearchMethod
+
+
+class _ComputeSettings(TypedDict, total=False):
+    compute_speedup: float
+    compute_share: float
+    entropy_threshold: float | None
+    entropy_stay: int
+    exit_layer: int | None
+    exit_confidence: float
+    skip_cache: SkipCache
+    quality_floor: float | None
+
+
+class ReducedComputeDict(_ComputeSettings, total=False):
+    """`ReducedCompute` as a dictionary."""
+
+    method: ComputeMethod
+
+
+class _DraftLength(TypedDict, total=False):
+    draft_max: int | None
+
+
+class _ReplyDrafting(_DraftLength, total=False):
+    draft_width: int
+    verification: VerificationRule
+
+
+class _LoadDrafting(_DraftLength, total=False):
+    draft_experts: int | None
+    remember: bool
+
+
+class SpeculationDict(_ReplyDrafting, _LoadDrafting, total=False):
+    """`Speculation` as a dictionary."""
+
+    drafters: str
+
+
+class CacheDict(TypedDict, total=False):
+    """`Cache` as a dictionary."""
+
+    kv: KvType | None
+    overflow: OverflowPolicy
+    prefix_cache: int | str
+
+
+SamplingOption: TypeAlias = Sampling | SamplingDict
+SpeculationOption: TypeAlias = str | Speculation | SpeculationDict
+SearchOption: TypeAlias = SearchMethod | Search | SearchDict
+ComputeOption: TypeAlias = ComputeMethod | ReducedCompute | ReducedComputeDict
+CacheOption: TypeAlias = Cache | CacheDict
+
+
+class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyDrafting, total=False):
+    """Options of replies that few need, and those of `sampling`, `search`, `compute` and `speculation` by themselves.
+
+    Attributes:
+        stop_token_ids: token ids that end the reply, in addition to the model's own.
+        ignore_eos: do not stop at the model's end-of-text tokens.
+        json_object: the reply must be a JSON object.
+        parse_special: whether special tokens spelled out in the prompt become those tokens; None: in prompts, but not
+            in messages.
+    """
+
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    json_object: bool
+    parse_special: bool | None
+
+
+class RareGenerationOptions(RareReplyOptions, total=False):
+    """The same with what requests over HTTP spell in another way."""
+
+    logit_bias: Mapping[int, float]
+
+
+class GenerationOptions(RareGenerationOptions, total=False):
+    """All options of replies; `Model.generate` tells what each is."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    choices: Sequence[str] | None
+    json_schema: JsonSchema | None
+    regex: str | None
+    grammar: str | None
+    logprobs: int | None
+    sampling: SamplingOption | None
+    speculation: SpeculationOption | None
+    search: SearchOption | None
+    compute: ComputeOption | None
+
+
+class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
+    """Options of loading that belong to `cache` or `speculation`, given by themselves."""
+
+
+class LoadOptions(RareLoadOptions, total=False):
+    """All options of loading; `edgeinfer.load` tells what each is."""
+
+    memory: int | str | None
+    context: int | None
+    threads: int | None
+    device: str | None
+    draft_model: str | Path | None
+    speculation: SpeculationOption | None
+    cache: CacheOption | None
+    backend: str | None
+    weights: WeightsMode | None
+    expert_memory: int | str | None
+    counted: CountedPages | None
+    exact: bool | None
+    native: bool | None
+    prefill_chunk: int | None
+    profile: str | Path | None
+    idle_unload: float | None
+
+
+_NO_OPTIONS = frozenset({"self", "model", "prompt", "text", "messages", "stream", "progress", "rare"})
+
+
+def given_by(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among a function's arguments that the caller gave: those that are not None, and `rare` ones."""
+    given = {name: value for name, value in arguments.items() if value is not None and name not in _NO_OPTIONS}
+    rare: Mapping[str, Any] = arguments["rare"]
+    return {**given, **rare}

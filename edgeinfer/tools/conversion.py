@@ -1,0 +1,332 @@
+"""The program that fetches a model and, where it is a checkpoint, converts it into the user's folder of models:
+
+    python -m edgeinfer.tools.conversion '{"name": "Qwen/Qwen3-0.6B"}'
+
+`edgeinfer.hub.conversion` starts it. It tells of its progress in lines of JSON, and ends when its standard input does,
+so that it does not outlive whoever asked. It alone of the face knows `edgeinfer.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+
+from edgeinfer.bundle.writing import storage_errors, sync_tree
+from edgeinfer.config import format_size
+from edgeinfer.errors import BudgetError, CheckpointError, EdgeInferError, InternalError, StorageError
+from edgeinfer.hub.cache import cached_checkpoint
+from edgeinfer.hub.catalog_models import CATALOG_BITS
+from edgeinfer.hub.client import Progress, library
+from edgeinfer.hub.conversion import FetchJob
+from edgeinfer.hub.download import Repository, look_up, pull, pull_config
+from edgeinfer.hub.estimate import DecoderSizes, room
+from edgeinfer.hub.folder import (
+    WORK,
+    CheckpointSource,
+    Converted,
+    find_converted,
+    lock_of,
+    remove_converted,
+    remove_leftovers,
+)
+from edgeinfer.hub.gguf_offers import best_offer, require_gguf
+from edgeinfer.hub.ids import gguf_parts, parse_name
+from edgeinfer.tools.kv_calibration import calibrate_kv
+
+__all__ = ["main"]
+
+_PROGRESS_S = 0.1
+_LOCK_SECONDS = 1.0
+# Graphs, manifest and tokenizer of a bundle.
+_SMALL_FILES_BYTES = 30_000_000
+# What a disk should have beside what is written.
+_SPARE = 1.02
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One job, whom it tells of its progress, and its folder while it converts."""
+
+    job: FetchJob
+    progress: Progress
+    note: Callable[[str], None]
+    scratch: _Scratch
+
+
+def _work(run: _Run) -> Path:
+    """Does what is asked; returns the bundle's directory or the GGUF file. Errors as `edgeinfer.pull`."""
+    remove_leftovers()
+    job = run.job
+    if job.directory:
+        source = CheckpointSource.of_directory(Path(job.directory))
+        return _convert(run, source, _Origin(source.revision(), Path(job.directory)))
+    name = parse_name(job.name)
+    if name is None:
+        raise InternalError(f"{job.name!r} is no name of the hub.", "Write it as OWNER/NAME.")
+    cached = None if job.refresh or name.tag is not None else cached_checkpoint(name.repo_id)
+    if cached is not None:
+        return _convert(run, CheckpointSource(name.repo_id), _Origin(cached.name, cached))
+    found = look_up(name.repo_id, job.revision)
+    if found.kind == "checkpoint":
+        return _convert(run, CheckpointSource(name.repo_id), _Origin(found.commit, None, found))
+    wanted = job.name
+    if found.kind == "gguf":
+        require_gguf(wanted)
+        if name.tag is None:
+            offer = best_offer(found, job.memory)
+            wanted = offer.name
+            run.note(f"Taking {offer.name} ({format_size(offer.bytes)}), which fits the memory.")
+    _require_disk(wanted, _missing(found, wanted), 0, _hub_cache())
+    return _pull(run, wanted, found)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a checkpoint comes from.
+
+    Attributes:
+        folder: that it is in already; else it is in a repository.
+    """
+
+    revision: str
+    folder: Path | None
+    repository: Repository | None = None
+
+
+def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
+    job, revision = run.job, origin.revision
+    with _locked(source, run.progress):
+        sizes = _sizes(_read_config(origin.folder or pull_config(source.name, job.revision)))
+        bits = job.bits or _bits(sizes, room(job.memory), run.note, source.name)
+        done = find_converted(source, bits, revision)
+        if done is not None:
+            return done.path
+        place = source.place(bits, revision)
+        download = 0 if origin.repository is None else _missing(origin.repository, source.name)
+        converted = sizes.weight_bytes(bits) + _SMALL_FILES_BYTES
+        _require_disk(source.name, download, converted, _hub_cache(), place)
+        folder = origin.folder or _pull(run, source.name, origin.repository)
+        source.record()
+        run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
+        _export(run, source, folder, place, bits)
+        _remove_former(source, bits, place)
+        return place
+
+
+def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
+    """Converts beside the place and renames, so that half of a bundle is never found."""
+    from edgeinfer.export import ExportConfig, export_checkpoint
+
+    stage = f"Converting {source.name} to {bits} bits"
+
+    def progress(_: str, done: int, total: int) -> None:
+        run.progress(stage, done, total)
+
+    with run.scratch.inside(place.parent) as inside:
+        bundle = inside / "bundle"
+        name = source.name.rpartition("/")[2] if source.directory is None else source.directory.name
+        export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)
+        with contextlib.suppress(EdgeInferError):  # a model that cannot run here goes without scales for small caches
+            stage = f"Fitting small caches to {source.name}"
+            calibrate_kv(bundle, progress=progress)
+        with storage_errors(place):
+            sync_tree(bundle)
+            bundle.rename(place)
+
+
+def _remove_former(source: CheckpointSource, bits: int, place: Path) -> None:
+    """Removes what was converted of former revisions."""
+    for path in place.parent.glob(f"{bits}-bit-*"):
+        if path != place:
+            with contextlib.suppress(StorageError, OSError):
+                remove_converted(Converted(source, bits, "", path))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint whose family is supported, which is known before its weights are fetched.
+
+    Raises:
+        UnsupportedArchitectureError: the family is not.
+    """
+    from edgeinfer.export.architectures import find_architecture
+    from edgeinfer.export.source.hf_config import read_config
+
+    config = read_config(folder)
+    find_architecture(config)
+    return config.values
+
+
+def _sizes(config: dict[str, Any]) -> DecoderSizes:
+    try:
+        return DecoderSizes.of(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        message = f"config.json does not say {error}, which its family needs."
+        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.") from error
+
+
+def _bits(sizes: DecoderSizes, limit: int, note: Callable[[str], None], name: str) -> int:
+    """4, as fewer cost much of a model's sense; 2 where nothing else goes into memory.
+
+    Experts wait on disk until they are chosen, so a mixture need not go into memory.
+    """
+    if sizes.experts or sizes.weight_bytes(CATALOG_BITS) <= limit or sizes.weight_bytes(2) > limit:
+        return CATALOG_BITS
+    has = f"{format_size(sizes.weight_bytes(CATALOG_BITS))} at 4 bits, and there are {format_size(limit)}"
+    note(f"{name} takes {has}: 2 bits make it fit, and its text worse. --bits 4 runs it from disk, slowly.")
+    return 2
+
+
+def _pull(run: _Run, name: str, found: Repository | None) -> Path:
+    size = 0 if found is None else sum(found.fetched.values())
+    counts: dict[str, tuple[int, int]] = {}
+
+    def count(label: str, done: int, total: int) -> None:
+        # The library counts bytes that arrived and bytes in their place; the first lead.
+        counts[label] = done, total
+        most = max(total for _, total in counts.values()) or size
+        run.progress(f"Downloading {name}", max(done for done, _ in counts.values()), most)
+
+    return pull(name, revision=run.job.revision, progress=True if run.job.bars else count)
+
+
+def _missing(found: Repository, name: str) -> int:
+    """Bytes of a repository's files that are not in the hub's cache yet."""
+    hub, parsed = library(), parse_name(name)
+    sizes = found.fetched
+    if parsed is not None and parsed.tag is not None:
+        sizes = {part: found.sizes[part] for part in gguf_parts(found.repo_id, found.sizes, parsed.tag)}
+    return sum(
+        size
+        for file, size in sizes.items()
+        if not isinstance(hub.try_to_load_from_cache(found.repo_id, file, revision=found.commit or None), str)
+    )
+
+
+def _hub_cache() -> Path:
+    return Path(library().constants.HF_HUB_CACHE)
+
+
+def _require_disk(name: str, download: int, converted: int, cache: Path, place: Path | None = None) -> None:
+    """Raises StorageError where the disks have too little room for what is fetched and converted."""
+    needs: dict[int, tuple[Path, int]] = {}
+    for folder, size in ((cache, download), (place, converted)):
+        if folder is not None and size:
+            there = _first_existing(folder)
+            device = there.stat().st_dev
+            needs[device] = there, needs.get(device, (there, 0))[1] + size
+    for there, size in needs.values():
+        free = shutil.disk_usage(there).free
+        if free < size * _SPARE:
+            parts = [f"{format_size(download)} to download"] * bool(download)
+            parts += [f"{format_size(converted)} converted"] * bool(converted)
+            message = f"{name} needs {format_size(size)} of disk space ({', '.join(parts)}), and {there} has "
+            hint = "Free some space, or set HF_HOME or XDG_DATA_HOME to a folder on another disk."
+            raise StorageError(f"{message}{format_size(free)}.", hint)
+
+
+def _first_existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+@contextlib.contextmanager
+def _locked(source: CheckpointSource, progress: Progress) -> Iterator[None]:
+    """Waits for another process that converts the same."""
+    lock = lock_of(source.key)
+    while True:
+        try:
+            lock.acquire(timeout=_LOCK_SECONDS)
+            break
+        except Timeout:
+            progress(f"Waiting for another program that converts {source.name}", 0, 1)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _Scratch:
+    """The folder of the conversion that runs, which goes with this process however that is asked to end."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    @contextlib.contextmanager
+    def inside(self, parent: Path) -> Iterator[Path]:
+        """Makes it; removes it with what is left in it."""
+        with storage_errors(parent):
+            self._folder = Path(tempfile.mkdtemp(dir=parent, prefix=WORK))
+        try:
+            yield self._folder
+        finally:
+            self.remove()
+
+    def remove(self) -> None:
+        """Removes it if it is there."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Teller:
+    """Writes lines of JSON, of progress not too many."""
+
+    def __init__(self) -> None:
+        self._told = 0.0
+        self._stage = ""
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= _PROGRESS_S or stage != self._stage or done == total:
+            self._told, self._stage = now, stage
+            self.tell(stage=stage, done=done, total=total)
+
+    def note(self, text: str) -> None:
+        self.tell(note=text)
+
+    def error(self, error: EdgeInferError) -> None:
+        least = error.minimum_bytes if isinstance(error, BudgetError) else 0
+        said = {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "minimum_bytes": least}
+        self.tell(error=said)
+
+    def tell(self, **said: Any) -> None:
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
+
+
+def main(text: str) -> int:
+    """Does the job that is described; the last line tells the path or the error."""
+    teller, scratch, finished = _Teller(), _Scratch(), threading.Event()
+    threading.Thread(target=_end_with_input, args=(finished, scratch), daemon=True).start()
+    try:
+        path = _work(_Run(FetchJob(**json.loads(text)), teller.progress, teller.note, scratch))
+    except EdgeInferError as error:
+        finished.set()
+        teller.error(error)
+        return error.exit_code
+    finished.set()
+    teller.tell(path=str(path))
+    return 0
+
+
+def _end_with_input(finished: threading.Event, scratch: _Scratch) -> None:
+    # Past Python's buffer, whose lock a thread that still reads would hold when the program ends.
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    # Who was told the outcome may close the input before this process has ended with its own code.
+    if not finished.is_set():
+        scratch.remove()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

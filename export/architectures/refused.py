@@ -1,0 +1,93 @@
+"""What is said of a checkpoint whose family has no builder: its name, what others lack, and what runs instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+
+__all__ = ["refusal"]
+
+_RUN_GGUF = "Run a GGUF of it: -m OWNER/NAME:Q4_K_M"
+_OTHERS = "Choose another model, such as those of: edgeinfer models --catalog"
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A family without a builder.
+
+    Attributes:
+        title: as its makers call it.
+        why: what it has that no builder makes; "" for details that take too long to name.
+        gguf: whether llama.cpp runs it here.
+    """
+
+    title: str
+    why: str = ""
+    gguf: bool = True
+
+
+_HYBRID, _RECURRENT, _LATENT = "hybrid attention", "recurrent layers", "compressed keys and values"
+# By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
+_FAMILIES = {
+    "apertus": _Refused("Apertus"),
+    "arcee": _Refused("Arcee"),
+    "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
+    "cohere": _Refused("Command R"),
+    "cohere2": _Refused("Command R7B"),
+    "deepseek_v2": _Refused("DeepSeek V2", _LATENT),
+    "deepseek_v3": _Refused("DeepSeek V3", _LATENT),
+    "dots1": _Refused("dots.llm1"),
+    "ernie4_5": _Refused("ERNIE 4.5"),
+    "ernie4_5_moe": _Refused("ERNIE 4.5 MoE"),
+    "exaone4": _Refused("EXAONE 4"),
+    "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
+    "gemma": _Refused("Gemma"),
+    "gemma2": _Refused("Gemma 2"),
+    "gemma3": _Refused("Gemma 3"),
+    "gemma3_text": _Refused("Gemma 3"),
+    "gemma3n": _Refused("Gemma 3n"),
+    "gemma4": _Refused("Gemma 4"),
+    "glm4": _Refused("GLM 4"),
+    "glm4_moe": _Refused("GLM 4.5"),
+    "gpt_oss": _Refused("gpt-oss", "attention sinks"),
+    "granite": _Refused("Granite"),
+    "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
+    "hunyuan_v1_dense": _Refused("Hunyuan"),
+    "lfm2": _Refused("LFM2", _HYBRID, gguf=False),
+    "lfm2_moe": _Refused("LFM2 MoE", _HYBRID, gguf=False),
+    "lfm3": _Refused("LFM3", _HYBRID, gguf=False),
+    "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
+    "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
+    "minicpm3": _Refused("MiniCPM 3", _LATENT),
+    "ministral": _Refused("Ministral"),
+    "ministral3": _Refused("Ministral 3"),
+    "nemotron": _Refused("Nemotron"),
+    "nemotron_h": _Refused("Nemotron-H", _HYBRID, gguf=False),
+    "olmo2": _Refused("OLMo 2"),
+    "olmo3": _Refused("OLMo 3"),
+    "phi": _Refused("Phi-2"),
+    "phimoe": _Refused("Phi-3.5 MoE"),
+    "qwen3_5": _Refused("Qwen3.5", _HYBRID, gguf=False),
+    "qwen3_5_moe": _Refused("Qwen3.5 MoE", _HYBRID, gguf=False),
+    "qwen3_5_text": _Refused("Qwen3.5", _HYBRID, gguf=False),
+    "qwen3_next": _Refused("Qwen3-Next", _HYBRID, gguf=False),
+    "seed_oss": _Refused("Seed-OSS"),
+    "smollm3": _Refused("SmolLM3"),
+    "stablelm": _Refused("StableLM"),
+    "starcoder2": _Refused("StarCoder 2"),
+}
+
+
+def refusal(config: HFConfig) -> UnsupportedArchitectureError:
+    """The error of a checkpoint that no builder is for."""
+    family = _FAMILIES.get(config.model_type)
+    if family is None:
+        named = config.architecture or config.model_type
+        message = f"Models of the class {named} are not supported." if named else "config.json names no model class."
+        return UnsupportedArchitectureError(message, f"Run a GGUF of it where there is one. {OPTIMUM_HINT}")
+    why = f" ({family.why})" if family.why else ""
+    return UnsupportedArchitectureError(
+        f"{family.title} is not supported yet{why}.", _RUN_GGUF if family.gguf else _OTHERS
+    )
