@@ -124,7 +124,7 @@ def faults(wheel: Path, name: str) -> list[str]:
         found.append(f"it is not tagged {target.tag}")
     if "Root-Is-Purelib: false" not in marks:
         found.append("it says that it belongs to no platform")
-    library = lief.parse(list(data))
+    library: Any = lief.parse(list(data))
     kinds = {
         lief.ELF.Binary: ("linux", "musl"),
         lief.PE.Binary: ("windows",),
