@@ -62,15 +62,15 @@ def test_short_help_fits_a_screen_and_the_long_one_shows_all(parsers: list[Parse
 
 def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]) -> None:
     basic = ("--model", "--max-tokens", "--temperature", "--memory", "--context", "--threads", "--json-schema")
-    for command in ("run", "chat"):
-        assert main([command, "--help"]) == 0
+    for name in ("run", "chat"):
+        assert main([name, "--help"]) == 0
         text = capsys.readouterr().out
         for flag in (*basic, "--speculation"):
             assert f"{flag} " in text, flag
         for rare in ("--beams", "--verification", "--kv ", "--top-k", "--spec ", "--temp "):
             assert rare not in text, rare
-        assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {command} --help-all"
-        assert main([command, "--help-all"]) == 0
+        assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {name} --help-all"
+        assert main([name, "--help-all"]) == 0
         assert "--beams" in capsys.readouterr().out
 
 
