@@ -10,6 +10,7 @@ from edgeinfer.errors import BundleError, ContextLengthError, PromptError, Templ
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, Tokenizer, surely_longer
+from edgeinfer.wording import Setting
 
 __all__ = ["Tokenizing", "boundary_ids", "chat_template", "require_fitting_messages", "require_fitting_text"]
 
@@ -76,11 +77,7 @@ class Tokenizing:
         Raises:
             TemplateError, ContextLengthError: as `Model.stream_chat`, the latter for what is not `fitting`.
         """
-        template = self._template
-        if template is None:
-            raise TemplateError(
-                f"{self._lifecycle.facts.info.name} has no chat template.", "Use generate() with plain text."
-            )
+        template = self._require_template()
         with self._lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_messages(parts, messages)
@@ -96,6 +93,35 @@ class Tokenizing:
             if parse_special:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
             return parts.literal_encoder.marked(pieces)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that OpenAI-style messages become in the model's chat template. As a prompt, what messages spell out
+        of special tokens becomes those tokens: `tokenize_chat` and `stream_chat` keep the two apart.
+
+        Raises:
+            TemplateError, ContextLengthError: as `Model.stream_chat`.
+        """
+        template = self._require_template()
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_messages(parts, messages)
+        return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens spelled out."""
+        with self._lifecycle.acquire(verified=False) as parts:
+            return parts.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            message = f"{self._lifecycle.facts.info.name} has no chat template."
+            raise TemplateError(message, "Use generate() with plain text.")
+        return self._template
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -136,7 +162,7 @@ def _most_tokens(parts: ModelParts) -> int:
 
 def _too_long(size: int, most: int) -> ContextLengthError:
     message = f"The prompt has {size} characters, far more than {most} tokens, which is what the model takes."
-    return ContextLengthError(message, "Shorten it, or load the model with a larger context (-c).")
+    return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
 
 
 def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
