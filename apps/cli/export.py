@@ -24,7 +24,8 @@ __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
-Needs the extra: pip install 'edgeinfer[export]', or 'edgeinfer[export,gguf]' for --format gguf (llama.cpp's).
+edgeinfer run and chat convert a checkpoint by themselves; this makes a bundle to keep or give away. Calibration and
+budgets need pip install 'edgeinfer[export]', --format gguf needs 'edgeinfer[gguf]'.
 
 examples:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4

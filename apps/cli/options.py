@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
 
 __all__ = [
+    "CONVERTING",
     "DRAFTING",
     "MEMORY",
     "add_generation_options",
@@ -38,6 +40,7 @@ MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     "prefix_cache",
 )
+CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 _LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
 
@@ -45,16 +48,20 @@ _LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTIN
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
     text = (
-        "bundle directory, .gguf file, or hub id: ORG/NAME, of a repository of GGUF files ORG/NAME:TYPE (default: the "
-        "small built-in story model)"
+        "name of the catalog (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
+        "directory, or .gguf file (default: the small built-in story model)"
     )
     parser.add_argument("-m", "--model", metavar="MODEL", help=text)
 
 
-def add_load_options(parser: Parser) -> None:
-    """Adds -m and the options of LoadConfig."""
+def add_load_options(parser: Parser, *, converts: bool = True) -> None:
+    """Adds -m and the options of LoadConfig.
+
+    Args:
+        converts: --bits is for a checkpoint that is converted, and not something of the command's own.
+    """
     add_model_option(parser)
-    add_options(parser, LoadConfig, _LOADING)
+    add_options(parser, LoadConfig, (*_LOADING, *CONVERTING) if converts else _LOADING)
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -127,13 +134,16 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
+def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
     """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+
+    Args:
+        converts: as `add_load_options` took it.
 
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, _LOADING)
+    options = given_options(args, (*_LOADING, *CONVERTING) if converts else _LOADING)
     LoadConfig(**options)
     return options
 
@@ -155,7 +165,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
-    """Loads a model; a bar shows when its weights have to be converted first. Errors as `edgeinfer.load`."""
+    """Loads a model; a bar shows when it has to be fetched or converted first. Errors as `edgeinfer.load`."""
+    model, options = prepared(model, options)
     with progress_bar() as progress:
         shown: dict[str, Any] = {} if progress is None else {"progress": progress}
         return edgeinfer.load(model, **options, **shown)

@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.options import DRAFTING, MEMORY, add_model_option, add_options, given_options
+from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.config import LoadConfig, format_size
@@ -24,7 +25,7 @@ Show what a model needs in memory, term by term, without loading it. Exits with 
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-_PLANNED = (*MEMORY, "native", "device", *DRAFTING)
+_PLANNED = (*MEMORY, *CONVERTING, "native", "device", *DRAFTING)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -37,7 +38,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    plan = edgeinfer.plan(args.model, **given_options(args, _PLANNED))
+    model, options = prepared(args.model, given_options(args, _PLANNED))
+    plan = edgeinfer.plan(model, **options)
     if args.json:
         print_json(plan.to_dict())
     else:

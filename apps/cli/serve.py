@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
@@ -79,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.serving import Server
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    options = load_options(args)
+    model, options = prepared(args.model, load_options(args))
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
@@ -93,7 +94,7 @@ def execute(args: argparse.Namespace) -> int:
     announcement = _Announcement(args.json)
 
     async def load() -> None:
-        announcement.show(await host.load(args.model, options))
+        announcement.show(await host.load(model, options))
 
     async def stop() -> None:
         host.cancel_load()
