@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from edgeinfer.version import VERSION as _VERSION
 
 if TYPE_CHECKING:
+    from edgeinfer import tools
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, TuneResult, load, plan
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, aload, load, plan
+    from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
@@ -42,12 +44,22 @@ if TYPE_CHECKING:
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
     from edgeinfer.searching import Search
-    from edgeinfer.tools.devices import DeviceTuning, forget_tuning, list_devices, measure_device, tune_device
-    from edgeinfer.tools.evaluation import evaluate
-    from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
-    from edgeinfer.tools.predictions import Divergence, Evaluation
+
+    # Where they were before there was `edgeinfer.tools`.
+    from edgeinfer.tools import DeviceTuning as DeviceTuning
+    from edgeinfer.tools import Divergence as Divergence
+    from edgeinfer.tools import Evaluation as Evaluation
+    from edgeinfer.tools import TuneResult as TuneResult
+    from edgeinfer.tools import calibrate_kv as calibrate_kv
+    from edgeinfer.tools import evaluate, list_devices
+    from edgeinfer.tools import forget_tuning as forget_tuning
+    from edgeinfer.tools import measure_device as measure_device
+    from edgeinfer.tools import measure_kv as measure_kv
+    from edgeinfer.tools import tune_device as tune_device
+    from edgeinfer.tools import tune_kv as tune_kv
 
 __all__ = [
+    "AsyncTokenStream",
     "BackendError",
     "BudgetError",
     "BundleError",
@@ -59,10 +71,7 @@ __all__ = [
     "Chunk",
     "ContextLengthError",
     "DeviceError",
-    "DeviceTuning",
-    "Divergence",
     "EdgeInferError",
-    "Evaluation",
     "FoundModel",
     "GenerationConfig",
     "GrammarError",
@@ -86,27 +95,22 @@ __all__ = [
     "TemplateError",
     "TokenStream",
     "TokenizerError",
-    "TuneResult",
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
-    "calibrate_kv",
+    "aload",
     "catalog",
     "describe",
     "evaluate",
-    "forget_tuning",
     "list_devices",
     "list_models",
     "load",
-    "measure_device",
-    "measure_kv",
     "offers",
     "plan",
     "pull",
     "remove_model",
     "search_hub",
-    "tune_device",
-    "tune_kv",
+    "tools",
     "verify",
 ]
 __version__ = _VERSION
@@ -116,6 +120,7 @@ __version__ = _VERSION
 _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "AsyncTokenStream": "async_replies",
     "BackendError": "errors",
     "BudgetError": "errors",
     "BundleError": "errors",
@@ -127,10 +132,7 @@ _HOMES = {
     "Chunk": "results",
     "ContextLengthError": "errors",
     "DeviceError": "errors",
-    "DeviceTuning": "tools.devices",
-    "Divergence": "tools.predictions",
     "EdgeInferError": "errors",
-    "Evaluation": "tools.predictions",
     "FoundModel": "hub",
     "GenerationConfig": "config",
     "GrammarError": "errors",
@@ -154,37 +156,48 @@ _HOMES = {
     "TemplateError": "errors",
     "TokenStream": "api",
     "TokenizerError": "errors",
-    "TuneResult": "api",
     "UnsupportedArchitectureError": "errors",
     "UsageError": "errors",
     "UserError": "errors",
-    "calibrate_kv": "tools.kv_calibration",
+    "aload": "api",
     "catalog": "hub",
     "describe": "model_facts",
-    "evaluate": "tools.evaluation",
-    "forget_tuning": "tools.devices",
-    "list_devices": "tools.devices",
+    "evaluate": "tools",
+    "list_devices": "tools",
     "list_models": "installed",
     "load": "api",
-    "measure_device": "tools.devices",
-    "measure_kv": "tools.kv_calibration",
     "offers": "hub",
     "plan": "api",
     "pull": "installed",
     "remove_model": "installed",
     "search_hub": "hub",
-    "tune_device": "tools.devices",
-    "tune_kv": "tools.kv_calibration",
     "verify": "model_facts",
 }
 
 
+# What was public here before there was `edgeinfer.tools`, and is there now.
+_MOVED = (
+    "DeviceTuning",
+    "Divergence",
+    "Evaluation",
+    "TuneResult",
+    "calibrate_kv",
+    "forget_tuning",
+    "measure_device",
+    "measure_kv",
+    "tune_device",
+    "tune_kv",
+)
+
 if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name == "tools":
+            return _import_module("edgeinfer.tools")
+        home = "tools" if name in _MOVED else _HOMES.get(name)
+        if home is None:
             raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-        return getattr(_import_module(f"edgeinfer.{_HOMES[name]}"), name)
+        return getattr(_import_module(f"edgeinfer.{home}"), name)
 
 
 def __dir__() -> list[str]:

@@ -6,8 +6,9 @@ into tokens and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -19,10 +20,10 @@ from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
-from edgeinfer.measured import TUNING_PROMPTS, TuneResult, tune_by
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
+    LoadOptions,
     RareLoadOptions,
     SpeculationOption,
     given_by,
@@ -35,7 +36,7 @@ from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "TuneResult", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "aload", "load", "plan"]
 
 
 def load(
@@ -99,13 +100,34 @@ def load(
 def _load(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Model:
     started = time.perf_counter()
     with allocating("The model"):
-        bundles = Bundles.open(model, config, progress)
+        bundles = Bundles.open(model, config, progress).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
         return make_parts(LoadRequest(bundles, config, progress, started, plan))
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
     return Model(lifecycle, chat_template(bundles.target))
+
+
+async def aload(
+    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
+) -> Model:
+    """`load` for asynchronous programs: the event loop goes on meanwhile.
+
+    Args:
+        model, progress, options: as `load` takes them; `progress` is called on another thread.
+    """
+    loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        loading.add_done_callback(_close_unwanted)  # loading cannot be stopped half way
+        raise
+
+
+def _close_unwanted(loading: asyncio.Future[Model]) -> None:
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().close()
 
 
 def plan(
@@ -173,37 +195,6 @@ class Model(Replying):
         super().__init__(lifecycle, template)
         self._turns = Turns()
 
-    def tune(
-        self,
-        prompts: Sequence[str] | None = None,
-        *,
-        granularity: int = 1,
-        evaluations: int = 200,
-        seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> TuneResult:
-        """Finds the layers of this model that can be skipped while drafting; what pays is kept, and used from now on.
-
-        Args:
-            prompts: texts whose replies tell how well skipping does; None takes a few of edgeinfer's own.
-            granularity: consecutive layers that are skipped together.
-            evaluations: sets of layers to try at most.
-            progress: called with sets tried and to try.
-
-        Raises:
-            CapabilityError: the backend cannot skip layers.
-            UsageError: a prompt has no reply to score by, or the context is too small.
-        """
-        options = {"granularity": granularity, "evaluations": evaluations, "seed": seed, "progress": progress}
-        with self._idle() as parts:
-            texts = [self.tokenize(prompt) for prompt in (TUNING_PROMPTS if prompts is None else prompts)]
-            try:
-                result = tune_by(texts, self._reply, parts.engine.backend, **options)
-            finally:
-                parts.engine.forget()
-            parts.speculator.tuned(result.tuning)
-        return result
-
     def unload(self) -> None:
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
 
@@ -222,6 +213,7 @@ class Model(Replying):
         thread does with it ends first, and the last of that frees it."""
         self._lifecycle.shut()
         self._turns.close()
+        self.reply_thread.close()
         self._lifecycle.close()
         if self._template is not None:
             self._template.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,11 +96,15 @@ def parse_size(value: int | str) -> int:
     return round(size)
 
 
-def format_size(size: int) -> str:
-    """A size in bytes as people read it, in decimal units: ``412.3 MB``."""
+def format_size(size: int, *, up: bool = False) -> str:
+    """A size in bytes as people read it, in decimal units: ``412.3 MB``.
+
+    Args:
+        up: rounds up, for sizes that are to be given as a budget.
+    """
     for unit, factor in (("GB", 1000**3), ("MB", 1000**2), ("KB", 1000)):
         if abs(size) >= factor:
-            return f"{size / factor:.1f} {unit}"
+            return f"{math.ceil(size * 10 / factor) / 10 if up else size / factor:.1f} {unit}"
     return f"{size} B"
 
 
@@ -175,6 +180,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="tokens of prompt and reply together (default: 2048)",
     )
     memory: int | None = option(
         None,
@@ -185,6 +191,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="SIZE",
         group=_RESOURCES,
         basic=True,
+        brief="the whole process stays within this, such as 600MB or 1.5GiB",
         size=True,
     )
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
@@ -207,6 +214,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         metavar="N",
         group=_RESOURCES,
         basic=True,
+        brief="CPU threads (default: the physical cores)",
     )
     # DESIGN section 4.
     exact: bool = option(

@@ -47,6 +47,7 @@ SPECULATION: dict[str, Any] = {
     "metavar": "MODE",
     "group": DRAFTING_GROUP,
     "basic": True,
+    "brief": "draft tokens ahead, for speed: auto, off, or drafters such as copy,ngram (default: auto)",
 }
 
 

@@ -5,7 +5,8 @@ EdgeInferError
 │   ├── UsageError           (2)  an argument, option or value
 │   │   ├── PromptError      (2)  an empty, unreadable or malformed prompt
 │   │   ├── ContextLengthError (2) more tokens than the context holds
-│   │   └── GrammarError     (2)  a schema, expression or grammar that no reply can follow
+│   │   ├── GrammarError     (2)  a schema, expression or grammar that no reply can follow
+│   │   └── CapabilityError  (2)  an option that this model, or the engine that runs it, cannot follow
 │   ├── ModelError           (3)  a checkpoint, bundle, tokenizer or template
 │   │   ├── CheckpointError  (3)  files, tensors or config of a Hugging Face checkpoint
 │   │   ├── UnsupportedArchitectureError (3)
@@ -18,7 +19,6 @@ EdgeInferError
 │   └── DeviceError          (5)  a device that is not installed, fails, or cannot run the model
 └── InternalError            (5)  our fault, or the execution engine's
     ├── BackendError         (5)
-    ├── CapabilityError      (5)  a backend was asked for what it said it cannot do
     └── NativeUnavailableError (5) the native kernel cannot run here
 """
 
@@ -86,6 +86,10 @@ class ContextLengthError(UsageError):
 
 class GrammarError(UsageError):
     """A schema, regular expression or grammar that is wrong, unsupported or unsatisfiable."""
+
+
+class CapabilityError(UsageError):
+    """An option that this model, or the engine that runs it, cannot follow."""
 
 
 class ModelError(UserError):
@@ -157,10 +161,6 @@ class InternalError(EdgeInferError):
 
 class BackendError(InternalError):
     """The execution engine failed."""
-
-
-class CapabilityError(InternalError):
-    """A backend was asked for something its capabilities exclude."""
 
 
 class NativeUnavailableError(InternalError):

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from edgeinfer.errors import ModelError
 from edgeinfer.lifecycle import resume, save
-from edgeinfer.measured import Measured
+from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo
-from edgeinfer.runtime.experts.statistics import ExpertCounts
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.tuning.measure import TokenScores, score_tokens, token_logits
+from edgeinfer.tokenizing import Tokenizing
 
 __all__ = ["LoadedModel"]
 
 
-class LoadedModel(Measured):
+class LoadedModel(Tokenizing):
     """A model whose facts can be asked for."""
+
+    def _require_idle(self) -> None:
+        """Ends a reply that was left unfinished.
+
+        Raises:
+            UsageError: another thread may be reading it.
+        """
+        raise NotImplementedError
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Keeps replies of other threads from beginning before the block ends; errors as `_require_idle`."""
+        raise NotImplementedError
+
+    @property
+    def _parts(self) -> ModelParts:
+        return self._lifecycle.parts()
+
+    @contextmanager
+    def _idle(self) -> Iterator[ModelParts]:
+        """The parts while no reply is running, which stay inside the block."""
+        with self._alone(), self._lifecycle.acquire() as parts:
+            yield parts
 
     @property
     def plan(self) -> MemoryPlan:
@@ -46,12 +71,6 @@ class LoadedModel(Measured):
         return None if watched is None else watched.use()
 
     @property
-    def expert_counts(self) -> ExpertCounts | None:
-        """The same as counts of tokens for each layer and expert; None where it has none."""
-        watched = self._parts.watched
-        return None if watched is None else watched.counts
-
-    @property
     def load_costs(self) -> LoadCosts:
         """What loading took."""
         return self._lifecycle.facts.load
@@ -65,6 +84,25 @@ class LoadedModel(Measured):
     def end_ids(self) -> list[int]:
         """The tokens that end a reply, ascending."""
         return sorted(self._lifecycle.facts.end_ids)
+
+    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
+
+        Empties the cache. Nothing else may be asked of the model before the last of them.
+        """
+        self._require_idle()
+
+        def rows(logits: Iterator[Floats]) -> Iterator[Floats]:
+            with self._idle():
+                yield from logits
+
+        with self._lifecycle.acquire() as parts:
+            return rows(token_logits(parts.engine, tokens))
+
+    def score(self, tokens: Sequence[int]) -> TokenScores:
+        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
+        with self._idle() as parts:
+            return score_tokens(parts.engine, tokens)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
         """Writes what the cache holds to a file, for `load_session` to go on without evaluating it again.

@@ -75,7 +75,7 @@ class Bundles:
     Attributes:
         choice: what runs the model.
         drafter_choice: what runs the small one.
-        planned: the plan of both, where choosing the drafter took one.
+        planned: the plan of both within a budget; None makes one.
     """
 
     choice: BackendChoice
@@ -113,21 +113,18 @@ class Bundles:
         # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
         own = dataclasses.replace(config, backend=None, device="cpu")
         drafter_choice = None if drafter is None else choose_backend(drafter, own)
-        bundles = cls(choice, drafter_choice, settings_for(choice, config))
-        return bundles if drafter is None or given else bundles._within_budget(config)
+        return cls(choice, drafter_choice, settings_for(choice, config))
 
-    def _within_budget(self, config: LoadConfig) -> Bundles:
-        """Without the drafter of the bundle's own where something would have to be given up for it."""
+    def within(self, config: LoadConfig) -> Bundles:
+        """The same to load within the budget, if there is one: with the plan, and without a drafter that it leaves out.
+
+        Errors as `make_plan`.
+        """
         if config.memory is None:
             return self
-        with_it = self.plan(config)
-        if with_it.fits and not with_it.given_up:
-            return dataclasses.replace(self, planned=with_it)
-        alone = dataclasses.replace(self, drafter_choice=None)
-        without = alone.plan(config)
-        if with_it.fits and with_it.given_up == without.given_up:
-            return dataclasses.replace(self, planned=with_it)
-        return dataclasses.replace(alone, planned=without)
+        plan = self.plan(config, loading=True)
+        left_out = self.drafter_choice is not None and not plan.configuration.draft_model
+        return dataclasses.replace(self, planned=plan, drafter_choice=None if left_out else self.drafter_choice)
 
     def subject(self, config: LoadConfig) -> PlanInput:
         """What there is to plan."""
@@ -141,10 +138,11 @@ class Bundles:
         """What a draft model has of the target's: the threads, whose calls take turns with the target's."""
         return TunedSettings(threads=self.settings.threads, affinity=self.settings.affinity)
 
-    def plan(self, config: LoadConfig, *, all_ways: bool = False) -> MemoryPlan:
-        """What both will take; errors as `make_plan`."""
+    def plan(self, config: LoadConfig, *, all_ways: bool = False, loading: bool = False) -> MemoryPlan:
+        """What both will take; arguments and errors as those of `make_plan`."""
         subject = self.subject(config)
-        return make_plan(subject, config, speed_model(subject, profiles_of(subject, config)), all_ways=all_ways)
+        speed = speed_model(subject, profiles_of(subject, config))
+        return make_plan(subject, config, speed, all_ways=all_ways, loading=loading)
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:
@@ -165,11 +163,11 @@ def fingerprint_for(choice: BackendChoice) -> Fingerprint:
 def profiles_of(subject: PlanInput, config: LoadConfig) -> Profiles:
     """What was learnt and measured of each variant of a model on this device, where it may be kept."""
 
-    def open_variant(variant: str) -> DeviceProfile:
+    def open_variant(variant: str, *, draft_model: bool) -> DeviceProfile:
         if not config.remember:
             return DeviceProfile(None)
         bundle, layout = subject.bundle, subject.layout
-        drafter = None if subject.drafter is None else subject.drafter.bundle
+        drafter = subject.drafter.bundle if draft_model and subject.drafter is not None else None
         kernel = f"{kernel_name(subject.choice)} of {engine_version(subject.choice)}"
         if subject.settings.affinity:
             variant += f" affinity {subject.settings.affinity}"
@@ -268,8 +266,10 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     bundles, config = request.bundles, request.config
     profiles = profiles_of(subject, config)
     speed = speed_model(subject, profiles)
-    plan = request.plan or bundles.planned or make_plan(subject, config, speed)
+    plan = request.plan or bundles.planned or make_plan(subject, config, speed, loading=True)
     plan.require_fit()
+    if not plan.configuration.draft_model:
+        subject = dataclasses.replace(subject, drafter=None)
     return_large_frees()
     bundle = bundles.target
     keeping = plan.configuration.tokenizer
@@ -284,9 +284,9 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
-    profile = profiles(subject.variant(plan.configuration)) if plan.draft_max else DeviceProfile(None)
+    kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
+    profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
-    kept = profiles(subject.variant(plan.configuration))
     reduced = ReducedComputeStrategies(_reduced_parts(subject, plan, engine, speculator), kept)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)

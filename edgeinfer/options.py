@@ -84,6 +84,7 @@ class ConfigOption:
         size: commands take the number as a size, such as 600MB.
         wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
         basic: the short help of commands shows it too.
+        brief: stands for the help there, where that is long.
     """
 
     name: str
@@ -101,6 +102,7 @@ class ConfigOption:
     size: bool = False
     wire: tuple[str, ...] = ()
     basic: bool = False
+    brief: str = ""
 
     def check(self, value: object) -> None:
         """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
@@ -136,6 +138,7 @@ def option(
     size: bool = False,
     wire: bool | tuple[str, ...] = True,
     basic: bool = False,
+    brief: str = "",
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a field of a configuration; `options_of` gives what was declared.
@@ -162,6 +165,7 @@ def option(
         "size": size,
         "wire": wire,
         "basic": basic,
+        "brief": brief,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 

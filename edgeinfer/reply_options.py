@@ -44,6 +44,7 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
+        brief="0 takes the likeliest tokens, 0.7 is lively (default: 0)",
     )
     top_k: int = option(
         0,
@@ -104,7 +105,12 @@ class SamplingOptions:
         group=_TEXT,
     )
     logit_bias: Mapping[int, float] = option(
-        factory=dict, help="numbers added to the logits of these token ids before anything else", wire=False
+        factory=dict,
+        help="numbers added to the logits of these token ids before anything else",
+        cli="--logit-bias",
+        metavar="ID=X",
+        group=_TEXT,
+        wire=False,
     )
     seed: int | None = option(
         None,
@@ -161,8 +167,16 @@ class ReplyOptions(SamplingOptions):
         metavar="TEXT",
         group=_TEXT,
     )
-    stop_token_ids: tuple[int, ...] = option((), help="token ids that end the reply, in addition to the model's own")
-    ignore_eos: bool = option(False, help="do not stop at the model's end-of-text tokens")
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        help="token ids that end the reply, in addition to the model's own, separated by commas",
+        cli="--stop-token-ids",
+        metavar="ID,ID",
+        group=_TEXT,
+    )
+    ignore_eos: bool = option(
+        False, help="do not stop at the model's end-of-text tokens", cli="--ignore-eos", group=_TEXT
+    )
     choices: tuple[str, ...] = option(
         (),
         help="the reply must be one of the texts given by this option; may be given several times",
@@ -173,13 +187,27 @@ class ReplyOptions(SamplingOptions):
     json_schema: Mapping[str, Any] | str | None = option(
         None,
         help="the reply must be a JSON document that this schema allows, given as a mapping or as its text",
+        cli="--json-schema",
+        metavar="SCHEMA",
+        group=_TEXT,
         basic=True,
+        brief="reply in JSON of this schema: a file, -, or the schema",
     )
-    json_object: bool = option(False, help="the reply must be a JSON object")
+    json_object: bool = option(False, help="the reply must be a JSON object", cli="--json-object", group=_TEXT)
     regex: str | None = option(
-        None, help="the reply must match this regular expression from its first character to its last"
+        None,
+        help="the reply must match this regular expression from its first character to its last",
+        cli="--regex",
+        metavar="REGEX",
+        group=_TEXT,
     )
-    grammar: str | None = option(None, help="the reply must be a text of this grammar in Lark's notation")
+    grammar: str | None = option(
+        None,
+        help="the reply must be a text of this grammar in Lark's notation",
+        cli="--grammar",
+        metavar="FILE",
+        group=_TEXT,
+    )
     logprobs: int | None = option(
         None,
         help="give the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the likeliest "

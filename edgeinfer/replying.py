@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
+from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import PromptError
 from edgeinfer.generation import TokenStream
+from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loaded import LoadedModel
 from edgeinfer.openai import chat_completion
 from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
@@ -27,12 +29,21 @@ from edgeinfer.option_types import (
 from edgeinfer.options import is_integer, shown
 from edgeinfer.results import Result
 from edgeinfer.runtime.sampling import check_grammar
+from edgeinfer.runtime.text import ChatTemplate
 
 __all__ = ["Replying"]
 
 
 class Replying(LoadedModel):
-    """A model that answers."""
+    """A model that answers.
+
+    Attributes:
+        reply_thread: where replies for event loops are made.
+    """
+
+    def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
+        super().__init__(lifecycle, template)
+        self.reply_thread = ReplyThread()
 
     def generate(
         self,
@@ -129,6 +140,27 @@ class Replying(LoadedModel):
             PromptError, ContextLengthError, UsageError: as `generate`.
         """
         return self._stream(prompt, given_by(locals()))
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Result:
+        """`generate` for asynchronous programs: the event loop goes on meanwhile, and a cancelled task ends the reply.
+
+        Args:
+            prompt: text, or token ids.
+            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, too.
+        """
+        return await self.astream(prompt, **options).complete()
+
+    def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
+        """`stream` for asynchronous programs: `async for chunk in model.astream("Once"): print(chunk.text, end="")`.
+
+        Replies of one model wait for each other. Leaving the loop early ends the reply; `async with` does so at once.
+
+        Args:
+            prompt: text, or token ids.
+            options: as `generate` takes them: max_tokens, temperature, ... Errors are the same, when first awaited.
+        """
+        given = dict(options)
+        return AsyncTokenStream(self.reply_thread, lambda: self._stream(prompt, given))
 
     def stream_chat(
         self,
@@ -298,9 +330,6 @@ class Replying(LoadedModel):
             UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
         """
         check_grammar(GenerationConfig.of(**options))
-
-    def _reply(self, prompt: Sequence[int], **options: Any) -> Result:
-        return self._stream(prompt, options).complete()
 
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
         started = time.perf_counter()

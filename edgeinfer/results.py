@@ -6,11 +6,13 @@ Field names are those of `edgeinfer run --json` (DESIGN section 6).
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.errors import UsageError
 from edgeinfer.searching import SearchUse
 
 __all__ = [
@@ -358,6 +360,21 @@ class Result:
     experts: ExpertUse | None = None
     compute: ComputeUse | None = None
     search: SearchUse | None = None
+
+    @property
+    def parsed(self) -> Any:
+        """What the reply says where it was asked for as JSON (`json_schema`): dictionaries, lists, texts and numbers.
+
+        Raises:
+            UsageError: the reply ended before its JSON did, or is none.
+        """
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            if self.finish_reason != "stop":
+                message = f"The reply ended ({self.finish_reason}) before its JSON did."
+                raise UsageError(message, "Give it more tokens with max_tokens, or a larger context.") from error
+            raise UsageError("The reply is not JSON.", "Ask for JSON with json_schema.") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""

@@ -79,7 +79,7 @@ def load_eager(bundle: Path | None = None, **options: Any) -> edgeinfer.Model:
     """An eager model that has learnt nothing."""
     with known_costs():
         model = make_eager(edgeinfer.load(bundle, **{"threads": 1} | options))
-    model.restore_drafting({})
+    edgeinfer.tools.restore_drafting(model, {})
     return model
 
 

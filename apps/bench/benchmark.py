@@ -48,15 +48,17 @@ class Declared:
         help: what it decides.
         group: title of the group that --help lists it in; "" for none.
         settings: further arguments of `argparse`, such as type and metavar.
+        rare: only --help-all shows it.
     """
 
     flags: tuple[str, ...]
     help: str
     group: str
     settings: Mapping[str, Any]
+    rare: bool = False
 
 
-def option(*flags: str, default: Any = MISSING, help: str, group: str = "", **settings: Any) -> Any:
+def option(*flags: str, default: Any = MISSING, help: str, group: str = "", rare: bool = False, **settings: Any) -> Any:
     """A field of a frozen options class that is also an option of the command line.
 
     Type and action follow from the field's annotation, unless they are given.
@@ -66,9 +68,10 @@ def option(*flags: str, default: Any = MISSING, help: str, group: str = "", **se
         default: of field and option; without one the option is required.
         help: what it decides; a default that says something is appended.
         group: title of the group in --help of this field and of those after it.
+        rare: only --help-all shows it.
         settings: further arguments of `ArgumentParser.add_argument`.
     """
-    return field(default=default, metadata={_KEY: Declared(flags, help, group, settings)})
+    return field(default=default, metadata={_KEY: Declared(flags, help, group, settings, rare)})
 
 
 def declared(options: type[Any]) -> Iterator[tuple[Field[Any], Declared]]:
@@ -78,8 +81,9 @@ def declared(options: type[Any]) -> Iterator[tuple[Field[Any], Declared]]:
             yield each, each.metadata[_KEY]
 
 
-def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Adds the options that a class declares, in their groups."""
+def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> list[argparse.Action]:
+    """Adds the options that a class declares, in their groups; returns the rare ones."""
+    rare = []
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     group = ""
     for each, declaration in declared(options):
@@ -98,7 +102,11 @@ def add_declared(parser: argparse.ArgumentParser, options: type[Any]) -> None:
             settings["default"] = list(each.default) if settings.get("action") == "append" else each.default
         elif flags:
             settings["required"] = True
-        groups[group].add_argument(*(flags or [each.name]), help=_help(declaration.help, each.default), **settings)
+        text = _help(declaration.help, each.default)
+        action = groups[group].add_argument(*(flags or [each.name]), help=text, **settings)
+        if declaration.rare:
+            rare.append(action)
+    return rare
 
 
 def _inferred(annotation: str) -> dict[str, Any]:

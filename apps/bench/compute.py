@@ -46,8 +46,8 @@ class ComputeBenchOptions:
     data: Path | None = option(
         "--data PATH", default=None, group=_READ, help=f"folder with {_TEXT} to read and tales_dialogues/ to answer"
     )
-    stories: int = option("--stories N", default=24, help="stories to read")
-    questions: int = option("--questions N", default=6, help="questions of each kind")
+    stories: int = option("--stories N", rare=True, default=24, help="stories to read")
+    questions: int = option("--questions N", rare=True, default=6, help="questions of each kind")
     quick: bool = option("--quick", default=False, help="a third of the stories and questions, and fewer levels")
     checkpoint: Path | None = option(
         "--checkpoint PATH",
@@ -56,10 +56,10 @@ class ComputeBenchOptions:
         help="a small Llama checkpoint (Hugging Face, safetensors), instead of -m",
     )
     draft_checkpoint: Path | None = option(
-        "--draft-checkpoint PATH", default=None, help="the same, instead of --draft-model"
+        "--draft-checkpoint PATH", rare=True, default=None, help="the same, instead of --draft-model"
     )
     expand: int | None = option("--expand FACTOR", default=None, help="times as wide, and twice as deep")
-    work: Path | None = option("--work PATH", default=None, help="where these files are kept")
+    work: Path | None = option("--work PATH", rare=True, default=None, help="where these files are kept")
 
     def __post_init__(self) -> None:
         if min(self.stories, self.questions) < 1:

@@ -189,7 +189,7 @@ class _Bench:
 
     def read(self, point: Point) -> Point:
         """The point with its quality."""
-        readings = [self.model.read_reply(*text, **point.options) for text in self.texts()]
+        readings = [edgeinfer.tools.read_reply(self.model, *text, **point.options) for text in self.texts()]
         self.progress("reading")
         values = np.concatenate([each.divergences for each in readings])
         uses = [each.use for each in readings if each.use is not None]
@@ -208,7 +208,7 @@ class _Bench:
     def floored(self, policy: str, options: Mapping[str, Any], floor: float) -> Floored:
         """How a floor is kept, story by story."""
         given = {**options, "quality_floor": floor}
-        readings = [self.model.read_reply(*text, **given) for text in self.texts()]
+        readings = [edgeinfer.tools.read_reply(self.model, *text, **given) for text in self.texts()]
         self.progress("floors")
         means = [float(each.divergences.mean()) for each in readings]
         uses = [each.use for each in readings if each.use is not None]
@@ -286,7 +286,7 @@ def measure_compute(
     beginnings = [story_ids(model, story)[:_PROMPT] for story in material.calibration]
     points = [bench.read(Point("full", {}))]
     if drafter is not None:
-        model.tune_entropy(beginnings)
+        edgeinfer.tools.tune_entropy(model, beginnings)
         points += _tried(bench, _turns(levels), skipped)
     points += _sets(bench, levels, beginnings, granularity, evaluations, skipped)
     exits = (Point("exit", {"compute": "exit", "exit_confidence": each}) for each in levels.confidences)
@@ -324,7 +324,7 @@ def _sets(
         # A hair less, as the speed-up that is asked for again is itself a sum of measured parts.
         speedups = tuple((point.predicted_speedup or 1.0) * (1 - 1e-9) for point in points)
     try:
-        bench.model.tune_skips(beginnings, granularity=granularity, evaluations=evaluations)
+        edgeinfer.tools.tune_skips(bench.model, beginnings, granularity=granularity, evaluations=evaluations)
     except EdgeInferError as error:
         skipped["calibrated"] = str(error)
         return points

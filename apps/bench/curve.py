@@ -115,7 +115,7 @@ def run_curve(model: Model, config: CurveConfig, progress: StageProgress, comman
     limits: list[DeviceLimits] = []
     for done in range(config.repeats):
         progress(done, config.repeats)
-        times = model.measure_passes(config.sizes, past=config.past, repeats=_BURST)
+        times = edgeinfer.tools.measure_passes(model, config.sizes, past=config.past, repeats=_BURST)
         visits.append({size: statistics.median(taken) for size, taken in times.items()})
         limits += _limits(model.threads)
     progress(config.repeats, config.repeats)
@@ -128,7 +128,7 @@ def _point(model: Model, size: int, visits: Sequence[Mapping[int, float]], limit
     read = multiply = None
     if limits is not None:
         try:
-            read, multiply = limits.floor_ms(model.pass_work(size, size))
+            read, multiply = limits.floor_ms(edgeinfer.tools.pass_work(model, size, size))
         except UsageError:  # a bundle that does not list its weights
             read = multiply = None
     ms = Spread.of([visit[size] for visit in visits])
@@ -137,7 +137,7 @@ def _point(model: Model, size: int, visits: Sequence[Mapping[int, float]], limit
 
 def _limits(threads: int) -> list[DeviceLimits]:
     try:
-        return [edgeinfer.measure_device(threads)]
+        return [edgeinfer.tools.measure_device(threads)]
     except NativeUnavailableError:
         return []
 

@@ -62,7 +62,7 @@ def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]
     Raises:
         UsageError, ModelError: the model has no graphs or no scales for quantized caches, or cannot be loaded.
     """
-    errors = {error.kv: error for error in edgeinfer.measure_kv(model, stories)}
+    errors = {error.kv: error for error in edgeinfer.tools.measure_kv(model, stories)}
     readings = {kv: _read(model, kv, stories) for kv in ONNX_KV_TYPES if kv == ONNX_KV_TYPES[0] or kv in errors}
     name = "tales" if model is None else Path(model).name
     base, results = readings[ONNX_KV_TYPES[0]], []

@@ -76,6 +76,7 @@ class PeersOptions:
     )
     checkpoint: Path | None = option(
         "--checkpoint PATH",
+        rare=True,
         default=None,
         help="a trained checkpoint (Hugging Face, safetensors) besides --models, or instead of the default ones",
     )
@@ -97,12 +98,15 @@ class PeersOptions:
         help="memory limits, as 250MB or, in megabytes, 250; none leaves them out (default: 250,350,500,700,1000)",
     )
     repeats: int = option("--repeats N", default=5, help="starts of, and visits to, every engine and test")
-    rounds: int = option("--rounds N", default=3, help="processes of every engine and budget")
+    rounds: int = option("--rounds N", rare=True, default=3, help="processes of every engine and budget")
     patience: float = option(
-        "--patience SECONDS", default=120.0, help="limit for a process within a budget, which may take very long"
+        "--patience SECONDS",
+        rare=True,
+        default=120.0,
+        help="limit for a process within a budget, which may take very long",
     )
     quick: bool = option("--quick", default=False, help="one of each: figures to be looked at, not to be kept")
-    work: Path | None = option("--work PATH", default=None, group="files", help="where model files are kept")
+    work: Path | None = option("--work PATH", rare=True, default=None, group="files", help="where model files are kept")
 
     @property
     def config(self) -> PeersConfig:

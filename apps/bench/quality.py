@@ -78,6 +78,7 @@ class QualityOptions:
     )
     budgets: tuple[float, ...] = option(
         "--budget-bits LIST",
+        rare=True,
         default=(),
         type=_budgets,
         help="mean bits per weight that an integer programme spends by a calibration text; needs --text or --data",
@@ -100,12 +101,14 @@ class QualityOptions:
     )
     group_sizes: tuple[int | None, ...] = option(
         "--group-sizes LIST",
+        rare=True,
         default=(None,),
         type=numbers,
         help="of --checkpoint's weights: 32, 64, 128 (default: the exporter's choice)",
     )
     layouts: tuple[str | None, ...] = option(
         "--layouts LIST",
+        rare=True,
         default=(None,),
         type=names,
         help="of --checkpoint's weights: native, portable (default: the best there is)",
@@ -115,10 +118,10 @@ class QualityOptions:
     )
     text: Path | None = option("--text FILE", default=None, help="stories to read, between <|endoftext|>")
     stories: int = option("--stories N", default=40, help="how many, from the end")
-    skip: int = option("--skip N", default=0, help="stories left out at the end")
+    skip: int = option("--skip N", rare=True, default=0, help="stories left out at the end")
     calibration: int = option("--calibration N", default=200, help="stories from the beginning to calibrate by")
     calibration_tokens: int | None = option(
-        "--calibration-tokens N", default=None, help="of these stories (default: 16384)"
+        "--calibration-tokens N", rare=True, default=None, help="of these stories (default: 16384)"
     )
     questions: int = option("--questions N", default=5, help="questions of each kind, 0 for none")
 

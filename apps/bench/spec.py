@@ -16,6 +16,7 @@ from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.apps.bench.spec_modes import (
+    LearningModel,
     Learns,
     Mode,
     ReplySettings,
@@ -63,7 +64,9 @@ class SpecOptions:
         group=_WORK,
         help="off, auto, or drafters joined by +, separated by commas; off is always measured",
     )
-    control: bool = option("--control", default=False, help="measure off twice: how far it is from itself is noise")
+    control: bool = option(
+        "--control", rare=True, default=False, help="measure off twice: how far it is from itself is noise"
+    )
     data: Path | None = option(
         "--data PATH",
         default=None,
@@ -71,16 +74,16 @@ class SpecOptions:
         "(default: a dozen built-in prompts)",
     )
     categories: tuple[str, ...] | None = option(
-        "--categories LIST", default=None, help="only these, or all of a source: tales/retell,gsm8k"
+        "--categories LIST", rare=True, default=None, help="only these, or all of a source: tales/retell,gsm8k"
     )
     per_category: int = option("--per-category N", default=4, help="prompts of each category")
     warm_up: int = option(
-        "--warm-up N", default=0, help="further prompts of each that drafters learn from first, untimed"
+        "--warm-up N", rare=True, default=0, help="further prompts of each that drafters learn from first, untimed"
     )
     max_tokens: int = option("-n", "--max-tokens N", default=128, help="tokens of a reply")
-    repeats: int = option("--repeats N", default=3, help="a prompt's figure is their median")
+    repeats: int = option("--repeats N", rare=True, default=3, help="a prompt's figure is their median")
     temperature: float = option("--temp", "--temperature T", default=0.0, help="0 takes the likeliest token each time")
-    seed: int = option("--seed N", default=0, help="of the replies where --temp is above 0")
+    seed: int = option("--seed N", rare=True, default=0, help="of the replies where --temp is above 0")
     checkpoint: Path | None = option(
         "--checkpoint PATH", default=None, group=_FILES, help="a small Llama checkpoint (Hugging Face, safetensors)"
     )
@@ -97,8 +100,8 @@ class SpecOptions:
         default=False,
         help="measure llama.cpp too, on the checkpoint in Q4_0: plainly and with its prompt lookup",
     )
-    work: Path | None = option("--work PATH", default=None, help="where these files are kept")
-    rebuild: bool = option("--rebuild", default=False, help="export the bundle again")
+    work: Path | None = option("--work PATH", rare=True, default=None, help="where these files are kept")
+    rebuild: bool = option("--rebuild", rare=True, default=False, help="export the bundle again")
 
     def __post_init__(self) -> None:
         if self.per_category < 1:
@@ -159,7 +162,8 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
         model = stack.enter_context(context.open_model(bundle, loading))
         items = tokenize_prompts(model, prompts, options.max_tokens)
         threads = loading.get("threads") or psutil.cpu_count(logical=False) or 1
-        modes: list[Mode] = edgeinfer_modes(model, config, skipped)
+        learning = LearningModel(model)
+        modes: list[Mode] = edgeinfer_modes(learning, config, skipped)
         if artifacts and options.llamacpp:
             room = -(-model.context // _LLAMACPP_CONTEXT) * _LLAMACPP_CONTEXT
             arguments = {"path": str(artifacts.gguf()), "threads": threads, "context": room}
@@ -182,7 +186,7 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
                 raise
             finished = False
         shown = tuple(mode.name for mode in modes)
-        return SpecResults(setup, shown, tuple(done), isinstance(model, Learns), skipped), finished
+        return SpecResults(setup, shown, tuple(done), isinstance(learning, Learns), skipped), finished
 
 
 def _stop_ids(checkpoint: Path) -> list[int]:

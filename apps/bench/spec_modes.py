@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import edgeinfer
+from edgeinfer import Model
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.prompts import TokenizedPrompt
 from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecReply
@@ -20,6 +22,7 @@ from edgeinfer.results import Result
 __all__ = [
     "EdgeInferMode",
     "Generates",
+    "LearningModel",
     "Learns",
     "LlamaCppMode",
     "Mode",
@@ -79,6 +82,26 @@ class Learns(Protocol):
 
     def restore_drafting(self, state: Any) -> None:
         """Takes back what `drafting_state` gave."""
+
+
+class LearningModel:
+    """A loaded model as `Generates` and `Learns`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @property
+    def generate(self) -> Callable[..., Result]:
+        """See Generates."""
+        return self._model.generate
+
+    def drafting_state(self) -> Any:
+        """See Learns."""
+        return edgeinfer.tools.drafting_state(self._model)
+
+    def restore_drafting(self, state: Any) -> None:
+        """See Learns."""
+        edgeinfer.tools.restore_drafting(self._model, state)
 
 
 class EdgeInferMode:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import edgeinfer
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, StageProgress, numbers, option
 from edgeinfer.apps.bench.environment import machine_name, system_name, timestamp
 from edgeinfer.apps.bench.plots import Chart, Line
@@ -190,7 +191,7 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
     visits = [(visit, test) for visit in range(config.repeats + 1) for test in rotated(tests, visit)]
     for done, (visit, test) in enumerate(visits):
         progress(done, len(visits))
-        times = model.measure_work(test.prompt, test.reply, past=test.depth)
+        times = edgeinfer.tools.measure_work(model, test.prompt, test.reply, past=test.depth)
         if tokens.setdefault(test, times.token_ids) != times.token_ids:
             raise BackendError(f"{test} gave other tokens the second time.", "Report it: the engine is at fault.")
         if visit:

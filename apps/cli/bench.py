@@ -66,7 +66,8 @@ def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> Non
     )
     if benchmark.loads:
         add_load_options(parser, converts=False)
-    add_declared(parser, benchmark.options)
+        parser.advanced("--speculation", "--memory")
+    parser.advanced(*add_declared(parser, benchmark.options))
     if benchmark.files:
         parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, samples included")
     if benchmark.chart:

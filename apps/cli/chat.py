@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Talk to a model: in a window of its own, where pywebview and a display are there, else in the browser. Conversations are
-kept on this machine, nothing leaves it, and no network is needed. What you choose here holds for this run; what you
-choose in the window is kept.
+Talk to a model, in a window of its own or in the browser. Conversations stay on this machine, and no network is needed.
 
 With --terminal, talk in the terminal: Ctrl-C stops a reply, Ctrl-D leaves, /help lists commands. Lines piped in are
 answered one by one. Replies are sampled at temperature 0.7 and top-p 0.9 unless you or the model's makers say
-otherwise; --temp 0 gives the most likely reply, --seed the same reply again.
+otherwise.
 
 examples:
   edgeinfer chat
@@ -53,6 +51,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
+    parser.advanced("--data", "--models", "--port")
     add_load_options(parser)
     add_generation_options(parser)
 

@@ -73,6 +73,7 @@ def _add_options(parser: Parser) -> None:
     add_training_options(parser, _MINUTES)
     text = "tokens that the model itself writes to train on (default: by the time)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
+    parser.advanced("--head-bits", "--no-keep-small")
     add_json_option(parser)
 
 
@@ -140,7 +141,7 @@ def _size_for(args: argparse.Namespace, source: Path) -> StudentSize:
         manifest = open_bundle(source).manifest
         vocabulary, layers, weights = manifest.geometry.vocab_size, manifest.geometry.num_layers, manifest.parameters
         with edgeinfer.load(source, speculation="off", remember=False) as model:
-            times = model.measure_passes(_PASSES, past=_PAST, repeats=_REPEATS)
+            times = edgeinfer.tools.measure_passes(model, _PASSES, past=_PAST, repeats=_REPEATS)
         costs = TargetCosts({rows: min(ms) for rows, ms in times.items()}, weights, layers)
     else:
         config = read_config(source)

@@ -50,6 +50,7 @@ def add_training_options(parser: Parser, minutes: float | None = None) -> None:
     text = "where an interrupted training is kept (default: OUT.work, which is removed at the end)"
     group.add_argument("--work", type=Path, metavar="DIR", help=text)
     group.add_argument("--report", type=Path, metavar="FILE", help="write all figures there as JSON, losses included")
+    parser.advanced("--learning-rate", "--rows", "--length", "--seed", "--report")
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

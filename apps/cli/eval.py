@@ -19,8 +19,8 @@ from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer import Divergence, Evaluation
     from edgeinfer.apps.cli.parser import Parser, Subparsers
+    from edgeinfer.tools import Divergence, Evaluation
 
 __all__ = ["add_parser", "execute"]
 

@@ -72,6 +72,10 @@ def add_parser(commands: Subparsers) -> None:
     _add_static(parser)
     parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
+    parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
+    parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
+    parser.advanced("--kv-calibration", "--no-kv-scales", "--show-plan")
+    parser.advanced("--static-context", "--static-chunk", "--static-widths", "--static-layers")
     add_json_option(parser)
 
 
@@ -240,6 +244,6 @@ def execute(args: argparse.Namespace) -> int:
 def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None) -> None:
     """Adds scales for quantized caches; a model that cannot run here goes without."""
     try:
-        edgeinfer.calibrate_kv(bundle, texts, progress=progress)
+        edgeinfer.tools.calibrate_kv(bundle, texts, progress=progress)
     except EdgeInferError as error:
         print_note(f"No scales for int8 and int4 caches: {error.message} {error.hint}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import shutil
 import textwrap
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 __all__ = ["help_text", "usage"]
 
@@ -59,8 +60,15 @@ def _placeholder(action: argparse.Action) -> str:
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
 
-def help_text(parser: argparse.ArgumentParser, left_out: Set[argparse.Action]) -> str:
-    """The help of a command without the options that are left out."""
+def help_text(
+    parser: argparse.ArgumentParser, left_out: Set[argparse.Action], briefs: Mapping[argparse.Action, str]
+) -> str:
+    """The help of a command.
+
+    Args:
+        left_out: options that it does not show.
+        briefs: texts that stand for those of options.
+    """
     layout = _Layout(parser.prog)
     layout.add_text(parser.description)
     # What argparse collects without a heading of its own comes last.
@@ -68,7 +76,15 @@ def help_text(parser: argparse.ArgumentParser, left_out: Set[argparse.Action]) -
         actions = [action for action in group._group_actions if action not in left_out]
         if any(action.help is not argparse.SUPPRESS for action in actions):
             layout.start_section(group.title)
-            layout.add_arguments(actions)
+            layout.add_arguments(
+                _with_help(action, briefs[action]) if action in briefs else action for action in actions
+            )
             layout.end_section()
     layout.add_text(parser.epilog)
     return usage(parser) + "\n" + layout.format_help()
+
+
+def _with_help(action: argparse.Action, text: str) -> argparse.Action:
+    shown = copy.copy(action)
+    shown.help = text
+    return shown

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
-from edgeinfer.apps.cli.text_files import utf8
+from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.options import ConfigOption, options_of
 from edgeinfer.reply_options import ReplyOptions
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CONVERTING",
     "DRAFTING",
+    "GENERATION",
+    "LOADING",
     "MEMORY",
     "add_generation_options",
     "add_load_options",
@@ -33,6 +36,7 @@ __all__ = [
     "given_options",
     "load_model",
     "load_options",
+    "reads_stdin",
 ]
 
 # Options of LoadConfig by subject, in the order of help.
@@ -42,7 +46,9 @@ MEMORY = (
 )
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
-_LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+# Options of a reply that commands offer.
+GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
 
 
 def add_model_option(parser: Parser) -> None:
@@ -51,7 +57,8 @@ def add_model_option(parser: Parser) -> None:
         "name of the catalog (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
         "directory, or .gguf file (default: the small built-in story model)"
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=text)
+    action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
+    parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
 
 
 def add_load_options(parser: Parser, *, converts: bool = True) -> None:
@@ -61,7 +68,7 @@ def add_load_options(parser: Parser, *, converts: bool = True) -> None:
         converts: --bits is for a checkpoint that is converted, and not something of the command's own.
     """
     add_model_option(parser)
-    add_options(parser, LoadConfig, (*_LOADING, *CONVERTING) if converts else _LOADING)
+    add_options(parser, LoadConfig, (*LOADING, *CONVERTING) if converts else LOADING)
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -70,7 +77,16 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     Args:
         limit: of a reply where -n is not given, in words.
     """
-    add_options(parser, ReplyOptions, help={"max_tokens": f"most tokens to generate (default: {limit})"})
+    help = {
+        "max_tokens": f"most tokens to generate (default: {limit})",
+        "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
+        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation; - reads stdin",
+        "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
+    }
+    add_options(parser, ReplyOptions, help=help)
+    text = "the reply must be a line of this UTF-8 file; - reads stdin"
+    group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
+    parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
@@ -104,6 +120,8 @@ def add_options(
         action = group.add_argument(*option.flags, dest=name, help=text, **settings)
         if not option.basic:
             parser.advanced(action)
+        if option.brief:
+            parser.brief(action, option.brief)
         if option.former_flags:
             group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 
@@ -111,22 +129,38 @@ def add_options(
 def _action(option: ConfigOption) -> dict[str, Any]:
     """Returns argparse's keyword arguments for an option."""
     if option.type is bool:
-        if option.flags[0].startswith("--no-"):
-            return {"action": "store_const", "const": False}
-        return {"action": argparse.BooleanOptionalAction}
+        if option.optional:
+            return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_const", "const": not option.default}
     if option.choices:
         return {"choices": option.choices}
     valued = {"metavar": option.metavar}
     if option.size:
         return valued | {"type": parse_size}
     if typing.get_origin(option.type) is tuple:
-        of_texts = typing.get_args(option.type)[0] is str
-        return valued | ({"action": "append"} if of_texts else {"type": _numbers})
-    return valued | ({} if option.type is str else {"type": option.type})
+        kind = typing.get_args(option.type)[0]
+        return valued | ({"action": "append"} if kind is str else {"type": _list_of(kind)})
+    if typing.get_origin(option.type) is Mapping:
+        return valued | {"action": "append", "type": _bias}
+    return valued | ({"type": option.type} if option.type in (int, float) else {})
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas") from None
+
+    return parse
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-5") from None
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -143,7 +177,7 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, (*_LOADING, *CONVERTING) if converts else _LOADING)
+    options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
     LoadConfig(**options)
     return options
 
@@ -155,13 +189,36 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         UsageError: a value is out of range.
         PromptError: a stop string is not UTF-8.
     """
-    flagged = [name for name, option in options_of(GenerationConfig).items() if option.flags]
-    options = given_options(args, flagged)
-    for name, flag in (("stop", "--stop"), ("choices", "--choice")):
+    options = given_options(args, GENERATION)
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(options["logit_bias"])
+    if "json_schema" in options:
+        options["json_schema"] = _schema(options["json_schema"])
+    if "grammar" in options:
+        options["grammar"] = _contents(options["grammar"])
+    if args.choices_file is not None:
+        lines = [line for line in _contents(args.choices_file).splitlines() if line.strip()]
+        options["choices"] = [*options.get("choices", ()), *lines]
+    for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
-            options[name] = tuple(utf8(text, flag) for text in options[name])
+            given = options[name]
+            options[name] = utf8(given, flag) if isinstance(given, str) else tuple(utf8(text, flag) for text in given)
     GenerationConfig(**options)
     return options
+
+
+def reads_stdin(args: argparse.Namespace) -> bool:
+    """Whether an option that says what the reply must be takes stdin."""
+    return "-" in (args.json_schema, args.grammar, args.choices_file)
+
+
+def _schema(text: str) -> str:
+    """A schema that is given as it is, or in a file."""
+    return utf8(text, "--json-schema") if text.lstrip().startswith("{") else _contents(text)
+
+
+def _contents(file: str) -> str:
+    return read_stdin() if file == "-" else read_text(Path(file))
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:

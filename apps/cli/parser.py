@@ -67,13 +67,20 @@ class Parser(argparse.ArgumentParser):
         settings = {"add_help": False, "allow_abbrev": False, "exit_on_error": False} | settings
         super().__init__(*args, **settings)
         self._given: list[str] = []
+        self._briefs: dict[argparse.Action, str] = {}
+        self.register("type", int, _whole_number)
+        self.register("type", float, _number)
         self.add_argument("-h", "--help", action=_ShowHelp, everything=False, help="show this help")
         self._help_all = self.add_argument("--help-all", action=_ShowHelp, everything=True, help="show every option")
         self._rare: set[argparse.Action] = {self._help_all}
 
-    def advanced(self, *actions: argparse.Action) -> None:
-        """Leaves options out of the short help."""
-        self._rare.update(actions)
+    def advanced(self, *options: argparse.Action | str) -> None:
+        """Leaves options, also by their flags, out of the short help."""
+        self._rare.update(self._option_string_actions[each] if isinstance(each, str) else each for each in options)
+
+    def brief(self, option: argparse.Action, text: str) -> None:
+        """Says what an option does in fewer words in the short help."""
+        self._briefs[option] = text
 
     def format_usage(self) -> str:
         """The short usage line."""
@@ -81,13 +88,13 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The short help."""
-        text = help_text(self, self._rare)
+        text = help_text(self, self._rare, self._briefs)
         shorter = any(action.help is not argparse.SUPPRESS for action in self._rare - {self._help_all})
         return f"{text}\nAll options: {self.prog} --help-all\n" if shorter else text
 
     def format_help_all(self) -> str:
         """The help with every option."""
-        return help_text(self, frozenset())
+        return help_text(self, frozenset(), {})
 
     def parse_known_args(  # type: ignore[override]  # argparse has overloads for what nothing here passes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -148,6 +155,20 @@ class Parser(argparse.ArgumentParser):
     def _wrong(self, error: argparse.ArgumentError) -> UsageError:
         name = "" if error.argument_name is None else f"{error.argument_name.rpartition('/')[2]}: "
         return UsageError(_sentence(f"{name}{error.message}"), f"See: {self.prog} --help")
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def _sentence(text: str) -> str:

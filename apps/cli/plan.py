@@ -1,8 +1,9 @@
-"""`edgeinfer plan`: what a model would need before any of it is loaded."""
+"""`edgeinfer plan`: whether a model fits, what it needs and how fast it runs, before any of it is loaded."""
 
 from __future__ import annotations
 
 import argparse
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
@@ -14,18 +15,32 @@ from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import BudgetError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from edgeinfer import MemoryPlan
     from edgeinfer.apps.cli.parser import Subparsers
 
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Show what a model needs in memory, term by term, without loading it. Exits with 4 if it does not fit.
+Show whether a model fits in memory, what it needs and how fast it runs, without loading it. The exit code is 4 if it
+does not fit.
 
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
 _PLANNED = (*MEMORY, *CONVERTING, "native", "device", *DRAFTING)
+# Terms of a plan as people group them; the rest has a row of its own.
+_ROWS = {
+    "weights": ("weights_packed", "weights_mapped", "experts"),
+    "KV cache": ("kv", "overflow"),
+    "other conversations": ("prefix_cache",),
+    "drafting": ("drafting", "draft_model"),
+    "working memory": ("activations", "session", "loading"),
+    "tokenizer": ("tokenizer",),
+    "Python and libraries": ("interpreter", "objects", "libraries", "code"),
+    "reserve": ("reserve",),
+}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -33,6 +48,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "plan", execute, _DESCRIPTION)
     add_model_option(parser)
     add_options(parser, LoadConfig, _PLANNED)
+    parser.add_argument("-v", "--verbose", action="store_true", help="show every term of the plan and every setting")
     add_json_option(parser)
 
 
@@ -43,50 +59,108 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print_json(plan.to_dict())
     else:
-        _print_terms(plan)
-        _print_ways(plan)
+        _print_plan(plan)
+        if args.verbose:
+            _print_terms(plan)
     return 0 if plan.fits else BudgetError.exit_code
 
 
+def _print_plan(plan: MemoryPlan) -> None:
+    """Prints the verdict, what was given up for it, and one table: what is needed, and what else is possible."""
+    print(_verdict(plan))
+    if plan.fits and plan.given_up:
+        print(f"Given up to fit: {'; '.join(plan.given_up)}.")
+    if plan.hints:
+        print(f"Possible with less: {'; '.join(plan.hints)}.")
+    print()
+    needs, choices = list(_needs(plan)), list(_choices(plan))
+    width = max(len(size) for _, size in needs)
+    rows = [
+        (name, f"{size.rjust(width)}  ", *choice)
+        for (name, size), choice in zip_longest(needs, choices, fillvalue=("", ""))
+    ]
+    print_table(rows, header=("memory", "", "choices", "needs", "tokens/s"))
+    print(f"\n{_basis(plan)}")
+
+
+def _verdict(plan: MemoryPlan) -> str:
+    least = format_size(plan.minimum_bytes, up=True)
+    if not plan.fits:
+        return f"Does not fit in {_budget(plan)}: needs at least {least}."
+    about = "" if plan.speed.measured else "about "
+    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}"
+    if plan.budget_bytes is None:
+        return f"Needs {format_size(plan.planned_bytes, up=True)} (runs in {least} or more): {runs}."
+    return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
+
+
+def _budget(plan: MemoryPlan) -> str:
+    assert plan.budget_bytes is not None, "without a budget everything fits"
+    counted = "" if plan.counted == "resident" else " of anonymous memory"
+    return format_size(plan.budget_bytes).replace(".0 ", " ") + counted
+
+
+def _needs(plan: MemoryPlan) -> Iterator[tuple[str, str]]:
+    known = {term for terms in _ROWS.values() for term in terms}
+    pages = plan.terms if plan.counted == "resident" else plan.footprint.anonymous
+    rows = _ROWS | {name.replace("_", " "): (name,) for name in pages if name not in known}
+    for name, terms in rows.items():
+        if size := sum(pages.get(term, 0) for term in terms):
+            yield name, format_size(size)
+    yield "total", format_size(plan.planned_bytes, up=True)
+
+
+def _choices(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
+    """This plan and its alternatives; where nothing fits there is no need to say so of each."""
+    own, ways = plan.speed, plan.useful_alternatives
+    chosen = "this plan" if plan.fits else "smallest"
+    yield chosen, format_size(plan.planned_bytes, up=True), _pace(own.tokens_per_second, measured=own.measured)
+    for way in ways:
+        pace = _pace(way.speed.tokens_per_second, measured=way.speed.measured)
+        note = "" if way.fits or not plan.fits else ", does not fit"
+        yield way.name, format_size(way.planned_bytes, up=True), pace + note
+
+
+def _pace(tokens_per_second: float, *, measured: bool = True) -> str:
+    return f"{'' if measured else '~'}{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
+
+
+def _basis(plan: MemoryPlan) -> str:
+    measured = [plan.speed.measured, *(way.speed.measured for way in plan.useful_alternatives)]
+    if all(measured):
+        return "Speeds were measured on this device."
+    if any(measured):
+        return "Speeds were measured on this device; those marked ~ are estimates."
+    return "Speeds are estimates until the model has run on this device."
+
+
 def _print_terms(plan: MemoryPlan) -> None:
+    """Prints every term, and every setting of the plan."""
     rows = [(name.replace("_", " "), format_size(size), _kind(plan, name)) for name, size in plan.terms.items() if size]
-    rows.append(("planned", format_size(plan.planned_bytes), "" if plan.counted == "resident" else "anonymous only"))
-    rows.append(("smallest budget", format_size(plan.minimum_bytes), ""))
-    if plan.budget_bytes is not None:
-        rows.append(("budget", format_size(plan.budget_bytes), "fits" if plan.fits else "does not fit"))
+    print_table(rows, title="\nterms")
     choice = plan.configuration
-    # A model file that brings its tokenizer, GGUF, has no layouts.
-    layout = "" if choice.tokenizer == "model" else f", {plan.layout} layout"
-    title = f"{choice.context} tokens of context, cache in {choice.kv}{layout}, {choice.weights} weights"
-    print_table(rows, title=title)
+    settings = {
+        "KV cache data type": choice.kv,
+        "weights": choice.weights,
+        # A model file that brings its tokenizer, GGUF, has no layouts.
+        "layout": "" if choice.tokenizer == "model" else plan.layout,
+        "tokenizer": choice.tokenizer,
+        "drafters": ", ".join(choice.drafters),
+        "draft tokens": str(choice.draft_max),
+        "threads": _tuned(plan, "threads"),
+        "prompt tokens per pass": _tuned(plan, "prefill_chunk"),
+        "device": plan.device,
+    }
+    print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
     if plan.footprint.device:
         own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
-        title = f"in {plan.device}'s own memory, which is not counted, nor is what its driver takes in the process"
-        print_table(own, title=title)
-    elif plan.device != "cpu":
-        print_table([("device", plan.device)])
+        print_table(own, title=f"\nmemory of {plan.device}, which the budget does not count")
 
 
 def _kind(plan: MemoryPlan, term: str) -> str:
     if not plan.footprint.file.get(term):
         return ""
-    return "of files" if not plan.footprint.anonymous.get(term) else "partly of files"
-
-
-def _print_ways(plan: MemoryPlan) -> None:
-    """Prints the expected speed, what was given up, and the alternatives."""
-    known = "measured here" if plan.speed.measured else "estimated until the model has run here"
-    rows = [("speed", f"{plan.speed.tokens_per_second:.1f} tokens/s ({known})"), ("threads", _tuned(plan, "threads"))]
-    rows.append(("prompts in chunks of", _tuned(plan, "prefill_chunk")))
-    print_table(rows)
-    if plan.given_up:
-        print_table([("given up", "; ".join(plan.given_up))])
-    ways = [
-        (way.name, format_size(way.planned_bytes), f"{way.speed.tokens_per_second:.1f}", "" if way.fits else "no")
-        for way in plan.alternatives
-    ]
-    if ways:
-        print_table(ways, title="instead", header=("", "needs", "tokens/s", "fits"))
+    return "mapped from files" if not plan.footprint.anonymous.get(term) else "partly mapped from files"
 
 
 def _tuned(plan: MemoryPlan, name: str) -> str:

@@ -13,6 +13,7 @@ from edgeinfer.apps.cli.options import (
     generation_options,
     load_model,
     load_options,
+    reads_stdin,
 )
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -105,7 +106,9 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.file is not None:
         parts.append(read_stdin() if args.file == "-" else read_text(Path(args.file)))
     given = bool(parts) or args.prompt is not None
-    if args.file != "-" and (is_piped() if given else _not_typed()):
+    if args.file == "-" and reads_stdin(args):
+        raise UsageError("stdin can be read once only.", "Put one of what is to come from it into a file.")
+    if args.file != "-" and not reads_stdin(args) and (is_piped() if given else _not_typed()):
         parts.append(read_stdin(waiting="Reading more of the prompt from stdin; < /dev/null leaves it out."))
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt:

@@ -43,6 +43,8 @@ def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
+    parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
+    parser.advanced("--sse-ping-interval")
     add_load_options(parser)
     add_json_option(parser)
 

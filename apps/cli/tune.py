@@ -16,8 +16,8 @@ from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
-    from edgeinfer import DeviceTuning, TuneResult
     from edgeinfer.apps.cli.parser import Subparsers
+    from edgeinfer.tools import DeviceTuning, TuneResult
 
 __all__ = ["add_parser", "execute"]
 
@@ -56,6 +56,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "sets of layers to try at most (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
+    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation")
     add_json_option(parser)
 
 
@@ -70,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     device = _tune_device(args, options)
     layers = _tune_layers(args, options, prompts, device)
     with progress_bar() as bar:
-        scales = edgeinfer.tune_kv(args.model, prompts, **({} if bar is None else {"progress": bar}))
+        scales = edgeinfer.tools.tune_kv(args.model, prompts, **({} if bar is None else {"progress": bar}))
     if args.json:
         found = {} if layers is None else _layer_facts(layers)
         print_json(found | {"device": None if device is None else _device_facts(device), "kv_scales": scales})
@@ -88,7 +89,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     options.pop("profile", None)
-    forgotten = edgeinfer.forget_tuning(args.model, **options)
+    forgotten = edgeinfer.tools.forget_tuning(args.model, **options)
     if args.json:
         print_json({"forgotten": forgotten})
     else:
@@ -104,12 +105,12 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
             told = None if bar is None else (lambda done, total: bar("sets of blocks", done, total))
-            levels = model.tune_skips(
-                prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=told
+            levels = edgeinfer.tools.tune_skips(
+                model, prompts, granularity=args.granularity, evaluations=2 * args.evaluations, progress=told
             )
             found["skip"] = [asdict(level) for level in levels]
         if args.entropy:
-            found["entropy"] = asdict(model.tune_entropy(prompts))
+            found["entropy"] = asdict(edgeinfer.tools.tune_entropy(model, prompts))
     if args.json:
         print_json(found)
     else:
@@ -135,7 +136,7 @@ def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTun
     with progress_bar() as bar:
         shown = {} if bar is None else {"progress": bar}
         try:
-            return edgeinfer.tune_device(args.model, quick=args.quick, out=args.out, **options, **shown)
+            return edgeinfer.tools.tune_device(args.model, quick=args.quick, out=args.out, **options, **shown)
         except CapabilityError:
             return None
 
@@ -152,8 +153,8 @@ def _tune_layers(
     with load_model(args.model, tuned) as model, progress_bar() as bar:
         shown = {} if bar is None else {"progress": lambda done, total: bar("searching layers", done, total)}
         try:
-            return model.tune(
-                prompts, granularity=args.granularity, evaluations=args.evaluations, seed=args.seed, **shown
+            return edgeinfer.tools.tune_drafting(
+                model, prompts, granularity=args.granularity, evaluations=args.evaluations, seed=args.seed, **shown
             )
         except CapabilityError:
             if device is None:

@@ -1,4 +1,4 @@
-"""Endpoints about the app's state: settings, models, plans, loading, downloads, events."""
+"""Endpoints about the app's state: settings, models, plans, loading, events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.settings import AppSettings
-from edgeinfer.errors import HubError, UsageError
+from edgeinfer.errors import HubError
 
 __all__ = ["model_routes"]
 
@@ -37,8 +37,6 @@ def model_routes(services: Services) -> list[BaseRoute]:
         ("POST", "/model/load", api.load),
         ("POST", "/model/cancel", api.cancel),
         ("POST", "/model/unload", api.unload),
-        ("POST", "/downloads", api.download),
-        ("DELETE", "/downloads/{key}", api.cancel_download),
         ("GET", "/events", api.events),
     )
     return [Route(path, answered(endpoint), methods=[method]) for method, path, endpoint in table]
@@ -111,15 +109,6 @@ class _Models:
         await self._services.control.unload()
         return JSONResponse(self._services.control.state(), status_code=202)
 
-    async def download(self, request: Request) -> Response:
-        id = (await fields(request, self._security, id=str)).get("id", "").strip()
-        if not id or id.startswith("-"):
-            raise UsageError("There is no model to fetch.", "Give a hub id, ORG/NAME, or ORG/NAME:TYPE of a GGUF file.")
-        return JSONResponse(asdict(self._services.downloads.begin(id)), status_code=202)
-
-    async def cancel_download(self, request: Request) -> Response:
-        return JSONResponse(asdict(await self._services.downloads.cancel(request.path_params["key"])))
-
     async def events(self, request: Request) -> Response:
         self._services.control.publish()
         return event_stream(self._services.feed.read(), self._security)
@@ -134,5 +123,5 @@ def _require_local(model: str | None) -> None:
 def _settings_view(settings: AppSettings) -> dict[str, Any]:
     """Returns the settings that the window shows."""
     data = asdict(settings)
-    del data["recent"]
+    del data["recent"], data["unfinished"]
     return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}

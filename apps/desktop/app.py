@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 
 from edgeinfer.apps.desktop.api_attachments import attachment_routes
+from edgeinfer.apps.desktop.api_catalog import catalog_routes
 from edgeinfer.apps.desktop.api_conversations import conversation_routes
 from edgeinfer.apps.desktop.api_models import model_routes
 from edgeinfer.apps.desktop.folders import DataFolder, data_folder
@@ -154,12 +155,39 @@ class _OwnWindow(_Address):
             self._answered.set()
 
 
+class _Dialogs:
+    """The system's dialogs of files and folders, which the page asks for where it has a window of its own."""
+
+    # Underscored, so that the page does not get it.
+    _window: Any = None
+
+    def choose_file(self) -> str | None:
+        """The path of a GGUF file that the user chose."""
+        import webview
+
+        kinds = ("GGUF models (*.gguf)", "All files (*.*)")
+        return _first(self._window.create_file_dialog(webview.FileDialog.OPEN, file_types=kinds))
+
+    def choose_folder(self) -> str | None:
+        """The path of a folder that the user chose."""
+        import webview
+
+        return _first(self._window.create_file_dialog(webview.FileDialog.FOLDER))
+
+
+def _first(chosen: Sequence[str] | None) -> str | None:
+    return chosen[0] if chosen else None
+
+
 def _open_window(url: str) -> None:
     """Shows a page until its window is closed."""
     import webview
 
     width, height = _SIZE
-    webview.create_window("edgeinfer", url, width=width, height=height, min_size=(420, 480))
+    dialogs = _Dialogs()
+    dialogs._window = webview.create_window(
+        "edgeinfer", url, width=width, height=height, min_size=(420, 480), js_api=dialogs
+    )
     # Cookies of one run are of no use to the next.
     webview.start(private_mode=True)
 
@@ -177,7 +205,8 @@ def _has_display() -> bool:
 
 def make_desktop(services: Services, access: Access) -> Starlette:
     """The application; it closes what `services` hold when it ends."""
-    api = [*model_routes(services), *conversation_routes(services), *attachment_routes(services)]
+    parts = (model_routes, catalog_routes, conversation_routes, attachment_routes)
+    api = [route for routes in parts for route in routes(services)]
     guarded = Mount("/app/api", routes=api, middleware=[Middleware(AccessRequired, access=access)])
     app = make_app(services.host, services.security, extra_routes=[guarded, *page_routes(access)])
     serve = app.router.lifespan_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Any, ClassVar
 
-from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError, UserError
+from edgeinfer.errors import StorageError, UsageError, UserError
 
 __all__ = [
     "LONGEST_NAME",
@@ -18,7 +18,6 @@ __all__ = [
     "check_name",
     "check_text",
     "check_values",
-    "error_view",
 ]
 
 
@@ -62,12 +61,6 @@ LONGEST_NAME, LONGEST_SEARCH = 4_096, 1_000
 _LARGEST = 2**53
 # They turn round what stands beside them: a name would look like another.
 _TURNING = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-
-
-def error_view(error: EdgeInferError) -> dict[str, Any]:
-    """Returns an error as the app's API shows it."""
-    data: dict[str, Any] = {"message": error.message, "hint": error.hint}
-    return data | ({"minimum_bytes": error.minimum_bytes} if isinstance(error, BudgetError) else {})
 
 
 def check_text(text: str, name: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.checks import error_view
 from edgeinfer.apps.desktop.library import Library, Planner, id_of, name_of
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
+from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import EdgeInferError

@@ -1,34 +1,42 @@
-"""Models on their way from the hub: started, followed, cancelled.
+"""Models on their way to this machine: fetched from the hub or converted from a folder, followed, cancelled, resumed.
 
-Each is fetched by a process of its own, which can be ended at any moment and takes the memory it needs with it:
-
-    python -m edgeinfer.apps.desktop.downloads ORG/NAME
-
-It tells of its progress in lines of JSON, and ends when its standard input does, so that it does not outlive the app.
-What it fetched so far stays, and is not fetched again."""
+The work itself is done by a process of its own (`edgeinfer.pull`), which ends with the app. What was fetched stays, and
+which models were unfinished is kept, so that the next start offers to go on."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
-import os
-import sys
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from edgeinfer import hub
-from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError, error_view
-from edgeinfer.errors import EdgeInferError, InternalError
+import edgeinfer
+from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
+from edgeinfer.apps.desktop.words import error_view
+from edgeinfer.errors import EdgeInferError, StorageError
 
-__all__ = ["Download", "Downloads", "main"]
+__all__ = ["Download", "Downloads", "Fetch"]
 
-_FETCH = (sys.executable, "-m", "edgeinfer.apps.desktop.downloads")
+_log = logging.getLogger("edgeinfer.desktop")
+
+# More would share the same line, and conversions the same processor.
+_AT_ONCE = 2
+_PROGRESS_S = 0.1
+
+
+class Fetch(Protocol):
+    """What `edgeinfer.pull` does."""
+
+    def __call__(
+        self, name: str, *, progress: Callable[[str, int, int], None], cancelled: Callable[[], bool]
+    ) -> edgeinfer.LocalModel:
+        """Fetches a model."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +45,69 @@ class Download:
 
     Attributes:
         key: of this download.
-        id: of the model.
-        done, total: bytes; total is 0 before it is known.
+        id: of the model: a name of the hub or the catalog, or the folder of a checkpoint.
+        stage: what is being done.
+        done, total: bytes or steps of the stage; total is 0 before it is known.
         error: what went wrong and what to do, where it failed.
+        model: what loads it, once it is done.
     """
 
     key: str
     id: str
+    stage: str = ""
     done: int = 0
     total: int = 0
-    status: Literal["running", "done", "failed", "cancelled"] = "running"
+    status: Literal["running", "done", "failed", "cancelled", "dismissed"] = "running"
     error: dict[str, str] | None = None
+    model: str | None = None
 
 
 class Downloads:
-    """All downloads of this run.
+    """All downloads of this run, and those that an earlier one left unfinished.
 
     Args:
         changed: called with each state.
-        command: that fetches the model which is added to it.
+        fetch: fetches a model.
+        unfinished: ids that an earlier run left.
+        remember: keeps the ids of those that are unfinished now.
     """
 
-    def __init__(self, changed: Callable[[Download], None], command: Sequence[str] = _FETCH) -> None:
+    def __init__(
+        self,
+        changed: Callable[[Download], None],
+        fetch: Fetch | None = None,
+        unfinished: Sequence[str] = (),
+        remember: Callable[[tuple[str, ...]], None] = lambda _: None,
+    ) -> None:
         self._changed = changed
-        self._command = tuple(command)
+        self._fetch = edgeinfer.pull if fetch is None else fetch
+        self._remember = remember
         self._states: dict[str, Download] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, threading.Event] = {}
+        self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="download")
+        for id in unfinished:
+            state = Download(uuid.uuid4().hex, id, status="cancelled")
+            self._states[state.key] = state
+
+    def publish(self) -> None:
+        """Tells of all states, to whoever has come to hear of them."""
+        for state in self._states.values():
+            self._changed(state)
 
     def begin(self, id: str) -> Download:
-        """Begins to fetch a model.
+        """Begins to fetch a model, or goes on with one that was left unfinished.
 
         Raises:
             ConflictError: it is being fetched already.
         """
-        if any(state.id == id and state.status == "running" for state in self._states.values()):
-            raise ConflictError(f"{id} is being fetched already.", "Wait for it, or cancel it.")
+        for state in list(self._states.values()):
+            if state.id == id and state.status == "running":
+                raise ConflictError(f"{id} is being downloaded already.", "Wait for it, or cancel it.")
+            if state.id == id:
+                self._set(dataclasses.replace(state, status="dismissed"))
         state = Download(uuid.uuid4().hex, id)
+        self._stops[state.key] = threading.Event()
         self._set(state)
         task = self._tasks[state.key] = asyncio.create_task(self._run(state.key))
         task.add_done_callback(lambda _: self._tasks.pop(state.key))
@@ -89,113 +124,59 @@ class Downloads:
         return self._states[key]
 
     async def cancel(self, key: str) -> Download:
-        """Ends a download; what was fetched stays for the next time. Errors as `state`."""
-        self.state(key)
-        task = self._tasks.get(key)
+        """Ends a download, whose fetched part stays; one that has ended is taken off the list. Errors as `state`."""
+        state, task = self.state(key), self._tasks.get(key)
         if task is not None:
-            task.cancel()
+            self._stops[key].set()
             await asyncio.wait([task])
-            if self._states[key].status == "running":
-                self._update(key, status="cancelled")
+        elif state.status != "done":
+            self._set(dataclasses.replace(state, status="dismissed"))
         return self._states[key]
 
     async def close(self) -> None:
-        """Cancels all downloads."""
-        for key in list(self._tasks):
-            await self.cancel(key)
+        """Ends all downloads; they are unfinished, and the next run offers to go on."""
+        for stop in self._stops.values():
+            stop.set()
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+        self._workers.shutdown(wait=False)
 
     def _set(self, state: Download) -> None:
+        before = self._states.get(state.key)
         self._states[state.key] = state
+        if before is None or before.status != state.status:
+            unfinished = (s.id for s in self._states.values() if s.status not in ("done", "dismissed"))
+            try:
+                self._remember(tuple(dict.fromkeys(unfinished)))
+            except StorageError as error:  # a full disk; the download itself says so too
+                _log.warning("unfinished downloads could not be kept: %s", error)
         self._changed(state)
 
     def _update(self, key: str, **changes: Any) -> None:
         self._set(dataclasses.replace(self._states[key], **changes))
 
     async def _run(self, key: str) -> None:
-        try:
-            await self._follow(key)
-        except Exception as error:  # a process that cannot be started, or says something unexpected
-            self._fail(key, f"The download failed: {error}.")
+        loop, stop, told = asyncio.get_running_loop(), self._stops[key], 0.0
 
-    async def _follow(self, key: str) -> None:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self._command, self._states[key].id, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-        )
-        assert process.stdout is not None
-        try:
-            async for line in process.stdout:
-                self._take(key, json.loads(line))
-            await process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        if self._states[key].status == "running":
-            self._fail(key, "The download ended before it was done.")
+        def progress(stage: str, done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= _PROGRESS_S or done == total:
+                told = time.monotonic()
+                loop.call_soon_threadsafe(lambda: self._update(key, stage=stage, done=done, total=total))
 
-    def _take(self, key: str, said: dict[str, Any]) -> None:
-        if "error" in said:
-            self._update(key, status="failed", error=said["error"])
-        elif "path" in said:
-            total = self._states[key].total
-            self._update(key, status="done", done=total)
+        def work() -> edgeinfer.LocalModel:
+            return self._fetch(self._states[key].id, progress=progress, cancelled=stop.is_set)
+
+        try:
+            made = await loop.run_in_executor(self._workers, work)
+        except EdgeInferError as error:
+            if stop.is_set():
+                self._update(key, status="cancelled")
+            else:
+                self._update(key, status="failed", error=error_view(error))
+        except Exception as error:  # it is this download's; the app goes on
+            _log.exception("a download failed")
+            said = {"message": f"The download failed: unexpected {type(error).__name__}.", "hint": "Try again."}
+            self._update(key, status="failed", error=said)
         else:
-            self._update(key, done=said["done"], total=said["total"])
-
-    def _fail(self, key: str, message: str) -> None:
-        self._update(key, status="failed", error={"message": message, "hint": "Try again; downloads resume."})
-
-
-_PROGRESS_S = 0.1
-
-
-class _Progress:
-    """Writes how much is there. The library counts bytes that arrived and bytes in their place; the first lead."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}
-        self._told = 0.0
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        self._counts[label] = done, total
-        if time.monotonic() - self._told >= _PROGRESS_S:
-            self._told = time.monotonic()
-            _tell({"done": max(d for d, _ in self._counts.values()), "total": max(t for _, t in self._counts.values())})
-
-
-def main(repo: str) -> int:
-    """Fetches a model; the last line tells the path or the error."""
-    finished = threading.Event()
-    threading.Thread(target=_end_with_input, args=(finished,), daemon=True).start()
-    try:
-        path = hub.pull(repo, progress=_Progress())
-    except EdgeInferError as error:
-        finished.set()
-        _tell({"error": error_view(error)})
-        return error.exit_code
-    except Exception as error:  # the last resort of a program: the window shows a line
-        finished.set()
-        _tell({"error": {"message": f"Unexpected {type(error).__name__}: {error}.", "hint": "Try again."}})
-        return InternalError.exit_code
-    finished.set()
-    _tell({"path": str(path)})
-    return 0
-
-
-def _tell(data: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(data) + "\n")
-    sys.stdout.flush()
-
-
-def _end_with_input(finished: threading.Event) -> None:
-    # Past Python's buffer, whose lock a thread that still reads would hold when the program ends.
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    # Who was told the outcome may close the input before this process has ended with its own code.
-    if not finished.is_set():
-        os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+            self._update(key, status="done", model=str(made.path))

@@ -22,7 +22,7 @@ from edgeinfer.errors import EdgeInferError
 
 __all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "id_of", "model_of", "name_of"]
 
-Source = Literal["built-in", "bundle", "gguf", "hub"]
+Source = Literal["built-in", "bundle", "gguf", "hub", "converted"]
 
 # How the window names the model that needs no name.
 BUILT_IN = "built-in"
@@ -69,7 +69,7 @@ def id_of(model: str | None) -> str:
 
 def name_of(model: str | None) -> str:
     """What people call a model whose files have not been read: the last part of its path or id."""
-    return id_of(model).replace("\\", "/").rstrip("/").rpartition("/")[2]
+    return hub.BUILTIN if model is None else model.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 class Library:
@@ -94,7 +94,10 @@ class Library:
             context: tokens to plan for; None is the model's usual.
         """
         with self._lock:
-            found = dict(self._find(recent))
+            found: dict[str, Source] = {}
+            for id, source in self._find(recent):
+                # A folder that is searched may hold what was downloaded; it is listed as that.
+                found.setdefault(id, source)
             return [self._describe(id, source, context) for id, source in found.items()]
 
     def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
@@ -106,6 +109,8 @@ class Library:
 
     def _find(self, recent: Iterable[str]) -> Iterator[tuple[str, Source]]:
         yield BUILT_IN, "built-in"
+        for converted in hub.converted_models():
+            yield str(converted.path), "converted"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
                 # A bundle's own drafter is no model to talk to.

@@ -16,6 +16,7 @@ from typing import Any
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
 
@@ -255,7 +256,7 @@ def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, s
 
 def _failure(error: EdgeInferError) -> ReplyFailure:
     """Returns an error as it is kept with the message."""
-    failure = ReplyFailure(error.message, error.hint, getattr(error, "code", None) or "error")
+    failure = ReplyFailure(error.message, hint_of(error.hint), getattr(error, "code", None) or "error")
     if isinstance(error, ContextLengthError):
         return dataclasses.replace(failure, code="context_full")
     if isinstance(error, BudgetError):

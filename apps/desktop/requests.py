@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values, error_view
+from edgeinfer.apps.desktop.checks import LONGEST_SEARCH, check_name, check_values
+from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import Event, EventStream, StreamedResponse, while_connected
@@ -83,13 +84,13 @@ async def fields(request: Request, security: Security, **kinds: Any) -> dict[str
     return body
 
 
-def search_text(request: Request) -> str:
-    """Returns the text to search for; it may be empty.
+def search_text(request: Request, name: str = "search") -> str:
+    """Returns the text to search for, a parameter of the address; it may be empty.
 
     Raises:
         UsageError: it is too long, or no line of text.
     """
-    return check_name(request.query_params.get("search", ""), "search", LONGEST_SEARCH)
+    return check_name(request.query_params.get(name, ""), name, LONGEST_SEARCH)
 
 
 def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:

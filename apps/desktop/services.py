@@ -13,6 +13,7 @@ from edgeinfer.apps.desktop.downloads import Downloads
 from edgeinfer.apps.desktop.folders import DataFolder
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.library import Library, Planner
+from edgeinfer.apps.desktop.offers import Catalog
 from edgeinfer.apps.desktop.replies import ConversationReplies
 from edgeinfer.apps.desktop.settings import SettingsFile
 from edgeinfer.apps.server.events import EventFeed
@@ -40,6 +41,7 @@ class Services:
     replies: ConversationReplies
     downloads: Downloads
     documents: Documents
+    catalog: Catalog
     feed: EventFeed
     notices: tuple[str, ...]
 
@@ -79,19 +81,36 @@ class Services:
         replies = ConversationReplies(
             host, history, control.loaded_or_failed, lambda: {**control.defaults, **kept.now.options}, told
         )
-        downloads = Downloads(lambda state: feed.publish("download", asdict(state), state.key))
+        downloads = Downloads(
+            lambda state: feed.publish("download", asdict(state), state.key),
+            unfinished=kept.now.unfinished,
+            remember=lambda ids: kept.keep(unfinished=ids),
+        )
         notices = tuple(
             f"The file of your {what} was damaged. It was put aside as {path}, and a new one was started."
             for what, path in (("conversations", history.put_aside), ("settings", kept.put_aside))
             if path is not None
         )
         return cls(
-            host, security, history, kept, planner, library, control, replies, downloads, Documents(), feed, notices
+            host=host,
+            security=security,
+            history=history,
+            settings=kept,
+            planner=planner,
+            library=library,
+            control=control,
+            replies=replies,
+            downloads=downloads,
+            documents=Documents(),
+            catalog=Catalog(),
+            feed=feed,
+            notices=notices,
         )
 
     async def start(self) -> None:
         """Starts loading the last model."""
         self.feed.publish("conversations", {})
+        self.downloads.publish()
         self.control.start()
 
     async def stop(self) -> None:

@@ -70,6 +70,7 @@ class AppSettings:
         system: system message of new conversations.
         options: generation options of all conversations that say nothing else.
         recent: models used lately, the last one first.
+        unfinished: models whose download has not come to its end.
     """
 
     theme: str | None = None
@@ -79,6 +80,7 @@ class AppSettings:
     system: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     recent: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.memory is not None:
@@ -93,11 +95,12 @@ class AppSettings:
         check_text(self.system, "system")
         _require(isinstance(self.options, Mapping), "options", "an object")
         object.__setattr__(self, "options", checked_options(self.options))
-        recent = self.recent
-        _require(isinstance(recent, list | tuple) and all(isinstance(m, str) for m in recent), "recent", "texts")
-        for model in recent:
-            check_name(model, "recent")
-        object.__setattr__(self, "recent", tuple(recent)[:_MOST_RECENT])
+        for name in ("recent", "unfinished"):
+            listed = getattr(self, name)
+            _require(isinstance(listed, list | tuple) and all(isinstance(m, str) for m in listed), name, "texts")
+            for model in listed:
+                check_name(model, name)
+            object.__setattr__(self, name, tuple(listed)[:_MOST_RECENT])
 
     @classmethod
     def of(cls, data: Any) -> Self:
@@ -171,6 +174,13 @@ class SettingsFile:
         """Keeps which model was used last, and whether new conversations use it; errors as `change`."""
         with self._lock:
             now, kept = self.now.used(model, default=default), self._kept.used(model, default=default)
+            self._write(kept)
+            self.now, self._kept = now, kept
+
+    def keep(self, *, unfinished: tuple[str, ...]) -> None:
+        """Keeps which downloads are unfinished; errors as `change`."""
+        with self._lock:
+            now, kept = (dataclasses.replace(each, unfinished=unfinished) for each in (self.now, self._kept))
             self._write(kept)
             self.now, self._kept = now, kept
 

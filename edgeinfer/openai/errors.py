@@ -22,9 +22,9 @@ Kinds = tuple[tuple[type[EdgeInferError], int, str | None], ...]
 _KINDS: Kinds = (
     (ContextLengthError, 400, "context_length_exceeded"),
     (GrammarError, 400, "unsupported_schema"),
+    (CapabilityError, 501, "not_supported"),
     (UsageError, 400, None),
     (TemplateError, 400, "template_rejected"),
-    (CapabilityError, 501, "not_supported"),
     (BudgetError, 503, "insufficient_memory"),
     (EdgeInferError, 500, "internal_error"),
 )

@@ -1,1 +1,123 @@
 """What is measured of a model or a device, tuned and calibrated for it, and learnt from it, beside replies."""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgeinfer.tools.devices import (
+        DeviceTuning,
+        PartGain,
+        TunedSettings,
+        forget_tuning,
+        list_devices,
+        measure_device,
+        tune_device,
+    )
+    from edgeinfer.tools.evaluation import evaluate
+    from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
+    from edgeinfer.tools.measuring import (
+        DecodeTimes,
+        FewerExperts,
+        ReplyReading,
+        WorkTimes,
+        compare_fewer_experts,
+        drafting_state,
+        expert_counts,
+        experts_per_token,
+        measure_decode,
+        measure_passes,
+        measure_prefill,
+        measure_work,
+        pass_work,
+        read_reply,
+        restore_drafting,
+    )
+    from edgeinfer.tools.predictions import Divergence, Evaluation
+    from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, TuneResult, tune_drafting, tune_entropy, tune_skips
+
+__all__ = [
+    "DecodeTimes",
+    "DeviceTuning",
+    "Divergence",
+    "EntropyFacts",
+    "Evaluation",
+    "FewerExperts",
+    "PartGain",
+    "ReplyReading",
+    "SkipLevel",
+    "TuneResult",
+    "TunedSettings",
+    "WorkTimes",
+    "calibrate_kv",
+    "compare_fewer_experts",
+    "drafting_state",
+    "evaluate",
+    "expert_counts",
+    "experts_per_token",
+    "forget_tuning",
+    "list_devices",
+    "measure_decode",
+    "measure_device",
+    "measure_kv",
+    "measure_passes",
+    "measure_prefill",
+    "measure_work",
+    "pass_work",
+    "read_reply",
+    "restore_drafting",
+    "tune_device",
+    "tune_drafting",
+    "tune_entropy",
+    "tune_kv",
+    "tune_skips",
+]
+
+_HOMES = {
+    "DecodeTimes": "measuring",
+    "DeviceTuning": "devices",
+    "Divergence": "predictions",
+    "EntropyFacts": "tuning",
+    "Evaluation": "predictions",
+    "FewerExperts": "measuring",
+    "PartGain": "devices",
+    "ReplyReading": "measuring",
+    "SkipLevel": "tuning",
+    "TuneResult": "tuning",
+    "TunedSettings": "devices",
+    "WorkTimes": "measuring",
+    "calibrate_kv": "kv_calibration",
+    "compare_fewer_experts": "measuring",
+    "drafting_state": "measuring",
+    "evaluate": "evaluation",
+    "expert_counts": "measuring",
+    "experts_per_token": "measuring",
+    "forget_tuning": "devices",
+    "list_devices": "devices",
+    "measure_decode": "measuring",
+    "measure_device": "devices",
+    "measure_kv": "kv_calibration",
+    "measure_passes": "measuring",
+    "measure_prefill": "measuring",
+    "measure_work": "measuring",
+    "pass_work": "measuring",
+    "read_reply": "measuring",
+    "restore_drafting": "measuring",
+    "tune_device": "devices",
+    "tune_drafting": "tuning",
+    "tune_entropy": "tuning",
+    "tune_kv": "kv_calibration",
+    "tune_skips": "tuning",
+}
+
+if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'edgeinfer.tools' has no attribute {name!r}")
+        return getattr(_import_module(f"edgeinfer.tools.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

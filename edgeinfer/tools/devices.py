@@ -221,7 +221,7 @@ def _result(found: SettingsFound, threads: int, busy: float | None, seconds: flo
 def measure_device(threads: int = 1) -> DeviceLimits:
     """Measures how fast memory is read and multiply-adds are done, in about 0.2 s.
 
-    No pass can be faster than `Model.pass_work` divided by these figures.
+    No pass can be faster than `pass_work` divided by these figures.
 
     Args:
         threads: that work together.

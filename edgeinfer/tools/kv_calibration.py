@@ -10,7 +10,6 @@ from edgeinfer.bundle.kv_scales import add_kv_scales
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
-from edgeinfer.measured import TUNING_PROMPTS
 from edgeinfer.runtime.backends.factory import thread_count
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
@@ -19,6 +18,7 @@ from edgeinfer.runtime.profile.kv_scales import keep_kv_scales, kv_scales
 from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
 from edgeinfer.runtime.weights.layouts import choose_layout
 from edgeinfer.tokenizing import boundary_ids
+from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 __all__ = ["AttentionError", "calibrate_kv", "measure_kv", "tune_kv"]
 

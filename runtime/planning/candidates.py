@@ -72,7 +72,7 @@ class _Dimensions(NamedTuple):
     contexts: tuple[int, ...]
     kv_types: tuple[str, ...]
     weights: tuple[tuple[str, int, int], ...]
-    drafts: tuple[tuple[tuple[str, ...], int], ...]
+    drafts: tuple[tuple[tuple[str, ...], int, bool], ...]
     chunks: tuple[int, ...]
     tokenizers: tuple[TokenizerMode, ...]
 
@@ -82,15 +82,27 @@ def _dimensions(plan_input: PlanInput, config: LoadConfig) -> _Dimensions:
         _contexts(plan_input.manifest, config),
         _kv_types(plan_input, config),
         _weights(plan_input, config),
-        _drafts(config),
+        _drafts(plan_input, config),
         (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
         plan_input.tokenizers,
     )
 
 
 def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, (weights, window, experts), (drafters, most), chunk, tokenizer in itertools.product(*dimensions):
-        yield Configuration(context, min(chunk, context), kv, weights, window, drafters, most, tokenizer, experts)
+    for context, kv, (weights, window, experts), drafts, chunk, tokenizer in itertools.product(*dimensions):
+        drafters, most, draft_model = drafts
+        yield Configuration(
+            context,
+            min(chunk, context),
+            kv,
+            weights,
+            window,
+            drafters,
+            most,
+            tokenizer,
+            experts,
+            draft_model=draft_model,
+        )
 
 
 def draft_configuration(drafter: PlanInput, target: Configuration, expert_count: int | None = None) -> Configuration:
@@ -184,16 +196,20 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     return tuple(size for size in found if size < takes.total or config.weights == "experts")
 
 
-def _drafts(config: LoadConfig) -> tuple[tuple[tuple[str, ...], int], ...]:
-    names = drafters_in(config.speculation)
-    if not names:
-        return (((), 0),)
+def _drafts(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[tuple[str, ...], int, bool], ...]:
+    """Sets of drafters, each with its longest draft and whether the draft model is loaded."""
+    names, present = drafters_in(config.speculation), plan_input.drafter is not None
     if config.speculation != "auto":
-        return ((names, config.draft_max or MOST_DRAFTED),)
+        return ((names, config.draft_max or MOST_DRAFTED if names else 0, present),)
     lengths = (config.draft_max,) if config.draft_max else _LENGTHS
-    # A draft model was given to be used.
+    # A draft model was given to be used; one that is part of the bundle is the first thing to be given up.
     given = config.draft_model not in (None, NO_DRAFT_MODEL)
     model = ("model", "hierarchical") if given else ()
     sets = (names, _SMALL_TABLES, (*_WITHOUT_TABLES, *model))
-    drafts = tuple((each, length) for each in sets for length in lengths)
-    return drafts if config.draft_max or given else (*drafts, ((), 0))
+    drafts = tuple(
+        (each, length, loaded)
+        for each in sets
+        for length in lengths
+        for loaded in ((True, False) if present and not given and "model" in each else (present and given,))
+    )
+    return drafts if config.draft_max or given else (*drafts, ((), 0, False))

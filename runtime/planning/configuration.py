@@ -28,6 +28,7 @@ class Configuration:
         tokenizer: one of `TokenizerMode`.
         expert_bytes: of experts that are in memory at once; 0 where all are, or the weights are streamed.
         expert_count: of experts that every token uses; None leaves it to the model.
+        draft_model: whether a second, smaller model is in memory to draft.
     """
 
     context: int
@@ -40,6 +41,7 @@ class Configuration:
     tokenizer: TokenizerMode
     expert_bytes: int = 0
     expert_count: int | None = None
+    draft_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,14 @@ class Footprint:
         return Footprint(_sum(self.anonymous, other.anonymous), _sum(self.file, other.file), device)
 
 
-def _sum(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, int]:
-    return {name: mine.get(name, 0) + theirs.get(name, 0) for name in dict.fromkeys([*mine, *theirs])}
+def _sum(mine: Mapping[str, int], theirs: Mapping[str, int]) -> Mapping[str, int]:
+    # A plan adds tens of thousands of them.
+    if not mine or not theirs:
+        return mine or theirs
+    total = dict(mine)
+    for name, size in theirs.items():
+        total[name] = total.get(name, 0) + size
+    return total
 
 
 class ModelMemory(Protocol):

@@ -13,15 +13,17 @@ from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.system.memory import ProcessMemory
 
-__all__ = ["GROWTH_BYTES", "NEEDED_SHARE", "OUTSIDE", "MemoryModel"]
+__all__ = ["NEEDED_SHARE", "OUTSIDE", "RESERVE_BYTES", "MemoryModel"]
 
 # Terms of the process around the model.
 OUTSIDE = ("interpreter", "libraries")
 
 # Of the pages of libraries that are in memory when a model is loaded, those that come back while it runs.
 NEEDED_SHARE = 0.72
-# What importing and planning itself add to the process between two plans, and Python's objects while replies are made.
-GROWTH_BYTES = 4_000_000
+# Kept free in a plan: what imports and planning add to this process until the model is loaded, and by how much another
+# process, which was asked to plan, may differ.
+RESERVE_BYTES = 4_000_000
+# Python's objects while replies are made.
 _OBJECTS_BYTES = 2_000_000
 
 
@@ -31,12 +33,16 @@ class MemoryModel:
     Args:
         config: what the caller asked for.
         process: memory of this process now, with the libraries that loading will import.
+        reserve: bytes by which the process may grow before the model is loaded.
     """
 
-    def __init__(self, plan_input: PlanInput, config: LoadConfig, process: ProcessMemory) -> None:
+    def __init__(
+        self, plan_input: PlanInput, config: LoadConfig, process: ProcessMemory, reserve: int = RESERVE_BYTES
+    ) -> None:
         self._input = plan_input
         self._config = config
         self.process = process
+        self._reserve = reserve
         self._weights: dict[tuple[str, int, int], Footprint] = {}
         self._drafters: dict[Configuration, Footprint] = {}
 
@@ -56,7 +62,8 @@ class MemoryModel:
         )
         if configuration.draft_max:
             running += Footprint({"drafting": options.drafting(plan_input.bundle, configuration)}, {})
-        if plan_input.drafter is not None:
+        if configuration.draft_model:
+            assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
             running += self._drafter(plan_input.drafter, configuration)
         if config.prefix_cache:
@@ -81,7 +88,8 @@ class MemoryModel:
         """The process without a model: while it runs, pages of libraries that only loading needed have been dropped."""
         libraries = round(NEEDED_SHARE * self.process.file) if running else self.process.file
         objects = _OBJECTS_BYTES if running else 0
-        return Footprint({"interpreter": self.process.anonymous, "objects": objects}, {"libraries": libraries})
+        anonymous = {"interpreter": self.process.anonymous, "objects": objects, "reserve": self._reserve}
+        return Footprint(anonymous, {"libraries": libraries})
 
     def _loading(self, running: Footprint, configuration: Configuration) -> Footprint:
         """What loading, or parsing the tokenizer again, takes at its worst beyond all that is there afterwards."""

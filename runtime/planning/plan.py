@@ -10,10 +10,13 @@ from edgeinfer.bundle import Layout
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
-from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, OUTSIDE
+from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.speed_model import Speed
 
-__all__ = ["Alternative", "MemoryPlan"]
+__all__ = ["NOTHING_GIVEN_UP", "Alternative", "MemoryPlan"]
+
+# Name of the alternative without any concession.
+NOTHING_GIVEN_UP = "nothing given up"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class MemoryPlan:
         counted: which pages count against it, one of COUNTED.
         footprint: bytes by term and kind of page.
         speed: predicted.
-        smallest_bytes: the least that the same request can be planned for.
+        minimum_bytes: the smallest budget that the same request fits, whatever the budget of this plan.
         given_up: what a larger budget would give.
         hints: what the caller fixed that, left open, would need less.
         alternatives: other ways to run, where they were asked for.
@@ -74,7 +77,7 @@ class MemoryPlan:
     counted: str
     footprint: Footprint
     speed: Speed
-    smallest_bytes: int
+    minimum_bytes: int
     given_up: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
@@ -109,14 +112,23 @@ class MemoryPlan:
         return self.footprint.total(self.counted)
 
     @property
-    def minimum_bytes(self) -> int:
-        """The smallest budget this request would fit, with room for what the process grows by until it is loaded."""
-        return self.smallest_bytes + GROWTH_BYTES
-
-    @property
     def fits(self) -> bool:
         """Whether the plan is within the budget, or there is none."""
         return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes
+
+    @property
+    def useful_alternatives(self) -> tuple[Alternative, ...]:
+        """Alternatives without those that need as much and give nothing for it; where nothing fits, all that need more,
+        which a larger budget would make possible."""
+        mine = self.planned_bytes
+
+        def useful(way: Alternative) -> bool:
+            if not self.fits:
+                return way.planned_bytes > mine
+            faster = way.speed.tokens_per_second > self.speed.tokens_per_second
+            return way.planned_bytes < mine or faster or way.name == NOTHING_GIVEN_UP
+
+        return tuple(way for way in self.alternatives if useful(way))
 
     def require_fit(self) -> None:
         """Refuses a plan over its budget.
@@ -128,8 +140,9 @@ class MemoryPlan:
             return
         assert self.budget_bytes is not None
         raise BudgetError(
-            f"The plan needs {format_size(self.planned_bytes)}, the budget is {format_size(self.budget_bytes)}.",
-            f"{self._why()} Give at least {format_size(self.minimum_bytes)}{self._ways()}.",
+            f"The model needs {format_size(self.minimum_bytes, up=True)}, the budget is "
+            f"{format_size(self.budget_bytes)}.",
+            f"{self._why()} Give at least {format_size(self.minimum_bytes, up=True)}{self._ways()}.",
             terms=self.terms,
             minimum_bytes=self.minimum_bytes,
         )
@@ -139,11 +152,11 @@ class MemoryPlan:
         if self.budget_bytes is not None and self.budget_bytes <= outside:
             return f"This program takes {format_size(outside)} without a model."
         largest = max(self.terms, key=lambda name: self.terms[name])
-        return f"Largest term: {largest.replace('_', ' ')} {format_size(self.terms[largest])}."
+        return f"The largest part is {largest.replace('_', ' ')} with {format_size(self.terms[largest])}."
 
     def _ways(self) -> str:
-        ways = [*self.hints, "a bundle with fewer bits"]
-        return ", ".join(["", *ways[:-1]]) + f", or {ways[-1]}"
+        ways = [*self.hints, "use a model with fewer bits"]
+        return "".join(f", or {way}" for way in ways)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer plan --json` prints."""

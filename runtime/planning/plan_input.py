@@ -101,12 +101,15 @@ class PlanInput:
     def variant(self, configuration: Configuration) -> str:
         """What passes cost, and may round, as in no other way of running the model: the kind of cache, streaming,
         experts left out of memory; "" is the usual one."""
-        kv = "" if configuration.kv == self.kv_types[0] else configuration.kv
-        mode = configuration.weights
-        weights = f" {mode}" if self.modes_differ and mode != self.weights_modes[0] else ""
+        usual = self.variant_of(configuration.kv, configuration.weights)
         streamed = f" streamed {configuration.window_layers}" if configuration.window_layers else ""
         experts = f" experts {configuration.expert_bytes}" if configuration.expert_bytes else ""
-        return kv + weights + streamed + experts
+        return usual + streamed + experts
+
+    def variant_of(self, kv: str, weights: str) -> str:
+        """The same of a type of cache and a mode of weights, which are in memory."""
+        mode = f" {weights}" if self.modes_differ and weights != self.weights_modes[0] else ""
+        return ("" if kv == self.kv_types[0] else kv) + mode
 
 
 def kv_types_on(device: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:

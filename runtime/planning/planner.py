@@ -6,8 +6,10 @@ While a model is loaded, only what can change under it does: who drafts, how far
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -28,7 +30,13 @@ from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
 
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
-Profiles = Callable[[str], DeviceProfile]
+
+class Profiles(Protocol):
+    """Opens what was measured and learnt of one way of running a model on this device."""
+
+    def __call__(self, variant: str, *, draft_model: bool) -> DeviceProfile:
+        """The profile of a variant, with the draft model beside it or without."""
+
 
 # Of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
 _PARSING_MS_PER_BYTE = 6e-5
@@ -49,6 +57,7 @@ def make_plan(
     *,
     all_ways: bool = False,
     process: ProcessMemory | None = None,
+    loading: bool = False,
 ) -> MemoryPlan:
     """Plans for a process that has nothing of the model loaded yet.
 
@@ -56,6 +65,7 @@ def make_plan(
         speed: of the same input.
         all_ways: list alternatives.
         process: as `process_before_loading` gave it, where something was loaded since; None asks now.
+        loading: the model is loaded next, so what fits without a reserve fits.
 
     Raises:
         ContextLengthError: the context asked for is larger than the model allows.
@@ -65,8 +75,13 @@ def make_plan(
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
         raise UsageError(message, "Give a smaller one, or none.")
-    memory = MemoryModel(plan_input, config, process or process_before_loading(plan_input))
-    return search(plan_input, config, memory, speed, all_ways=all_ways)
+    process = process or process_before_loading(plan_input)
+    plan = search(plan_input, config, MemoryModel(plan_input, config, process), speed, all_ways=all_ways)
+    if plan.fits or not loading:
+        return plan
+    # The process may have grown into the reserve of an earlier plan, whose smallest budget was promised to do.
+    tight = search(plan_input, config, MemoryModel(plan_input, config, process, reserve=0), speed, all_ways=all_ways)
+    return tight if tight.fits else plan
 
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
@@ -75,14 +90,22 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     Args:
         profiles: what was measured of a variant of the model.
 
-    A variant that never ran here is taken to run as the usual one, and what streaming adds by the bytes it reads again.
-    Of experts those are the share that is not in memory, as if every expert were chosen alike.
+    All speeds rest on one reference: the usual variant where it was measured, another that does not read weights again
+    where only that was, or a guess. A variant that never ran here is taken to run as the reference, and what streaming
+    adds by the bytes it reads again. Of experts those are the share that is not in memory, as if every expert were
+    chosen alike.
     """
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
-    usual = _pace(plan_input, profiles(""), experts)
     layers, pages = plan_input.manifest.geometry.num_layers, pass_bytes(tensors)
-    known: dict[str, Pace] = {"": usual}
+    known: dict[tuple[str, bool], Pace] = {}
+
+    @functools.cache
+    def pace(variant: str, draft_model: bool) -> Pace:
+        return _pace(plan_input, profiles(variant, draft_model=draft_model), experts)
+
+    usual = "", plan_input.drafter is not None
+    reference = next((each for each in _resident(plan_input) if pace(*each).measured), usual)
 
     def again_ms(configuration: Configuration, rows: int) -> float:
         """What reading weights again adds to a pass over so many rows."""
@@ -93,19 +116,30 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
-        variant = plan_input.variant(configuration)
-        if variant not in known:
-            own = _pace(plan_input, profiles(variant), experts)
-            if own.measured:
+        key = plan_input.variant(configuration), configuration.draft_model
+        if key not in known:
+            variant, draft_model = key
+            # A draft model beside it changes what passes cost less than anything else does.
+            near = next((each for each in (key, (variant, not draft_model)) if pace(*each).measured), None)
+            own, best = pace(*(near or reference)), pace(*reference)
+            if near is None:
+                points = tuple((rows, ms + again_ms(configuration, rows)) for rows, ms in own.passes.points)
+                own = dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
+            elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
-                own = _beside(own, usual, rereads=rereads)
-            else:
-                points = tuple((rows, ms + again_ms(configuration, rows)) for rows, ms in usual.passes.points)
-                own = dataclasses.replace(usual, passes=PassCosts(points, usual.passes.step), measured=False)
-            known[variant] = own
-        return known[variant]
+                own = _beside(own, best, rereads=rereads)
+            known[key] = dataclasses.replace(own, measured=near == key)
+        return known[key]
 
     return SpeedModel(pace_of)
+
+
+def _resident(plan_input: PlanInput) -> Iterator[tuple[str, bool]]:
+    """Variants with all weights in memory, the usual one first; each with a draft model beside it and without."""
+    modes = [mode for mode in plan_input.weights_modes if mode not in ("streamed", "experts")]
+    for kv, weights in itertools.product(plan_input.kv_types, modes):
+        for draft_model in (True, False) if plan_input.drafter is not None else (False,):
+            yield plan_input.variant_of(kv, weights), draft_model
 
 
 def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
@@ -154,11 +188,12 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:
-            fixed = other.window_layers, other.expert_bytes, other.tokenizer
-            return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer)
+            fixed = other.window_layers, other.expert_bytes, other.tokenizer, other.draft_model
+            return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer, mine.draft_model)
 
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
-        memory = MemoryModel(plan_input, fixed, dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE)))
+        process = dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE))
+        memory = MemoryModel(plan_input, fixed, process, reserve=plan.terms.get("reserve", 0))
         found = search(plan_input, fixed, memory, speed, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits else plan

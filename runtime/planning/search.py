@@ -7,16 +7,18 @@ lossless cache as much as a sixth. What the caller fixed is never changed; a pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
+from edgeinfer.drafting import drafters_in
 from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
-from edgeinfer.runtime.planning.memory_model import GROWTH_BYTES, MemoryModel
-from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
+from edgeinfer.runtime.planning.memory_model import MemoryModel
+from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import SpeedModel
 
@@ -53,32 +55,35 @@ def search(
     Raises:
         ContextLengthError, UsageError: as `configurations`.
     """
-    budget = config.memory
     open_ways = (each for each in configurations(plan_input, config) if among is None or among(each))
     first = next(open_ways)
-    ways = [first] if budget is None and not all_ways else [first, *open_ways]
-    worth = _worth(speed, first)
-    # Speeds take less to predict than bytes do. Of equals the first, which gives up least.
-    best = [first] if budget is None else sorted(ways, key=worth, reverse=True)
-    candidates = (_candidate(each, memory, config) for each in best)
-    chosen = next((each for each in candidates if budget is None or each.bytes <= budget), None)
-    # The smallest tells the least that would do. Of all that are open it is one of the most modest.
-    if chosen is None or all_ways or among is not None:
+    ways = [first] if config.memory is None and not all_ways else [first, *open_ways]
+    # A draft model that is part of the bundle counts for nothing: it is loaded where there is room beside all else.
+    given = config.draft_model is not None and first.draft_model
+    choice = _Choice(config.memory, _worth(speed, first, draft_model=given))
+    if all_ways:
         every = [_candidate(each, memory, config) for each in ways]
+        chosen = choice.of(every)
     else:
-        every = [chosen, *(_candidate(each, memory, config) for each in modest_configurations(plan_input, config))]
-    smallest = min(reversed(every), key=lambda each: each.bytes)
-    chosen = chosen or smallest
+        # Speeds take less to predict than bytes do.
+        candidates = (_candidate(each, memory, config) for each in choice.ordered(ways))
+        found = next((each for each in candidates if choice.fits(each)), None)
+        if found is None or among is not None:
+            every = [_candidate(each, memory, config) for each in ways]
+        else:
+            # Of all that are open, the smallest is one of the most modest.
+            every = [found, *(_candidate(each, memory, config) for each in modest_configurations(plan_input, config))]
+        chosen = found or choice.of(every)
     plan = MemoryPlan(
         configuration=chosen.configuration,
         layout=plan_input.layout,
         overflow=config.overflow,
         prefix_cache=config.prefix_cache,
-        budget_bytes=budget,
+        budget_bytes=config.memory,
         counted=config.counted,
         footprint=chosen.footprint,
         speed=speed.speed(chosen.configuration),
-        smallest_bytes=smallest.bytes,
+        minimum_bytes=min(each.bytes for each in every),
         given_up=_given_up(first, chosen.configuration, speed),
         threads=plan_input.threads,
         tuned=_tuned(plan_input, chosen.configuration),
@@ -88,7 +93,7 @@ def search(
     if not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, plan)))
     if all_ways:
-        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, budget, speed, worth)))
+        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, choice, speed)))
     return plan
 
 
@@ -97,11 +102,51 @@ def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadCo
     return _Candidate(configuration, footprint, footprint.total(config.counted))
 
 
-def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration], float]:
-    """Turns of a chat per second, less what was given up for them."""
+@dataclass(frozen=True)
+class _Choice:
+    """The one rule by which a plan and each of its alternatives are chosen.
 
+    Attributes:
+        budget: in bytes, or None.
+        worth: of a configuration.
+    """
+
+    budget: int | None
+    worth: Callable[[Configuration], float]
+
+    def fits(self, candidate: _Candidate) -> bool:
+        """Whether a candidate is within the budget."""
+        return self.budget is None or candidate.bytes <= self.budget
+
+    def ordered(self, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
+        """The first, which gives up nothing; the others from the best to the worst, of equals the one before."""
+        if self.budget is None:
+            return configurations
+        # Where all fits nothing is given up, though measurements may call one of the others a little faster.
+        return [configurations[0], *sorted(configurations[1:], key=self.worth, reverse=True)]
+
+    def of(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """The first of `ordered` that fits, and where none does the best of the smallest."""
+        if self.fits(candidates[0]):
+            return candidates[0]
+        fitting = [each for each in candidates if self.fits(each)]
+        return max(fitting, key=lambda each: self.worth(each.configuration)) if fitting else self.smallest(candidates)
+
+    def smallest(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """The one that takes the fewest bytes; of equals the best."""
+        return min(candidates, key=lambda each: (each.bytes, -self.worth(each.configuration)))
+
+
+def _worth(speed: SpeedModel, wanted: Configuration, *, draft_model: bool) -> Callable[[Configuration], float]:
+    """Turns of a chat per second, less what was given up for them.
+
+    Args:
+        draft_model: whether there is one beside each of them.
+    """
+
+    @functools.cache
     def worth(configuration: Configuration) -> float:
-        turns = 1e3 / speed.speed(configuration).turn_ms
+        turns = 1e3 / speed.speed(dataclasses.replace(configuration, draft_model=draft_model)).turn_ms
         halvings = math.log2(wanted.context / configuration.context)
         return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
 
@@ -122,33 +167,42 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
     """What differs from the configuration without concessions, in words."""
     lost = []
     if chosen.context < wanted.context:
-        lost.append(f"context of {chosen.context} tokens instead of {wanted.context}")
+        lost.append(f"context {chosen.context} instead of {wanted.context}")
     if chosen.kv != wanted.kv:
-        lost.append(f"cache in {chosen.kv} instead of {wanted.kv} (lossy)")
+        lost.append(f"{chosen.kv} KV cache instead of {wanted.kv} (lossy)")
     if chosen.weights != wanted.weights:
-        windows = f", {chosen.window_layers} layers at a time" if chosen.window_layers else ""
-        some = f", {format_size(chosen.expert_bytes)} of them in memory," if chosen.expert_bytes else ""
-        lost.append(f"weights {chosen.weights}{windows}{some} instead of {wanted.weights}")
+        lost.append(_other_weights(chosen, wanted))
     if chosen.tokenizer != wanted.tokenizer:
-        lost.append("tokenizer loaded again for every prompt")
+        lost.append("tokenizer reloaded for every prompt")
     if not chosen.draft_max and wanted.draft_max:
         lost.append("no drafting")
-    elif chosen.drafters != wanted.drafters:
-        lost.append(f"drafting by {', '.join(sorted(set(chosen.drafters)))} only")
+    elif wanted.draft_model and not chosen.draft_model:
+        lost.append("no draft model")
+    if chosen.draft_max and chosen.drafters != wanted.drafters:
+        lost.append(f"only the drafters {', '.join(sorted(set(chosen.drafters)))}")
     if 0 < chosen.draft_max < wanted.draft_max:
-        lost.append(f"drafts of {chosen.draft_max} tokens at most instead of {wanted.draft_max}")
+        lost.append(f"at most {chosen.draft_max} draft tokens instead of {wanted.draft_max}")
     if chosen.prefill_chunk < wanted.prefill_chunk:
-        lost.append(f"prompts in chunks of {chosen.prefill_chunk} instead of {wanted.prefill_chunk}")
+        lost.append(f"prompts read {chosen.prefill_chunk} tokens at a time instead of {wanted.prefill_chunk}")
     share = speed.speed(chosen).tokens_per_second / speed.speed(wanted).tokens_per_second
     if share < 0.99:
         lost.append(f"{1 - share:.0%} of the speed")
     return tuple(lost)
 
 
+def _other_weights(chosen: Configuration, wanted: Configuration) -> str:
+    if chosen.window_layers:
+        layers = "layer" if chosen.window_layers == 1 else "layers"
+        return f"weights streamed {chosen.window_layers} {layers} at a time instead of {wanted.weights}"
+    if chosen.expert_bytes:
+        return f"only {format_size(chosen.expert_bytes)} of the experts in memory"
+    return f"weights {chosen.weights} instead of {wanted.weights}"
+
+
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
     ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
-    ("a cache of 8 bits (no --kv)", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
+    ("an int8 KV cache (no --kv)", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
     ("no --weights", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
     (
         "no --spec",
@@ -165,45 +219,39 @@ def _hints(plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, plan:
         if not given(config):
             continue
         freed = free(config)
-        open_input = plan_input if freed.draft_model else dataclasses.replace(plan_input, drafter=None)
+        alone = freed.draft_model is None and not drafters_in(freed.speculation)
+        open_input = dataclasses.replace(plan_input, drafter=None) if alone else plan_input
         model = MemoryModel(open_input, freed, memory.process)
         least = min(_candidate(each, model, freed).bytes for each in modest_configurations(open_input, freed))
-        if least < plan.smallest_bytes:
-            yield f"{name} with {format_size(least + GROWTH_BYTES)}"
+        if least < plan.minimum_bytes:
+            yield f"{format_size(least, up=True)} with {name}"
 
 
 def _alternatives(
-    chosen: _Candidate,
-    candidates: Sequence[_Candidate],
-    budget: int | None,
-    speed: SpeedModel,
-    worth: Callable[[Configuration], float],
+    chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: SpeedModel
 ) -> Iterable[Alternative]:
     """The best of each kind that the chosen one is not, and the smallest of all; fitting or not."""
-    smallest = min(candidates, key=lambda each: each.bytes).configuration
+    smallest = choice.smallest(candidates).configuration
     kinds: dict[str, Callable[[Configuration], bool]] = {
-        "no concessions": lambda c: c == candidates[0].configuration,
+        NOTHING_GIVEN_UP: lambda c: c == candidates[0].configuration,
         "smallest": lambda c: c == smallest,
         "no drafting": lambda c: c.draft_max == 0,
-        "transient tokenizer": lambda c: c.tokenizer == "transient",
+        "tokenizer reloaded": lambda c: c.tokenizer == "transient",
     }
     ways = [each.configuration for each in candidates]
-    kinds |= {f"cache in {kv}": _with("kv", kv) for kv in dict.fromkeys(way.kv for way in ways)}
-    kinds |= {f"weights {mode}": _with("weights", mode) for mode in dict.fromkeys(way.weights for way in ways)}
-    kinds |= {f"context of {size}": _with("context", size) for size in dict.fromkeys(way.context for way in ways)}
+    kinds |= {f"{kv} KV cache": _with("kv", kv) for kv in dict.fromkeys(way.kv for way in ways)}
+    kinds |= {f"{mode} weights": _with("weights", mode) for mode in dict.fromkeys(way.weights for way in ways)}
+    kinds |= {f"context {size}": _with("context", size) for size in dict.fromkeys(way.context for way in ways)}
     seen = {chosen.configuration}
     for name, belongs in kinds.items():
-        if belongs(chosen.configuration):
-            continue
         mine = [each for each in candidates if belongs(each.configuration)]
-        fitting = [each for each in mine if budget is None or each.bytes <= budget]
-        if not mine:
+        if not mine or belongs(chosen.configuration):
             continue
-        best = max(fitting, key=lambda each: worth(each.configuration)) if fitting else min(mine, key=lambda e: e.bytes)
+        best = choice.of(mine)
         if best.configuration not in seen:
             seen.add(best.configuration)
-            fits = budget is None or best.bytes <= budget
-            yield Alternative(name, best.configuration, best.bytes, fits, speed.speed(best.configuration))
+            pace = speed.speed(best.configuration)
+            yield Alternative(name, best.configuration, best.bytes, choice.fits(best), pace)
 
 
 def _with(field: str, value: object) -> Callable[[Configuration], bool]:

@@ -260,21 +260,21 @@ def test_what_cannot_be_scored(model: edgeinfer.Model, count: int) -> None:
 
 
 def test_measuring(model: edgeinfer.Model) -> None:
-    times = model.measure_passes([1, 3], past=9, repeats=2)
+    times = edgeinfer.tools.measure_passes(model, [1, 3], past=9, repeats=2)
     assert set(times) == {1, 3} and all(len(t) == 2 and min(t) > 0 for t in times.values())
-    decode = model.measure_decode(5, past=9)
+    decode = edgeinfer.tools.measure_decode(model, 5, past=9)
     assert len(decode.session_ms) == len(decode.total_ms) == 5
     assert all(0 < session <= total for session, total in zip(decode.session_ms, decode.total_ms, strict=True))
-    prefill = model.measure_prefill(100, repeats=2)
+    prefill = edgeinfer.tools.measure_prefill(model, 100, repeats=2)
     assert len(prefill) == 2 and min(prefill) > 0
     with pytest.raises(UsageError, match="context"):
-        model.measure_passes([8], past=510, repeats=1)
+        edgeinfer.tools.measure_passes(model, [8], past=510, repeats=1)
     with pytest.raises(UsageError, match="context"):
-        model.measure_prefill(513, repeats=1)
+        edgeinfer.tools.measure_prefill(model, 513, repeats=1)
 
 
 def test_a_prompt_is_taken_in_anew_every_time(model: edgeinfer.Model) -> None:
-    model.measure_prefill(40, repeats=1)
+    edgeinfer.tools.measure_prefill(model, 40, repeats=1)
     assert model.generate([7, 8, 9], max_tokens=1).timings.cached_prompt_tokens == 0
 
 
@@ -303,11 +303,11 @@ def test_work_of_a_pass(model: edgeinfer.Model, small_bundle: Path) -> None:
     embed, head = tensors.pop("embed"), tensors["head"]
     assert embed.data != head.data
     matrices = sum(t.size for t in tensors.values() if len(t.shape) == 2)
-    assert model.pass_work(3, 2).multiply_adds == 3 * (matrices - head.size) + 2 * head.size
+    assert edgeinfer.tools.pass_work(model, 3, 2).multiply_adds == 3 * (matrices - head.size) + 2 * head.size
     # Everything is read once, however many tokens, but of the embedding only rows; the head where it has rows.
     everything = sum(t.nbytes for t in tensors.values())
-    assert model.pass_work(9, 1).weight_bytes == everything
-    assert model.pass_work(1, 0).weight_bytes == everything - head.nbytes
+    assert edgeinfer.tools.pass_work(model, 9, 1).weight_bytes == everything
+    assert edgeinfer.tools.pass_work(model, 1, 0).weight_bytes == everything - head.nbytes
 
 
 def test_work_of_a_pass_is_that_of_the_layout_that_runs(
@@ -320,8 +320,14 @@ def test_work_of_a_pass_is_that_of_the_layout_that_runs(
         pytest.skip(str(error))
     with native, edgeinfer.load(small_bundle, native=False, speculation="off") as portable:
         # Scales of 16 bits instead of 32.
-        assert native.pass_work(1, 1).weight_bytes < portable.pass_work(1, 1).weight_bytes
-        assert native.pass_work(1, 1).multiply_adds == portable.pass_work(1, 1).multiply_adds
+        assert (
+            edgeinfer.tools.pass_work(native, 1, 1).weight_bytes
+            < edgeinfer.tools.pass_work(portable, 1, 1).weight_bytes
+        )
+        assert (
+            edgeinfer.tools.pass_work(native, 1, 1).multiply_adds
+            == edgeinfer.tools.pass_work(portable, 1, 1).multiply_adds
+        )
 
 
 def test_costs_of_loading(small_bundle: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_refused_message_leaves_the_conversation_unchanged(model: edgeinfer.Mo
     with pytest.raises(ContextLengthError):
         chat.send("dog " * 600)
     with pytest.raises(UsageError):
-        chat.send("Hello", heat=3)
+        chat.send("Hello", heat=3)  # type: ignore[call-arg]
     assert chat.messages == before
     assert chat.send("Hello", **OPTIONS).token_ids
 

@@ -52,7 +52,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def model(bundles: tuple[Path, Path]) -> Iterator[edgeinfer.Model]:
     large, small = bundles
     with edgeinfer.load(large, draft_model=small, context=160, threads=1, remember=False) as model:
-        model.tune_skips([IDS], evaluations=60)
+        edgeinfer.tools.tune_skips(model, [IDS], evaluations=60)
         yield model
 
 
@@ -167,7 +167,7 @@ def test_a_model_without_what_it_takes(bundles: tuple[Path, Path], tmp_path: Pat
         with pytest.raises(UsageError, match="no calibrated sets"):
             model.generate(IDS, compute="calibrated")
         with pytest.raises(UsageError):
-            model.tune_entropy([IDS])
+            edgeinfer.tools.tune_entropy(model, [IDS])
     with edgeinfer.load(make_bigram_bundle(tmp_path / "bigram"), threads=1, remember=False) as model:
         for way in ("unified", "exit"):
             with pytest.raises(CapabilityError, match="cannot skip layers"):
@@ -210,8 +210,8 @@ def test_sets_are_ordered_and_kept(bundles: tuple[Path, Path], own_cache: Path) 
     large, small = bundles
     options: dict[str, Any] = {"context": 128, "threads": 1}
     with edgeinfer.load(large, draft_model=small, **options) as model:
-        levels = model.tune_skips([IDS, IDS[::-1]], evaluations=60)
-        facts = model.tune_entropy([IDS])
+        levels = edgeinfer.tools.tune_skips(model, [IDS, IDS[::-1]], evaluations=60)
+        facts = edgeinfer.tools.tune_entropy(model, [IDS])
         expected = asked(model, "calibrated", max_tokens=8)
     assert all(levels[0].layer_mask) and levels[0].divergence == 0
     assert [level.divergence for level in levels] == sorted(level.divergence for level in levels)
@@ -228,17 +228,17 @@ def test_sets_are_ordered_and_kept(bundles: tuple[Path, Path], own_cache: Path) 
 
 def test_readings_compare_with_the_whole_model(model: edgeinfer.Model) -> None:
     reply = plain(model, IDS, max_tokens=30).token_ids
-    whole = model.read_reply(IDS, reply)
+    whole = edgeinfer.tools.read_reply(model, IDS, reply)
     assert whole.use is None and not whole.divergences.any() and len(whole.logprobs) == 29
     scores = model.score([*IDS, *reply])
     np.testing.assert_allclose(whole.logprobs, scores.logprobs[len(IDS) :], atol=1e-6)
     for way in ("unified", "entropy"):
-        reading = model.read_reply(IDS, reply, **WAYS[way])
+        reading = edgeinfer.tools.read_reply(model, IDS, reply, **WAYS[way])
         assert reading.use is not None and reading.use.tokens == 29
         assert reading.divergences.mean() > 0.01
         assert np.count_nonzero(reading.divergences > 1e-9) <= reading.use.reduced
     with pytest.raises(UsageError):
-        model.read_reply(IDS, reply[:1])
+        edgeinfer.tools.read_reply(model, IDS, reply[:1])
 
 
 @pytest.mark.parametrize("way", ["unified", "calibrated", "exit", "entropy"])
@@ -249,7 +249,9 @@ def test_a_floor_is_kept_on_other_texts(model: edgeinfer.Model, way: str) -> Non
     texts = [random.integers(2, 300, 60).tolist() for _ in range(4)]
     kept = {}
     for floor in (1e-3, 50.0):
-        readings = [model.read_reply(text[:20], text[20:], quality_floor=floor, **WAYS[way]) for text in texts]
+        readings = [
+            edgeinfer.tools.read_reply(model, text[:20], text[20:], quality_floor=floor, **WAYS[way]) for text in texts
+        ]
         assert np.concatenate([reading.divergences for reading in readings]).mean() <= floor
         kept[floor] = sum(reading.use.reduced for reading in readings if reading.use is not None)
     assert kept[1e-3] < kept[50.0]

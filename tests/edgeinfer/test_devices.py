@@ -160,7 +160,7 @@ def test_what_was_measured_on_one_device_is_not_anothers(small_bundle: Path) -> 
     folders = []
     for device in ("cpu", "standin"):
         config = LoadConfig(device=device, native=False, threads=1)
-        profile = profiles_of(Bundles.open(small_bundle, config).subject(config), config)("")
+        profile = profiles_of(Bundles.open(small_bundle, config).subject(config), config)("", draft_model=False)
         folders.append(profile._folder)
     assert None not in folders and folders[0] != folders[1]
 

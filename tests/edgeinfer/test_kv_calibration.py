@@ -108,15 +108,15 @@ def test_a_model_that_cannot_run_here_is_exported_without(
 
 def test_tuning_keeps_scales_for_this_user(bundle: Path) -> None:
     before = (bundle / "edgeinfer.json").read_bytes()
-    assert edgeinfer.tune_kv(bundle, STORIES)
+    assert edgeinfer.tools.tune_kv(bundle, STORIES)
     kept = kv_scales(open_bundle(bundle))
     assert kept is not None and (bundle / "edgeinfer.json").read_bytes() == before
-    assert not edgeinfer.tune_kv(bundle, STORIES)
+    assert not edgeinfer.tools.tune_kv(bundle, STORIES)
 
 
 def test_nothing_is_tuned_where_the_bundle_has_scales(bundle: Path) -> None:
-    edgeinfer.calibrate_kv(bundle, STORIES)
-    assert not edgeinfer.tune_kv(bundle)
+    edgeinfer.tools.calibrate_kv(bundle, STORIES)
+    assert not edgeinfer.tools.tune_kv(bundle)
     assert not kept_kv_scales_file(open_bundle(bundle)).exists()
 
 
@@ -133,31 +133,31 @@ def test_the_tune_command_finds_scales_too(
 
 def test_models_without_quantized_caches(tmp_path: Path) -> None:
     path = make_bigram_bundle(tmp_path / "bigrams")
-    assert not edgeinfer.tune_kv(path)
+    assert not edgeinfer.tools.tune_kv(path)
     with pytest.raises(UsageError, match="no graphs for quantized caches"):
-        edgeinfer.calibrate_kv(path)
+        edgeinfer.tools.calibrate_kv(path)
     with pytest.raises(UsageError, match="no scales"):
-        edgeinfer.measure_kv(path, STORIES)
+        edgeinfer.tools.measure_kv(path, STORIES)
 
 
 def test_no_text_at_all(bundle: Path) -> None:
     with pytest.raises(UsageError, match="no text"):
-        edgeinfer.calibrate_kv(bundle, [])
-    edgeinfer.calibrate_kv(bundle, STORIES)
+        edgeinfer.tools.calibrate_kv(bundle, [])
+    edgeinfer.tools.calibrate_kv(bundle, STORIES)
     with pytest.raises(UsageError, match="no text"):
-        edgeinfer.measure_kv(bundle, [])
+        edgeinfer.tools.measure_kv(bundle, [])
 
 
 def test_errors_of_attention(bundle: Path) -> None:
-    edgeinfer.calibrate_kv(bundle, STORIES)
-    errors = {error.kv: error for error in edgeinfer.measure_kv(bundle, STORIES)}
+    edgeinfer.tools.calibrate_kv(bundle, STORIES)
+    errors = {error.kv: error for error in edgeinfer.tools.measure_kv(bundle, STORIES)}
     assert errors.keys() == {"int8", "int4"}
     assert 0 < errors["int8"].mean < errors["int4"].mean < 0.5
 
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_drafting_does_not_change_the_text(bundle: Path, kv: KvType) -> None:
-    edgeinfer.calibrate_kv(bundle, STORIES)
+    edgeinfer.tools.calibrate_kv(bundle, STORIES)
     prompt = np.random.default_rng(0).integers(2, 320, 12).tolist() * 3
     texts = []
     ways: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 3}, {"draft_width": 3})

@@ -40,7 +40,7 @@ def loaded() -> Iterator[edgeinfer.Model]:
 @pytest.fixture
 def tales(loaded: edgeinfer.Model) -> edgeinfer.Model:
     """The same, which has learnt nothing of other tests."""
-    loaded.restore_drafting({})
+    edgeinfer.tools.restore_drafting(loaded, {})
     return loaded
 
 
@@ -353,11 +353,11 @@ def test_lists_that_are_none(tales: edgeinfer.Model, options: dict[str, Any], sa
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_what_was_learnt_decides_and_can_be_put_back(tales: edgeinfer.Model, who: str, way: str) -> None:
     def choices(state: dict[str, Any]) -> tuple[Any, ...]:
-        tales.restore_drafting(state)
+        edgeinfer.tools.restore_drafting(tales, state)
         result = tales.generate(PROMPT, max_tokens=40, ignore_eos=True, speculation=who, **WAYS[way])
         return result.speculation.choices, result.speculation.drafted, result.speculation.accepted_per_position
 
-    for state in ({}, tales.drafting_state()):
+    for state in ({}, edgeinfer.tools.drafting_state(tales)):
         before = copy.deepcopy(state)
         first = choices(state)
         plain(tales, "Something else", max_tokens=5)

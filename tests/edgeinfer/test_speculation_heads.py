@@ -53,7 +53,7 @@ def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, way: str, width:
     """Whoever drafts."""
     for who in WHO:
         # What random heads taught would keep them from drafting at all.
-        tales.restore_drafting({})
+        edgeinfer.tools.restore_drafting(tales, {})
         found = same(tales, who, max_tokens=40, ignore_eos=True, draft_width=width, **WAYS[way])
         assert (found.exact, found.lossless) == (True, True)
         assert found.drafted > 0
@@ -72,7 +72,7 @@ def test_other_verifications_take_their_guesses(tales: edgeinfer.Model, who: str
 @pytest.mark.parametrize("who", DRAFTING)
 def test_a_context_that_fills_up(short: edgeinfer.Model, who: str) -> None:
     """Prompt tokens need room of their own, and do without where there is none."""
-    short.restore_drafting({})
+    edgeinfer.tools.restore_drafting(short, {})
     for length in (1, 9, 20, 22, 23, 24):
         same(short, who, prompt=[5 + i % 7 for i in range(length)], ignore_eos=True)
 

@@ -89,7 +89,7 @@ def test_what_was_measured_and_learnt_is_kept(
     assert second.speculation.exact == first.speculation.exact
     # What the first learnt is there before the second has decoded anything.
     with edgeinfer.load(small_bundle, threads=1) as model:
-        state = model.drafting_state()
+        state = edgeinfer.tools.drafting_state(model)
         assert state["recycle"] and state["ngram"]
         assert state["acceptance"]["recycle_seen"].sum() > 0
     assert folders(cache) == [folder]
@@ -253,18 +253,20 @@ def test_what_tuning_finds_is_drafted_with(
     steps: list[tuple[int, int]] = []
     with load_eager(small_bundle) as model:
         before = plain(model, max_tokens=30, ignore_eos=True).text
-        found = model.tune(["Once upon a time"], evaluations=6, progress=lambda *step: steps.append(step))
+        found = edgeinfer.tools.tune_drafting(
+            model, ["Once upon a time"], evaluations=6, progress=lambda *step: steps.append(step)
+        )
         assert steps == [(n, 6) for n in range(1, 7)]
         assert (found.tuning.exit_layer is not None) == (found.tuning.layer_mask is not None) == pays
         for who in ("auto", "exit", "skip"):
             found_now = same(model, who, max_tokens=30, ignore_eos=True)
-        assert {"exit", "skip"} <= set(model.drafting_state())
+        assert {"exit", "skip"} <= set(edgeinfer.tools.drafting_state(model))
         # What is found anew takes the place of drafters that are open.
-        model.tune(["Once upon a time"], evaluations=3)
+        edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
         assert same(model, "auto", max_tokens=30, ignore_eos=True)
         assert plain(model, max_tokens=30, ignore_eos=True).text == before
     with load_eager(small_bundle) as model:
-        assert {"exit", "skip"} & set(model.drafting_state()) == ({"exit", "skip"} if pays else set())
+        assert {"exit", "skip"} & set(edgeinfer.tools.drafting_state(model)) == ({"exit", "skip"} if pays else set())
         found_now = same(model, "auto", max_tokens=30, ignore_eos=True)
         assert bool({"exit", "skip"} & set(found_now.per_drafter)) == pays
     (folder,) = folders(cache)
@@ -278,16 +280,16 @@ def test_damage_to_what_tuning_found_is_survived(
 ) -> None:
     monkeypatch.setattr(drafting_search, "_PAYS", 0.0)
     with load_eager(small_bundle) as model:
-        model.tune(["Once upon a time"], evaluations=3)
+        edgeinfer.tools.tune_drafting(model, ["Once upon a time"], evaluations=3)
     (folder,) = folders(cache)
     damage(folder / "tuning.npz")
     with load_eager(small_bundle) as model:
-        assert not {"exit", "skip"} & set(model.drafting_state())
+        assert not {"exit", "skip"} & set(edgeinfer.tools.drafting_state(model))
 
 
 def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path) -> None:
     with edgeinfer.load(bigrams, threads=1) as model, pytest.raises(CapabilityError, match="cannot skip layers"):
-        model.tune(["Once"], evaluations=2)
+        edgeinfer.tools.tune_drafting(model, ["Once"], evaluations=2)
     once: dict[str, Any] = {"prompts": ["Once"], "evaluations": 1}
     with edgeinfer.load(small_bundle, threads=1) as model:
         options: list[dict[str, Any]] = [
@@ -299,7 +301,7 @@ def test_tuning_that_cannot_be(small_bundle: Path, bigrams: Path) -> None:
         ]
         for option in options:
             with pytest.raises(UsageError):
-                model.tune(**once | option)
+                edgeinfer.tools.tune_drafting(model, **once | option)
         assert same(make_eager(model), "auto", max_tokens=10, ignore_eos=True).exact
     with edgeinfer.load(small_bundle, threads=1, context=8) as model, pytest.raises(UsageError):
-        model.tune(["Once upon a time there was a dog."])
+        edgeinfer.tools.tune_drafting(model, ["Once upon a time there was a dog."])

@@ -27,7 +27,7 @@ RUNS: dict[str, Use] = {
     "generate": lambda model, _: model.generate(PROMPT, temperature=1.0, seed=3, **OPTIONS),
     "send": lambda model, _: model.chat().send(PROMPT, **OPTIONS),
     "schema": lambda model, _: model.generate(PROMPT, json_schema={"enum": [1, 2]}, max_tokens=8),
-    "tune": lambda model, _: model.tune([PROMPT], evaluations=2),
+    "tune": lambda model, _: edgeinfer.tools.tune_drafting(model, [PROMPT], evaluations=2),
     "score": lambda model, _: model.score([5, 6, 7]),
     "logits": lambda model, _: [len(rows) for rows in model.logits([5, 6, 7])],
 }
@@ -39,8 +39,8 @@ LOOKS: dict[str, Use] = {
     "load": lambda model, folder: model.load_session(folder / "kept.session"),
     "tokenize": lambda model, _: model.detokenize(model.tokenize(PROMPT)),
     "plan": lambda model, _: (model.plan.terms, model.info, model.threads, model.load_costs),
-    "experts": lambda model, _: (model.experts, model.experts_per_token),
-    "drafting": lambda model, _: model.restore_drafting(model.drafting_state()),
+    "experts": lambda model, _: (model.experts, edgeinfer.tools.experts_per_token(model)),
+    "drafting": lambda model, _: edgeinfer.tools.restore_drafting(model, edgeinfer.tools.drafting_state(model)),
 }
 USES = RUNS | LOOKS
 

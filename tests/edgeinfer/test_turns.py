@@ -221,7 +221,7 @@ def test_a_reply_goes_on_with_what_it_says(tales: edgeinfer.Model) -> None:
 def make_calibrated(folder: Path) -> None:
     """A bundle with scales for quantized caches."""
     make_checkpoint(folder / "checkpoint", "llama", seed=5)
-    edgeinfer.calibrate_kv(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)), PROMPTS)
+    edgeinfer.tools.calibrate_kv(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)), PROMPTS)
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8"])

@@ -97,7 +97,14 @@ def test_text_goes_on_as_if_nothing_had_happened(fresh: edgeinfer.Model, aside: 
 
 def test_what_is_known_of_a_model_does_not_load_it(fresh: edgeinfer.Model) -> None:
     def known() -> tuple[Any, ...]:
-        return fresh.plan, fresh.info, fresh.context, fresh.load_costs, fresh.begin_ids, fresh.pass_work(4, 1)
+        return (
+            fresh.plan,
+            fresh.info,
+            fresh.context,
+            fresh.load_costs,
+            fresh.begin_ids,
+            edgeinfer.tools.pass_work(fresh, 4, 1),
+        )
 
     before = known()
     fresh.unload()

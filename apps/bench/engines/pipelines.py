@@ -68,22 +68,23 @@ class EdgeInferEngine:
     """edgeinfer on a bundle; `options` are those of `edgeinfer.load`. What is timed does not depend on the tokens."""
 
     def __init__(self, path: str, **options: Any) -> None:
-        self._model = import_module("edgeinfer").load(path, **options)
-        self.version = str(import_module("edgeinfer").__version__)
+        self._package = import_module("edgeinfer")
+        self._model = self._package.load(path, **options)
+        self.version = str(self._package.__version__)
 
     def pass_times(self, tokens: list[int], past: list[int], count: int) -> list[float]:
         """See worker.Engine."""
         size = len(tokens)
-        times: list[float] = self._model.measure_passes([size], past=len(past), repeats=count)[size]
-        return times
+        times = self._package.tools.measure_passes(self._model, [size], past=len(past), repeats=count)
+        return list(times[size])
 
     def decode_times(self, tokens: int, past: list[int]) -> list[float]:
         """See worker.Engine."""
-        return list(self._model.measure_decode(tokens, past=len(past)).total_ms)
+        return list(self._package.tools.measure_decode(self._model, tokens, past=len(past)).total_ms)
 
     def prefill_times(self, prompt: list[int]) -> list[float]:
         """See worker.Engine."""
-        return list(self._model.measure_prefill(len(prompt), repeats=1))
+        return list(self._package.tools.measure_prefill(self._model, len(prompt), repeats=1))
 
     def reply(self, prompt: list[int], tokens: int) -> dict[str, Any]:
         """See worker.Engine."""

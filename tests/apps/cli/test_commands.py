@@ -130,9 +130,9 @@ def fake_plan(budget: int | None) -> MemoryPlan:
         counted="resident",
         footprint=footprint,
         speed=Speed(12.34, 1000.0, False),
-        smallest_bytes=200_000_000,
+        minimum_bytes=200_000_000,
         given_up=("drafts of 7 tokens at most instead of 15",),
-        alternatives=(Alternative("cache in float32", chosen, 700_000_000, False, Speed(15.6, 900.0, False)),),
+        alternatives=(Alternative("float32 KV cache", chosen, 700_000_000, False, Speed(15.6, 900.0, False)),),
     )
 
 
@@ -154,16 +154,18 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
     assert planned == [("toy", {"memory": 600_000_000, "context": 1024})]
     out = capsys.readouterr().out
     for line in (
-        "kv cache         50.0 MB",
-        "weights          250.0 MB  partly of files",
-        "planned          300.0 MB",
-        "budget           600.0 MB  fits",
-        "12.3 tokens/s (estimated",
-        "drafts of 7 tokens",
-        "cache in float32  700.0 MB  15.6      no",
+        "Fits in 600 MB: needs 300.0 MB, about 12.3 tokens/s, context 2048.",
+        "Given up to fit: drafts of 7 tokens",
+        "weights   250.0 MB",
+        "total     300.0 MB",
+        "this plan         300.0 MB  ~12.3",
+        "float32 KV cache  700.0 MB  ~15.6, does not fit",
+        "Speeds are estimates until",
     ):
         assert line in out
-    assert "loading" not in out
+    assert "working memory" not in out and "mapped from files" not in out
+    assert main(["plan", "-m", "toy", "-v"]) == 0
+    assert "weights   250.0 MB  partly mapped from files" in capsys.readouterr().out
 
 
 def test_plan_options(planned: list[tuple[Any, dict[str, Any]]]) -> None:

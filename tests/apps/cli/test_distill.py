@@ -226,11 +226,11 @@ def _full(*_: Any) -> None:
         ({"speculation": "off"}, False),
         ({"draft_model": "off"}, False),
         ({"memory": "20GB"}, True),
-        ({"memory": "30MB"}, False),
     ],
 )
 def test_a_nested_drafter_drafts_where_it_may(both: Bundle, options: dict[str, Any], drafts: bool) -> None:
-    found = Bundles.open(both.path, LoadConfig.of(remember=False, **options))
+    config = LoadConfig.of(remember=False, **options)
+    found = Bundles.open(both.path, config).within(config)
     assert (found.drafter is not None) == drafts
 
 

@@ -185,7 +185,7 @@ def test_a_budget_without_room_for_drafts(capsys: Capture, small_bundle: Path) -
     plan = plan_json(capsys, "-m", small_bundle, "--memory", "1MB", code=4)
     assert "drafting" not in plan["terms"] and plan["choice"]["draft_max"] == 0
     done = edgeinfer("run", "-m", small_bundle, "-p", "Once", "--memory", "1MB", "--spec", "copy")
-    refuses(4, "The plan needs", done)
+    refuses(4, "The model needs", done)
 
 
 # Tuning.
@@ -224,7 +224,7 @@ def test_tuning(
     assert (found["exit"]["sets_tried"], found["skip"]["sets_tried"]) == (2, 5)
     # The next session drafts with what was found.
     with package.load(small_bundle, threads=1) as model:
-        assert {"exit", "skip"} & set(model.drafting_state()) == ({"exit", "skip"} if kept else set())
+        assert {"exit", "skip"} & set(package.tools.drafting_state(model)) == ({"exit", "skip"} if kept else set())
     options = ("-m", small_bundle, "-n", "30")
     assert run_json(capsys, *options)["mode"] == "auto"
     texts = {run(capsys, "run", "-p", PROMPT, *options, "--spec", who) for who in ("off", "auto", "exit", "skip")}

@@ -96,7 +96,7 @@ def test_bad_requests_are_refused_before_anything_is_measured(
 def test_an_interrupted_command_keeps_what_there_was(
     capsys: Capture, small_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, long_chunks: None
 ) -> None:
-    kept = edgeinfer.tune_device(small_bundle).path
+    kept = edgeinfer.tools.tune_device(small_bundle).path
     assert kept is not None
     before = kept.read_bytes()
 

@@ -271,7 +271,7 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         first, second = window.new(), window.new()
         assert window.call("GET", f"/conversations/{first}")["choice"] is None
         window.ask(first, "Hi")
-        usual = {"model": "built-in", "name": "built-in", "memory": None, "context": None}
+        usual = {"model": "built-in", "name": "tales", "memory": None, "context": None}
         assert window.call("GET", f"/conversations/{first}")["choice"] == usual
         body = {"model": mine, "memory": None, "context": 256, "conversation": second, "default": False}
         loading = window.call("POST", "/model/load", body, status=202)

@@ -58,7 +58,7 @@ def test_they_are_the_models_own(tales: edgeinfer.Model, options: dict[str, Any]
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_change_nothing(eager: edgeinfer.Model, options: dict[str, Any], width: int) -> None:
-    eager.restore_drafting({})
+    edgeinfer.tools.restore_drafting(eager, {})
     expected, _ = told(eager, speculation="off", max_tokens=80, **options)
     found, result = told(eager, **DRAFTED, draft_width=width, max_tokens=80, **options)
     assert result.speculation.drafted

@@ -50,7 +50,7 @@ def eager(bundle: Path) -> Iterator[edgeinfer.Model]:
 def test_drafting_with_fewer_experts_gives_the_same_text(
     eager: edgeinfer.Model, who: str, how: dict[str, float]
 ) -> None:
-    eager.restore_drafting({})
+    edgeinfer.tools.restore_drafting(eager, {})
     found = same(eager, who, max_tokens=40, **how)
     assert found.drafted
     assert who != "experts" or set(found.per_drafter) == {"experts"}
@@ -83,7 +83,7 @@ def test_a_result_tells_how_its_tokens_used_experts(bundle: Path) -> None:
     with load_eager(bundle, context=192) as model:
         first = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
         again = model.generate(PROMPT, max_tokens=20, ignore_eos=True)
-        counts, whole = model.expert_counts, model.experts
+        counts, whole = edgeinfer.tools.expert_counts(model), model.experts
     assert first.experts is not None and again.experts is not None and whole is not None and counts is not None
     assert first.experts.tokens == first.usage.total_tokens - 1
     # What was held of the prompt is not computed again.

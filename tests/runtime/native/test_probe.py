@@ -26,7 +26,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeKernel]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_limits_are_those_of_the_kernel_and_threads(kernel: NativeKernel, threads: int) -> None:
-    limits = edgeinfer.measure_device(threads)
+    limits = edgeinfer.tools.measure_device(threads)
     assert (limits.kernel, limits.threads) == (kernel.isa, threads)
     assert limits.read_bytes_per_s > 0
     assert (limits.multiply_adds_per_s is None) == (kernel.isa == "portable")
@@ -34,7 +34,7 @@ def test_limits_are_those_of_the_kernel_and_threads(kernel: NativeKernel, thread
 
 @pytest.mark.clock
 def test_limits_are_those_of_a_machine(kernel: NativeKernel) -> None:
-    limits = edgeinfer.measure_device(1)
+    limits = edgeinfer.tools.measure_device(1)
     # Any machine reads more than it could from a disk, and less than from its registers.
     assert 1e8 < limits.read_bytes_per_s < 1e13
     if kernel.isa != "portable":
@@ -48,13 +48,13 @@ def test_a_path_without_an_instruction_for_multiply_adds_has_no_rate(kernel: Nat
 
 def test_no_thread_cannot_be_measured(kernel: NativeKernel) -> None:
     with pytest.raises(UsageError, match="0 threads"):
-        edgeinfer.measure_device(0)
+        edgeinfer.tools.measure_device(0)
 
 
 def test_without_the_kernel_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGEINFER_NATIVE", "0")
     with pytest.raises(NativeUnavailableError, match="EDGEINFER_NATIVE=0"):
-        edgeinfer.measure_device()
+        edgeinfer.tools.measure_device()
 
 
 def test_work_over_limits_is_time() -> None:

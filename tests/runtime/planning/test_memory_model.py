@@ -29,7 +29,7 @@ def planned(bundle: Bundle, layout: Layout | None = None, **options: Any) -> Mem
     choice = dataclasses.replace(choose_backend(bundle, config), layout=layout or bundle.manifest.layout)
     subject = plan_input_of(choice, config)
     subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
-    return make_plan(subject, config, speed_model(subject, lambda variant: DeviceProfile(None)))
+    return make_plan(subject, config, speed_model(subject, lambda variant, *, draft_model: DeviceProfile(None)))
 
 
 def weights(plan: MemoryPlan) -> tuple[int, int]:

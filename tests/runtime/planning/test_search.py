@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.config import COUNTED, LoadConfig
+from edgeinfer.config import COUNTED, CountedPages, LoadConfig
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
@@ -18,11 +19,13 @@ from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.candidates import configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel
-from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
+from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
-from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
@@ -85,13 +88,13 @@ def test_without_a_budget_nothing_is_given_up(plan_input: PlanInput) -> None:
     c = found.configuration
     assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
     assert (c.drafters, c.tokenizer, found.given_up, found.fits) == (drafters_in("auto"), "kept", (), True)
-    assert found.smallest_bytes < found.planned_bytes
+    assert found.minimum_bytes < found.planned_bytes
 
 
 def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: PlanInput) -> None:
     free = plan(plan_input)
     assert plan(plan_input, memory=free.planned_bytes).configuration == free.configuration
-    tight = plan(plan_input, memory=free.smallest_bytes)
+    tight = plan(plan_input, memory=free.minimum_bytes)
     assert tight.fits and len(tight.given_up) >= 4
     assert any("lossy" in text for text in tight.given_up)
 
@@ -115,7 +118,7 @@ fixed_options = st.fixed_dictionaries(
 @given(fixed=fixed_options, share=st.floats(0, 1))
 def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed: dict[str, Any], share: float) -> None:
     free = plan(plan_input, **fixed)
-    budget = round(free.smallest_bytes + share * (free.planned_bytes - free.smallest_bytes))
+    budget = round(free.minimum_bytes + share * (free.planned_bytes - free.minimum_bytes))
     found = plan(plan_input, memory=budget, **fixed)
     assert found.fits and found.planned_bytes <= budget
     c = found.configuration
@@ -141,23 +144,23 @@ def free(plan_input: PlanInput) -> MemoryPlan:
 @settings(deadline=None, max_examples=4)
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
 def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
-    sizes = sorted(round(free.smallest_bytes + x * (free.planned_bytes - free.smallest_bytes)) for x in (low, high))
+    sizes = sorted(round(free.minimum_bytes + x * (free.planned_bytes - free.minimum_bytes)) for x in (low, high))
     less, more = (plan(plan_input, memory=size) for size in sizes)
-    worth = search_module._worth(SpeedModel(pace_of), free.configuration)
+    worth = search_module._worth(SpeedModel(pace_of), free.configuration, draft_model=False)
     assert worth(more.configuration) >= worth(less.configuration)
     if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
         assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
 
 
 def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else_fits(plan_input: PlanInput) -> None:
-    resident = plan(plan_input, weights="mapped", context=2048).smallest_bytes
+    resident = plan(plan_input, weights="mapped", context=2048).minimum_bytes
     assert plan(plan_input, memory=resident, context=2048).configuration.weights == "mapped"
     streamed = plan(plan_input, memory=resident - 1, context=2048)
     assert streamed.configuration.weights == "streamed" and streamed.configuration.window_layers
     mapped = plan(plan_input, memory=resident, context=2048)
     assert streamed.speed.tokens_per_second < mapped.speed.tokens_per_second
     # Pages of files do not count here, so there is no need to drop any.
-    anonymous = plan(plan_input, memory=plan(plan_input, counted="anonymous").smallest_bytes, counted="anonymous")
+    anonymous = plan(plan_input, memory=plan(plan_input, counted="anonymous").minimum_bytes, counted="anonymous")
     assert anonymous.configuration.weights == "mapped"
 
 
@@ -196,7 +199,7 @@ def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
 
 def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> None:
     fixed: dict[str, Any] = {"context": 4096, "kv": "float32", "speculation": "copy", "prefix_cache": 10_000_000}
-    least = plan(plan_input, **fixed).smallest_bytes
+    least = plan(plan_input, **fixed).minimum_bytes
     found = plan(plan_input, memory=least - 1, **fixed)
     assert not found.fits
     with pytest.raises(BudgetError) as caught:
@@ -211,14 +214,95 @@ def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> 
 def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) -> None:
     found = plan(plan_input, all_ways=True)
     ways = {way.name: way for way in found.alternatives}
-    assert {"smallest", "no drafting", "cache in int8", "weights streamed", "context of 512"} <= set(ways)
+    assert {"smallest", "no drafting", "int8 KV cache", "streamed weights", "context 512"} <= set(ways)
     assert len({way.configuration for way in ways.values()} | {found.configuration}) == len(ways) + 1
     assert all(way.fits for way in ways.values())
-    assert ways["smallest"].planned_bytes == found.smallest_bytes
-    tight = plan(plan_input, all_ways=True, memory=found.smallest_bytes + 1_000_000)
-    assert not {way.name: way for way in tight.alternatives}["no concessions"].fits
+    assert ways["smallest"].planned_bytes == found.minimum_bytes
+    tight = plan(plan_input, all_ways=True, memory=found.minimum_bytes + 1_000_000)
+    assert not {way.name: way for way in tight.alternatives}[NOTHING_GIVEN_UP].fits
     data = tight.to_dict()
     assert data["alternatives"][0]["choice"]["context"] and data["speed"]["measured"] is True
+
+
+class Measured(DeviceProfile):
+    """A profile whose passes took so many times what `PACE` says, and drafts cost nothing."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(None)
+        self._costs = stamped(
+            PassCosts(tuple((rows, ms * times) for rows, ms in PACE.passes.points)), DraftCosts({}, 0.3)
+        )
+
+    def costs(self) -> Costs | None:
+        return self._costs
+
+
+# How to ask for what an alternative's name says.
+ASKED: dict[str, Callable[[Alternative], dict[str, Any]]] = {
+    "smallest": lambda way: {"memory": way.planned_bytes},
+    NOTHING_GIVEN_UP: lambda way: {"memory": way.planned_bytes},
+    "no drafting": lambda way: {"speculation": "off"},
+    "cache": lambda way: {"kv": way.configuration.kv},
+    "weights": lambda way: {"weights": way.configuration.weights},
+    "context": lambda way: {"context": way.configuration.context},
+}
+
+
+@settings(deadline=None, max_examples=4)
+@given(
+    share=st.floats(-0.3, 1.5),
+    counted=st.sampled_from(COUNTED),
+    measured=st.dictionaries(
+        st.tuples(st.sampled_from(["", "int8", " streamed 1", "int8 streamed 4"]), st.booleans()), st.floats(0.5, 2)
+    ),
+)
+@example(share=-0.1, counted="resident", measured={("", False): 1.0, ("int8", True): 2.0})
+@example(share=0.5, counted="resident", measured={("int8", False): 0.5})
+def test_a_plan_agrees_with_itself(
+    plan_input: PlanInput, share: float, counted: CountedPages, measured: dict[tuple[str, bool], float]
+) -> None:
+    """Whatever the budget, and whichever variants were measured: one least budget, one speed of each way to run."""
+    drafter = dataclasses.replace(plan_input, option_bytes=None)
+    nested = dataclasses.replace(plan_input, drafter=drafter, tokenizers=("kept",))
+
+    def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
+        key = variant, draft_model
+        return Measured(measured[key]) if key in measured else DeviceProfile(None)
+
+    def ask(**options: Any) -> MemoryPlan:
+        subject = dataclasses.replace(nested, drafter=None) if options.get("speculation") == "off" else nested
+        config = LoadConfig(counted=counted, prefill_chunk=32, **options)
+        return search(subject, config, Large(subject, config, PROCESS), speed_model(nested, profiles), all_ways=True)
+
+    free = ask()
+    budget = max(1, round(free.minimum_bytes + share * (free.planned_bytes - free.minimum_bytes)))
+    found = ask(memory=budget)
+    assert found.minimum_bytes == free.minimum_bytes
+    assert found.fits == (budget >= found.minimum_bytes) == (found.planned_bytes <= budget)
+    assert found.fits or found.planned_bytes == found.minimum_bytes
+    ways = {way.name: way for way in found.alternatives}
+    assert "smallest" not in ways or ways["smallest"].planned_bytes == found.minimum_bytes
+    assert NOTHING_GIVEN_UP not in ways or ways[NOTHING_GIVEN_UP].planned_bytes == free.planned_bytes
+    for way in ways.values() if found.fits else ():
+        kind = next((name for name in ASKED if name in way.name), None)
+        if kind is not None:
+            asked = ask(**{"memory": budget} | ASKED[kind](way))
+            assert (asked.planned_bytes, asked.speed, asked.fits) == (way.planned_bytes, way.speed, asked.fits), (
+                way.name
+            )
+    # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed.
+    both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
+    plain = {round(speed.tokens_per_second, 6) for c, speed in both if not c.draft_max | c.window_layers}
+    assert len(plain) <= 1
+
+
+def test_the_draft_model_of_a_bundle_goes_before_anything_else_does(plan_input: PlanInput) -> None:
+    nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
+    free, alone = plan(nested), plan(plan_input)
+    assert free.configuration.draft_model and free.terms["draft_model"] > 0
+    assert free.minimum_bytes == alone.minimum_bytes < alone.planned_bytes
+    found = plan(nested, memory=free.planned_bytes - 1)
+    assert found.given_up == ("no draft model",) and found.planned_bytes == alone.planned_bytes
 
 
 def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
@@ -243,8 +327,8 @@ def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanIn
     tuned = dataclasses.replace(plan_input, settings=TunedSettings(prefill_chunk=1024))
     free, usual = plan(tuned), plan(plan_input)
     assert (free.prefill_chunk, free.tuned, free.given_up) == (1024, ("prefill_chunk",), ())
-    assert free.planned_bytes > usual.planned_bytes and free.smallest_bytes == usual.smallest_bytes
-    for budget in (usual.planned_bytes, usual.smallest_bytes):
+    assert free.planned_bytes > usual.planned_bytes and free.minimum_bytes == usual.minimum_bytes
+    for budget in (usual.planned_bytes, usual.minimum_bytes):
         found = plan(tuned, memory=budget)
         assert found.fits and found.prefill_chunk < 1024 and found.tuned == ()
         assert any("instead of 1024" in text for text in found.given_up)

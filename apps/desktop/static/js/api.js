@@ -60,6 +60,11 @@ export const plan = (wanted, signal) => call("POST", "/plan", { body: wanted, si
 export const loadModel = (wanted) => call("POST", "/model/load", { body: wanted });
 export const cancelLoad = () => call("POST", "/model/cancel");
 export const unloadModel = () => call("POST", "/model/unload");
+export const getCatalog = () => call("GET", "/catalog");
+export const searchHub = (text) => call("GET", `/hub?search=${encodeURIComponent(text)}`);
+export const getOffers = (name) => call("GET", `/offers?name=${encodeURIComponent(name)}`);
+export const importModel = (path) => call("POST", "/models/import", { body: { path } });
+export const removeModel = (id) => call("POST", "/models/remove", { body: { id } });
 export const startDownload = (id) => call("POST", "/downloads", { body: { id } });
 export const cancelDownload = (key) => call("DELETE", `/downloads/${encodeURIComponent(key)}`);
 export const listConversations = (search, signal) =>

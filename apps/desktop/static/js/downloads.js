@@ -1,94 +1,121 @@
-// Fetching models from the hub, with progress and cancel; knows nothing of what is done with them.
+// Models that are being fetched or imported, beside those that are here, and the form that imports one from the disk.
 
 import * as api from "./api.js";
-import { h, iconButton, progressBar } from "./dom.js";
-import { size } from "./format.js";
+import { refreshCatalog } from "./catalog.js";
+import { h, icon } from "./dom.js";
+import { createFetch } from "./fetching.js";
 import { noteDownload } from "./live.js";
 import { follow } from "./store.js";
-import { report } from "./toast.js";
+import { report, toast } from "./toast.js";
 
-/** The form and the running downloads; `finished` is called when one is done. */
-export function createDownloads(finished) {
+/** The running downloads; `finished` is called when one is done, `use` with the path of one that is to be used. */
+export function createDownloads({ finished, use }) {
+  const list = h("div", { class: "downloads" });
+  const views = new Map();
+  const done = new Set();
+  let first = true;
+  follow(["downloads"], ({ downloads }) => {
+    for (const download of downloads) {
+      const view = views.get(download.id) ?? createView(download.id, use);
+      views.set(download.id, view);
+      view.update();
+      const listed = ["running", "failed", "cancelled"].includes(download.status);
+      if (listed) list.append(view.element);
+      else view.element.remove();
+      if (download.status !== "done" || done.has(download.key)) continue;
+      done.add(download.key);
+      // Those that were done before this window opened are no news.
+      if (first) continue;
+      refreshCatalog();
+      finished();
+      const { id, model } = download;
+      toast(`${nameOf(id)} is ready.`, { action: "Use it", forMs: 15000, onaction: () => use(model) });
+    }
+    first = !downloads.length && first;
+  });
+  return list;
+}
+
+const nameOf = (id) => id.split(/[\\/]/).filter(Boolean).at(-1);
+
+function createView(id, use) {
+  const fetch = createFetch({ id, use });
+  const dismiss = h("span", {});
+  const element = h("div", { class: "download" }, h("span", { class: "name", title: id }, nameOf(id)), fetch.element, dismiss);
+  return { element, update: fetch.update };
+}
+
+/** The form that imports a model from the disk; `imported` is called with the path of one that needs no conversion. */
+export function createImport(imported) {
   const field = h("input", {
     class: "input",
-    id: "hub-id",
-    placeholder: "owner/model",
+    id: "import-path",
+    placeholder: "/path/to/model.gguf or a folder",
     autocomplete: "off",
     autocapitalize: "off",
     spellcheck: "false",
   });
-  const button = h("button", { type: "submit", class: "button" }, "Download");
-  const form = h("form", {}, field, button);
-  const list = h("div", { "aria-live": "off" });
+  const note = h("small", {}, "A .gguf file is used where it is. A checkpoint's folder is converted into a copy.");
+  const choose = h("span", { class: "choosers" });
+  const form = h(
+    "form",
+    { class: "import", hidden: true },
+    h("label", { for: "import-path" }, "Import a model from this computer"),
+    h("div", { class: "row" }, field, h("button", { type: "submit", class: "button" }, "Import")),
+    choose,
+    note,
+  );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const id = field.value.trim();
-    if (!id) return;
+    const path = field.value.trim();
+    if (!path) return;
     try {
-      noteDownload(await api.startDownload(id));
+      const { id, download } = await api.importModel(path);
+      if (download) noteDownload(download);
+      else imported(id);
       field.value = "";
+      form.hidden = true;
     } catch (failure) {
       report(failure);
     }
   });
-  const views = new Map();
-  const done = new Set();
-  follow(["downloads"], ({ downloads }) => {
-    for (const download of downloads) {
-      const view = views.get(download.key) ?? createView(download);
-      views.set(download.key, view);
-      view.show(download);
-      const listed = download.status === "running" || download.status === "failed";
-      if (listed && !view.dismissed) list.append(view.element);
-      else view.element.remove();
-      if (download.status === "done" && !done.has(download.key)) {
-        done.add(download.key);
-        finished();
-      }
-    }
-  });
-  return h("div", { class: "fetch" }, h("label", { for: "hub-id" }, "Download from the hub"), form, list);
+  const opener = h(
+    "button",
+    {
+      type: "button",
+      class: "button import-button",
+      onclick() {
+        form.hidden = !form.hidden;
+        if (form.hidden) return;
+        offerDialogs(choose, field);
+        field.focus();
+      },
+    },
+    icon("folder"),
+    "Import from disk",
+  );
+  return h("div", { class: "fetch" }, form, opener);
 }
 
-function createView({ key, id }) {
-  const bar = progressBar(`Download of ${id}`);
-  const state = h("span", { class: "state" });
-  const view = { dismissed: false };
-  const close = iconButton(
-    "close",
-    "Cancel the download",
-    () => {
-      if (view.status === "running") api.cancelDownload(key).catch(report);
-      else {
-        view.dismissed = true;
-        element.remove();
-      }
-    },
-    { class: "small" },
+/** In a window of its own the app can open the system's dialogs of files and folders. */
+function offerDialogs(place, field) {
+  const bridge = window.pywebview?.api;
+  if (!bridge?.choose_file || place.childElementCount) return;
+  const button = (text, choose) =>
+    h(
+      "button",
+      {
+        type: "button",
+        class: "button small",
+        async onclick() {
+          field.value = (await choose()) || field.value;
+          field.focus();
+        },
+      },
+      text,
+    );
+  place.append(
+    button("Choose a file…", () => bridge.choose_file()),
+    button("Choose a folder…", () => bridge.choose_folder()),
   );
-  const element = h(
-    "div",
-    { class: "download" },
-    h("span", { class: "name", title: id }, id),
-    close,
-    bar.element,
-    state,
-  );
-  view.element = element;
-  view.show = ({ done, total, status, error }) => {
-    view.status = status;
-    element.className = `download ${status}`;
-    bar.element.hidden = status !== "running";
-    bar.show(total > 0 ? done / total : null);
-    state.textContent =
-      status === "failed"
-        ? [error?.message ?? error, error?.hint].filter(Boolean).join(" ")
-        : total > 0
-          ? `${size(done)} of ${size(total)}`
-          : "Asking the hub…";
-    const label = status === "running" ? "Cancel the download" : "Dismiss";
-    close.setAttribute("aria-label", label);
-    close.title = label;
-  };
-  return view;
 }

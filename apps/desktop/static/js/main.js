@@ -1,5 +1,6 @@
 // Puts the window together and starts it; knows nothing of what its parts do.
 
+import { refreshCatalog } from "./catalog.js";
 import { followAddress, refreshList, refreshShown } from "./chats.js";
 import { createComposer, focusComposer } from "./composer.js";
 import { loadIcons } from "./icons.js";
@@ -25,5 +26,6 @@ window.addEventListener("hashchange", followAddress);
 connect(() => {
   refreshList();
   refreshShown();
+  refreshCatalog();
 }, refreshList);
 focusComposer();

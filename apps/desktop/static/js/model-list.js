@@ -3,7 +3,13 @@
 import { h } from "./dom.js";
 import { bits, count, parameters, size } from "./format.js";
 
-const SOURCES = { "built-in": "Built in", bundle: "On this computer", gguf: "On this computer", hub: "From the hub" };
+const SOURCES = {
+  "built-in": "Built in",
+  converted: "Downloaded",
+  hub: "Downloaded",
+  bundle: "From your folders",
+  gguf: "From your folders",
+};
 const ORDER = Object.keys(SOURCES);
 
 /** Where a model lies, if its name does not say it: several may have the same. */
@@ -30,7 +36,7 @@ export function createModelList(chosen) {
       const focused = element.contains(document.activeElement);
       const children = [];
       let heading = null;
-      const place = ({ source }) => (SOURCES[source] === SOURCES.gguf ? ORDER.indexOf("gguf") : ORDER.indexOf(source));
+      const place = ({ source }) => ORDER.findIndex((one) => SOURCES[one] === SOURCES[source]);
       for (const model of models.toSorted((a, b) => place(a) - place(b))) {
         const source = SOURCES[model.source] ?? model.source;
         if (source !== heading) children.push(h("h3", { role: "presentation" }, source));

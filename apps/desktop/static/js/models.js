@@ -3,12 +3,13 @@
 import * as api from "./api.js";
 import { createBudget } from "./budget.js";
 import { h, icon, iconButton } from "./dom.js";
-import { createDownloads } from "./downloads.js";
+import { createCatalogPane, refreshCatalog } from "./catalog.js";
+import { createDownloads, createImport } from "./downloads.js";
 import { bits, count, parameters, size } from "./format.js";
 import { createModelList, placeOf } from "./model-list.js";
 import { createPlanView } from "./plan.js";
 import { change, follow, get } from "./store.js";
-import { report } from "./toast.js";
+import { report, toast } from "./toast.js";
 
 const PLAN_WAIT_MS = 150;
 const SMALLEST_CONTEXT = 256;
@@ -43,6 +44,7 @@ export function createModels() {
     usual: h("input", { type: "checkbox", checked: true }),
     load: h("button", { type: "button", class: "button primary", id: "load-button", onclick: load }, "Load"),
     unload: h("button", { type: "button", class: "button", onclick: unload }, icon("eject"), "Unload"),
+    remove: h("button", { type: "button", class: "button", onclick: removeChosen }, icon("trash"), "Remove"),
     plan: h("div", { class: "plan" }),
   };
   const { list, budget, context, view, title, subtitle, plan } = parts;
@@ -50,23 +52,37 @@ export function createModels() {
   const contextRow = h("div", { class: "pair" }, h("label", { for: "context-size" }, "Context"), context);
   parts.controls = h("div", { class: "plan-result" }, contextRow, budget.element);
   plan.append(h("div", {}, title, subtitle), parts.controls, view.element);
+  parts.catalog = createCatalogPane(use);
+  parts.catalog.element.hidden = true;
+  parts.tabs = createTabs();
   dialog.append(
     h(
       "div",
       { class: "dialog-head" },
       iconButton("left", "Back to the list", () => dialog.classList.remove("detail"), { class: "back" }),
       h("h2", { id: "models-title" }, "Models"),
+      parts.tabs,
       iconButton("close", "Close", () => dialog.close()),
     ),
+    parts.catalog.element,
     h(
       "div",
       { class: "models-body" },
-      h("div", { class: "models-left" }, list.element, createDownloads(readModels)),
+      h(
+        "div",
+        { class: "models-left" },
+        list.element,
+        createDownloads({ finished: readModels, use }),
+        createImport(async (id) => {
+          await readModels();
+          select(models.find((one) => one.id === id) ?? wanted.model);
+        }),
+      ),
       h(
         "div",
         { class: "models-right" },
         plan,
-        h("div", { class: "models-foot" }, parts.unload, h("span", { class: "spacer" }), parts.scope, parts.load),
+        h("div", { class: "models-foot" }, parts.unload, parts.remove, h("span", { class: "spacer" }), parts.scope, parts.load),
       ),
     ),
   );
@@ -84,19 +100,75 @@ export function createModels() {
 
 /** Opens the dialog with a model chosen: the named one, else the loaded one, with its budget and context. */
 export async function openModels(id, chosen = {}) {
-  if (dialog.open) return;
+  if (dialog.open) {
+    showTab("mine");
+    return;
+  }
   const { settings, model, conversation } = get();
   const present = conversation?.choice ?? model?.choice ?? settings;
   Object.assign(wanted, { memory: present?.memory ?? null, context: present?.context ?? null, ...chosen });
   parts.scope.hidden = !conversation;
   parts.usual.checked = true;
   dialog.classList.remove("detail");
+  showTab("mine");
   undecided();
   dialog.showModal();
   await readModels();
   const first = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
   if (first) select(first, { detail: id !== undefined });
   parts.list.element.querySelector("[aria-selected=true]")?.focus();
+}
+
+const TABS = { mine: "On this computer", more: "Get more" };
+
+function createTabs() {
+  const choose = (name) => {
+    showTab(name);
+    if (name === "more") parts.catalog.focus();
+  };
+  const buttons = Object.entries(TABS).map(([name, text]) =>
+    h("button", { type: "button", "data-tab": name, onclick: () => choose(name) }, text),
+  );
+  return h("div", { class: "segments", role: "group", "aria-label": "Which models" }, buttons);
+}
+
+function showTab(name) {
+  for (const button of parts.tabs.children) button.setAttribute("aria-pressed", String(button.dataset.tab === name));
+  dialog.classList.toggle("more", name === "more");
+  parts.catalog.element.hidden = name !== "more";
+  if (name === "more") refreshCatalog();
+}
+
+/** Opens the dialog with the models that can be had. */
+export async function openCatalog() {
+  await openModels();
+  showTab("more");
+}
+
+/** Loads a model as the settings have it, for the chat on show and for new ones. */
+export async function use(id) {
+  const { settings, conversation } = get();
+  const { memory = null, context = null } = settings ?? {};
+  await loadChosen({ model: id, memory, context, conversation: conversation?.id ?? null, default: true });
+}
+
+/** Removes the chosen model's files, once that has been confirmed by a second press. */
+async function removeChosen() {
+  const { id, name } = wanted.model;
+  if (parts.remove.dataset.sure !== id) {
+    parts.remove.dataset.sure = id;
+    parts.remove.replaceChildren(icon("trash"), `Remove ${size(wanted.model.bytes)} from the disk?`);
+    return;
+  }
+  try {
+    const { freed_bytes: freed } = await api.removeModel(id);
+    toast(`${name} is removed; ${size(freed)} are free again.`);
+    await readModels();
+    select(models[0], { detail: false });
+    refreshCatalog();
+  } catch (failure) {
+    report(failure);
+  }
 }
 
 /** Until there is a plan of what is chosen, nothing can be loaded. */
@@ -118,6 +190,10 @@ function showList() {
   const { model } = get();
   parts.list.show(models, wanted.model?.id, model);
   parts.unload.hidden = model?.status !== "ready";
+  const { id, source } = wanted.model ?? {};
+  parts.remove.hidden = !["hub", "converted"].includes(source) || id === model?.id;
+  delete parts.remove.dataset.sure;
+  parts.remove.replaceChildren(icon("trash"), "Remove");
   parts.load.textContent = model?.status === "ready" && model.id === wanted.model?.id ? "Load again" : "Load";
 }
 
@@ -200,14 +276,19 @@ async function planNow() {
 
 async function load() {
   const { model, memory, context } = wanted;
+  const { conversation } = get();
+  const usual = !conversation || parts.usual.checked;
+  await loadChosen({ model: model.id, memory, context, conversation: conversation?.id ?? null, default: usual });
+}
+
+async function loadChosen(body) {
+  const { model, memory, context } = body;
   try {
-    const { conversation, settings } = get();
-    const usual = !conversation || parts.usual.checked;
-    const body = { model: model.id, memory, context, conversation: conversation?.id ?? null, default: usual };
     const loading = await api.loadModel(body);
-    const choice = loading.choice ?? null;
-    if (usual) change({ settings: { ...settings, model: model.id, memory, context } });
-    if (conversation) change({ conversation: { ...get().conversation, choice } });
+    const { settings, conversation } = get();
+    if (body.default) change({ settings: { ...settings, model, memory, context } });
+    if (body.conversation && conversation?.id === body.conversation)
+      change({ conversation: { ...conversation, choice: loading.choice ?? null } });
     change({ model: loading });
     dialog.close();
     document.getElementById("prompt").focus();

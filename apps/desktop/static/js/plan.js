@@ -10,7 +10,7 @@ const GROUPS = [
   { name: "drafting", label: "Guessing ahead", terms: ["drafting", "draft_model"] },
   { name: "work", label: "Working memory", terms: ["activations", "session", "loading"] },
   { name: "text", label: "Tokenizer", terms: ["tokenizer"] },
-  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code"] },
+  { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code", "reserve"] },
 ];
 const OTHER = { name: "other", label: "Other", terms: [] };
 const TERMS = {

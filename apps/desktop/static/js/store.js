@@ -8,6 +8,7 @@ const state = {
   defaults: { options: {} },
   machine: null,
   downloads: [],
+  catalog: null, // models that can be had, and what this machine has room for; null until it is known
   conversations: null, // those listed; null until they are known
   search: "",
   removed: new Set(), // deleted, but can still be brought back

@@ -1,9 +1,11 @@
 // The messages of the shown conversation, or the start of a new one; knows nothing of a single message's looks.
 
+import { card } from "./catalog.js";
 import { send } from "./chats.js";
 import { h, iconButton } from "./dom.js";
 import { enableCopying } from "./markdown.js";
 import { createMessage } from "./message.js";
+import { openCatalog, use } from "./models.js";
 import { createFollower } from "./scroll.js";
 import { follow } from "./store.js";
 import { path, siblings } from "./tree.js";
@@ -13,8 +15,7 @@ const SUGGESTIONS = [
   "Once upon a time there was a lighthouse",
   "A story about two friends and a kite",
 ];
-const BUILT_IN =
-  "The built-in model is tiny and tells short children's stories. Choose another above for more than that.";
+const BUILT_IN = "The built-in model is ready. It is tiny and tells short children's stories.";
 
 let views = new Map();
 let shownId = null;
@@ -33,7 +34,7 @@ export function createThread() {
     newest.hidden = following;
   });
   enableCopying(inner);
-  follow(["conversation", "opening", "model"], (state) => render(inner, state));
+  follow(["conversation", "opening", "model", "catalog"], (state) => render(inner, state));
 }
 
 /** Opens the editor of the last message of the user; false where there is none. */
@@ -43,12 +44,12 @@ export function editLast() {
   return Boolean(view);
 }
 
-function render(inner, { conversation, opening, model }) {
+function render(inner, { conversation, opening, model, catalog }) {
   const shown = conversation ? path(conversation) : [];
   if (!shown.length) {
     views = new Map();
     shownId = conversation?.id ?? null;
-    inner.replaceChildren(...(opening ? [] : [welcome(model)]));
+    inner.replaceChildren(...(opening ? [] : [welcome(model, catalog)]));
     return;
   }
   const moved = shownId !== conversation.id;
@@ -78,7 +79,7 @@ function arrange(inner, elements) {
   });
 }
 
-function welcome(model) {
+function welcome(model, catalog) {
   const ready = model?.status === "ready";
   const builtIn = ready && (model.id === null || model.id === "built-in" || model.source === "built-in");
   const suggestion = (text) => h("button", { type: "button", onclick: () => send(text) }, text);
@@ -88,5 +89,24 @@ function welcome(model) {
     h("h1", {}, "What shall we talk about?"),
     h("p", {}, builtIn ? BUILT_IN : "Everything stays on this computer: the model, and what you write."),
     ready && h("div", { class: "suggestions" }, SUGGESTIONS.map(suggestion)),
+    builtIn && catalog && realModels(catalog),
+  );
+}
+
+/** What is offered as long as there is only the built-in model. */
+function realModels({ models, recommended, room }) {
+  const offered = models.filter(({ name, path }) => recommended.includes(name) && !path);
+  if (!offered.length || models.some(({ path }) => path)) return null;
+  return h(
+    "section",
+    { class: "offered", "aria-label": "Get a real model" },
+    h(
+      "div",
+      { class: "offered-head" },
+      h("h2", {}, "Get a real model"),
+      h("button", { type: "button", class: "link-button", onclick: openCatalog }, "See all"),
+    ),
+    h("p", {}, "These suit this computer. Everything stays on it: the model, and what you write."),
+    h("div", { class: "card-grid" }, offered.map((model) => card(model, room, use))),
   );
 }

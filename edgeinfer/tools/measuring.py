@@ -1,0 +1,115 @@
+"""What can be measured of a loaded model while no reply is running. Measuring empties its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgeinfer.api import Model
+from edgeinfer.config import GenerationConfig
+from edgeinfer.results import PassWork
+from edgeinfer.runtime.experts.statistics import ExpertCounts
+from edgeinfer.runtime.tuning import measure
+from edgeinfer.runtime.tuning.fewer_experts import FewerExperts
+from edgeinfer.runtime.tuning.fewer_experts import compare_fewer_experts as compare_experts
+from edgeinfer.runtime.tuning.measure import DecodeTimes, WorkTimes
+from edgeinfer.runtime.tuning.reply_reading import ReplyReading
+from edgeinfer.runtime.tuning.reply_reading import read_reply as read
+
+__all__ = [
+    "DecodeTimes",
+    "FewerExperts",
+    "ReplyReading",
+    "WorkTimes",
+    "compare_fewer_experts",
+    "drafting_state",
+    "expert_counts",
+    "experts_per_token",
+    "measure_decode",
+    "measure_passes",
+    "measure_prefill",
+    "measure_work",
+    "pass_work",
+    "read_reply",
+    "restore_drafting",
+]
+
+
+def measure_passes(model: Model, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
+    """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens; empties the cache."""
+    with model._idle() as parts:
+        return measure.pass_times(parts.engine, sizes, past=past, repeats=repeats)
+
+
+def measure_prefill(model: Model, tokens: int, *, repeats: int) -> list[float]:
+    """Milliseconds of evaluating a prompt of `tokens` tokens, chunk by chunk; empties the cache."""
+    with model._idle() as parts:
+        return measure.prefill_times(parts.engine, tokens, repeats=repeats)
+
+
+def measure_decode(model: Model, tokens: int, *, past: int) -> DecodeTimes:
+    """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
+    with model._idle() as parts:
+        return measure.decode_times(parts.engine, tokens, past=past)
+
+
+def measure_work(model: Model, prompt: int, reply: int, *, past: int = 0) -> WorkTimes:
+    """Milliseconds of evaluating a prompt behind `past` tokens, and of decoding a reply greedily and plainly, in
+    as many passes as tokens; `llama-bench` calls these pp, tg and depth. What the cache holds of the past stays.
+
+    Raises:
+        UsageError: there is nothing to do, or the context is too small.
+    """
+    with model._idle() as parts:
+        return measure.work_times(parts.engine, prompt, reply, past=past)
+
+
+def pass_work(model: Model, tokens: int, rows: int) -> PassWork:
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
+    return measure.pass_work(model._lifecycle.facts.tensors, tokens, rows)
+
+
+def experts_per_token(model: Model) -> tuple[int, ...]:
+    """How many experts of a layer a token may use, ascending; the last is the model itself, () has none."""
+    with model._idle() as parts:
+        return parts.engine.backend.capabilities.expert_counts
+
+
+def compare_fewer_experts(model: Model, tokens: Sequence[int], count: int) -> FewerExperts:
+    """What passes with fewer experts would have guessed along a text, and what they cost; empties the cache."""
+    with model._idle() as parts:
+        return compare_experts(parts.engine, tokens, count)
+
+
+def read_reply(model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Any) -> ReplyReading:
+    """How a reply of given tokens is predicted in a way of computing less, against the whole model; empties the
+    cache.
+
+    Args:
+        options: fields of ComputeOptions.
+
+    Raises:
+        UsageError: no prompt, a reply of fewer than two tokens, or an option that is unknown or out of range.
+        CapabilityError: the backend cannot compute so.
+    """
+    asked = GenerationConfig.of(**options)
+    with model._idle() as parts:
+        return read(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
+
+
+def drafting_state(model: Model) -> dict[str, Any]:
+    """What drafters have learnt, to be put back by `restore_drafting` before another text is timed."""
+    with model._idle() as parts:
+        return parts.speculator.state()
+
+
+def restore_drafting(model: Model, state: Mapping[str, Any]) -> None:
+    """Puts back what `drafting_state` gave; an empty one makes drafters forget all."""
+    with model._idle() as parts:
+        parts.speculator.restore(state)
+
+
+def expert_counts(model: Model) -> ExpertCounts | None:
+    """How many tokens used each expert of each layer since the model was last loaded; None where it has none."""
+    watched = model._parts.watched
+    return None if watched is None else watched.counts

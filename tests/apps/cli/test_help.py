@@ -1,0 +1,122 @@
+"""Help of two levels, flags that are called as in Python, and suggestions for what is misspelt."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
+from edgeinfer.apps.cli.options import GENERATION, LOADING
+from edgeinfer.apps.cli.parser import Parser
+from edgeinfer.config import GenerationConfig, LoadConfig
+from edgeinfer.options import ConfigOption, options_of
+from tests.cli import edgeinfer, refuses
+
+SCREEN_LINES, SCREEN_COLUMNS = 45, 80
+DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
+
+
+@pytest.fixture(scope="module")
+def parsers() -> list[Parser]:
+    """Of every command and of those under it."""
+    return list(nested(build_parser()))
+
+
+def nested(parser: Parser) -> Iterator[Parser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield each
+                yield from nested(each)
+
+
+@pytest.fixture(autouse=True)
+def screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(SCREEN_COLUMNS))
+
+
+def lines(text: str) -> int:
+    """On a screen, where longer lines go on in the next."""
+    return sum(max(1, -(-len(line) // SCREEN_COLUMNS)) for line in text.splitlines())
+
+
+def shown(parser: Parser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
+
+
+def test_short_help_fits_a_screen_and_the_long_one_shows_all(parsers: list[Parser]) -> None:
+    for parser in parsers:
+        short, long = parser.format_help(), parser.format_help_all()
+        assert lines(short) <= SCREEN_LINES, f"{parser.prog} --help has {lines(short)} lines"
+        assert short.startswith(f"usage: {parser.prog} ") and lines(short.partition("\n\n")[0]) <= 2
+        assert f"All options: {parser.prog} --help-all" in short or short.count("--") + 1 == long.count("--")
+        for action in shown(parser):
+            for flag in action.option_strings:
+                assert flag in long, f"{parser.prog} --help-all leaves out {flag}"
+                assert action.help, f"{parser.prog} {flag} has no help"
+
+
+def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    basic = ("--model", "--max-tokens", "--temperature", "--memory", "--context", "--threads", "--json-schema")
+    for command in ("run", "chat"):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        for flag in (*basic, "--speculation"):
+            assert f"{flag} " in text, flag
+        for rare in ("--beams", "--verification", "--kv ", "--top-k", "--spec ", "--temp "):
+            assert rare not in text, rare
+        assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {command} --help-all"
+        assert main([command, "--help-all"]) == 0
+        assert "--beams" in capsys.readouterr().out
+
+
+def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
+    run = next(parser for parser in parsers if parser.prog == "edgeinfer run")
+    for name in (*LOADING, *GENERATION):
+        declared: ConfigOption = DECLARED[name]
+        dashed = name.replace("_", "-")
+        # One text for each --choice, and --choices for a file of them.
+        expected = {f"--{dashed}", f"--no-{dashed}"} | ({"--choice"} if name == "choices" else set())
+        long = [flag for flag in declared.flags if flag.startswith("--")]
+        assert len(long) == 1 and long[0] in expected, declared.flags
+        for flag in (*declared.flags, *declared.former_flags):
+            assert run._option_string_actions[flag].dest == name
+    for former in ("--spec", "--temp", "--repeat-penalty", "--spec-draft-n-max", "--spec-verify", "--spec-tree-width"):
+        assert run._option_string_actions[former].help is argparse.SUPPRESS
+
+
+def test_every_option_of_a_reply_has_a_flag() -> None:
+    # Log-probabilities belong to chunks, which a command does not print.
+    assert {name for name, option in options_of(GenerationConfig).items() if not option.flags} == {"logprobs"}
+
+
+def test_mistakes_are_told_with_what_was_meant() -> None:
+    for line, says in {
+        "run --memroy 1GB Hi": "No such option: --memroy. Did you mean --memory?",
+        "run --temprature=1 Hi": "No such option: --temprature. Did you mean --temperature?",
+        "run --repeat-penalti 1 Hi": "Did you mean --repetition-penalty?",
+        "run --kv in8 Hi": "--kv cannot be 'in8'. Did you mean int8?",
+        "run --zzzzz Hi": "See: edgeinfer run --help-all",
+        "rnu Hi": "No such command: rnu. Did you mean run?",
+        "download x": "Did you mean pull?",
+        "qqqq": "edgeinfer --help lists all commands.",
+        "bench sped": "Did you mean speed?",
+        "export --forse": "No such option: --forse. Did you mean --force?",
+        "run -n many Hi": "--max-tokens: 'many' is not a whole number.",
+        "run hello you": 'Put it in quotes: edgeinfer run "hello you"',
+        "run org/name Hello": 'Did you mean: edgeinfer run -m org/name "Hello"?',
+    }.items():
+        refuses(2, says, edgeinfer(*line.split()))
+
+
+def test_greeting_and_overview() -> None:
+    greeting = edgeinfer().stdout.decode()
+    assert greeting.count("\n  edgeinfer ") == 3 and lines(greeting) < 10
+    overview = edgeinfer("--help").stdout.decode()
+    assert lines(overview) <= SCREEN_LINES
+    for name, text in COMMANDS.items():
+        assert f"  {name} " in overview and text in overview
+    assert edgeinfer("help").stdout.decode() == overview
+    assert edgeinfer("help", "devices").stdout == edgeinfer("devices", "--help").stdout

@@ -1,0 +1,65 @@
+"""What is not run as pages have it: commands in a smaller size, and those that cannot be run here, each with why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HAS", "INSTEAD", "NOT_RUN", "Rule"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An exception.
+
+    Attributes:
+        pattern: how a command begins, or what is replaced in it.
+        reason: why.
+        instead: what takes its place.
+    """
+
+    pattern: str
+    reason: str
+    instead: str = ""
+
+
+_SMALL = "trains or measures for minutes; a few steps show that the command is right"
+_LONG = "trains for half a minute even at its smallest; tests/export/training run it"
+# Replaced wherever they are, in this order.
+INSTEAD = (
+    Rule(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "is on a network; a checkpoint in a folder is exported in the same way",
+        "CHECKPOINT",
+    ),
+    Rule(" --steps 500", _SMALL, " --steps 2 --rows 2 --length 32"),
+    Rule(" --kind medusa", _SMALL, " --kind medusa --steps 2 --rows 2 --length 32"),
+    Rule(" --keep 0.75", _SMALL, " --keep 0.75 --steps 2 --rows 2"),
+    Rule("--calibration texts.txt", _SMALL, "--calibration texts.txt --calibration-tokens 512"),
+    Rule("edgeinfer tune --skip", _SMALL, "edgeinfer tune --skip --evaluations 2"),
+    Rule(" --quick", _SMALL, " --quick --evaluations 2 -t 1 --prefill-chunk 64 --weights mapped"),
+)
+NOT_RUN = (
+    Rule("python3 -m venv", "tests run in an environment already; .ci/run makes one by this line"),
+    Rule("source ", "tests run in an environment already"),
+    Rule("pytest", "runs these tests"),
+    Rule("python -m edgeinfer.apps.bench.reproduce", "measures for an hour, or writes into the checkout"),
+    Rule("python -m edgeinfer.export.training.dialogues STORIES", "needs the training data of the built-in model"),
+    Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
+    *(
+        Rule(f"edgeinfer distill {kind}", _LONG)
+        for kind in ("drafter my-model my-drafter --text texts.jsonl", "sorted", "acceptance")
+    ),
+    Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
+    Rule("edgeinfer chat -m ORG/NAME-GGUF:Q4_K_M", "stands for any repository of the hub"),
+)
+# What pages presume that a reader has, by the page's path: names that `tests.docs.test_commands` lays out.
+HAS = {
+    "README.md": ("CHECKPOINT",),
+    "docs/guide/devices.md": ("my-model", "CHECKPOINT"),
+    "docs/guide/drafters.md": ("my-model", "my-drafter", "my-model-with-drafter", "CHECKPOINT", "texts.jsonl"),
+    "docs/guide/gguf.md": ("CHECKPOINT", "model.gguf", "texts.txt"),
+    "docs/guide/memory.md": ("my-model",),
+    "docs/guide/models.md": ("CHECKPOINT", "PATH", "texts.txt", "others.txt"),
+    "docs/guide/server.md": ("key.txt",),
+    "docs/guide/tuning.md": ("my-model",),
+}
