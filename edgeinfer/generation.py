@@ -324,7 +324,7 @@ class TokenStream:
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
-        stopped = self._text.stopped
+        stopped = self._text.stop_string is not None
         logprobs = () if self._logprobs is None else self._logprobs.show(text, rest=not stopped)
         reason = "stop" if stopped else reason
         # A model that is closed meanwhile is freed in here.
@@ -361,6 +361,7 @@ class TokenStream:
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),
+            stop_string=self._text.stop_string,
         )
         parts.speculator.finished(strategy)
         self._turns.leave(self)

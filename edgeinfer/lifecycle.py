@@ -89,6 +89,11 @@ class ModelLifecycle:
         parts = self._parts
         return self._facts if parts is None else _facts(parts)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the parts are loaded now."""
+        return self._parts is not None
+
     def parts(self) -> ModelParts:
         """The parts, loaded if they were not. They stay for a moment; `acquire` and `take` make them stay.
 

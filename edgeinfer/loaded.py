@@ -60,6 +60,11 @@ class LoadedModel(Tokenizing):
         return self._lifecycle.facts.plan.context
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the model is in memory now; if not, the next request loads it again."""
+        return self._lifecycle.in_memory
+
+    @property
     def threads(self) -> int:
         """How many threads a pass works with."""
         return self._lifecycle.facts.threads

@@ -28,6 +28,9 @@ class ModelFacts:
         bytes: of all its files.
         context: tokens it can hold at most.
         sampling: generation options that its makers recommend.
+        vocabulary: tokens that it knows.
+        width: numbers of a hidden state.
+        chats: whether it has a chat template.
     """
 
     name: str
@@ -38,6 +41,9 @@ class ModelFacts:
     bytes: int
     context: int
     sampling: Mapping[str, Any]
+    vocabulary: int
+    width: int
+    chats: bool
 
 
 def describe(model: str | Path | None = None) -> ModelFacts:
@@ -64,6 +70,9 @@ def describe(model: str | Path | None = None) -> ModelFacts:
         bytes=sum(entry.bytes for entry in manifest.files.values()),
         context=manifest.geometry.max_positions,
         sampling=_sampling(bundle),
+        vocabulary=manifest.geometry.vocab_size,
+        width=manifest.geometry.hidden_size,
+        chats=bundle.has("chat_template.jinja"),
     )
 
 

@@ -346,6 +346,7 @@ class Result:
         experts: of models that have any.
         compute: what computing less did; None where the whole model made every token.
         search: what searching did; None where nothing was searched.
+        stop_string: of those that were asked for, the one that ended the reply; None where none did.
     """
 
     text: str
@@ -360,6 +361,7 @@ class Result:
     experts: ExpertUse | None = None
     compute: ComputeUse | None = None
     search: SearchUse | None = None
+    stop_string: str | None = None
 
     @property
     def parsed(self) -> Any:

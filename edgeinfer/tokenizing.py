@@ -76,11 +76,7 @@ class Tokenizing:
         Raises:
             TemplateError, ContextLengthError: as `Model.stream_chat`, the latter for what is not `fitting`.
         """
-        template = self._template
-        if template is None:
-            raise TemplateError(
-                f"{self._lifecycle.facts.info.name} has no chat template.", "Use generate() with plain text."
-            )
+        template = self._require_template()
         with self._lifecycle.acquire(verified=False) as parts:
             if fitting:
                 require_fitting_messages(parts, messages)
@@ -96,6 +92,35 @@ class Tokenizing:
             if parse_special:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
             return parts.literal_encoder.marked(pieces)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that OpenAI-style messages become in the model's chat template. As a prompt, what messages spell out
+        of special tokens becomes those tokens: `tokenize_chat` and `stream_chat` keep the two apart.
+
+        Raises:
+            TemplateError, ContextLengthError: as `Model.stream_chat`.
+        """
+        template = self._require_template()
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_messages(parts, messages)
+        return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens spelled out."""
+        with self._lifecycle.acquire(verified=False) as parts:
+            return parts.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            message = f"{self._lifecycle.facts.info.name} has no chat template."
+            raise TemplateError(message, "Use generate() with plain text.")
+        return self._template
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
-Serve a model to other programs, as OpenAI's API does: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models,
-besides /health, /metrics, /props, /tokenize and /detokenize. Ctrl-C ends it.
+Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's
+(/v1/messages) and that of llama.cpp's server (/completion and others). Ctrl-C ends it.
+
+A request may name any model on this machine; the server then loads it in place of the one before, within the same
+budget. It never downloads one.
 
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
 EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.
@@ -60,6 +63,10 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
     text = "another name by which requests may call the model; may be given several times"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
+    text = "on: load another model of this machine when a request names it, one at a time; off: serve only this one"
+    group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
+    text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
+    group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must carry")
     text = "origin whose pages may use the server, such as https://example.com; may be given several times"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
@@ -80,9 +87,11 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.host import ModelHost
         from edgeinfer.apps.server.security import Security
         from edgeinfer.apps.server.serving import Server
+        from edgeinfer.apps.server.switching import ModelSwitch
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    model, options = prepared(args.model, load_options(args))
+    name, options = prepared(args.model, load_options(args))
+    options |= {} if args.idle_unload is None else {"idle_unload": args.idle_unload}
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
@@ -94,15 +103,21 @@ def execute(args: argparse.Namespace) -> int:
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
     announcement = _Announcement(args.json)
+    switch = ModelSwitch(host, name, options, queue=args.queue) if args.models == "on" else None
 
     async def load() -> None:
-        announcement.show(await host.load(model, options))
+        model = await host.load(name, options)
+        if switch is not None:
+            switch.opened = True
+        announcement.show(model)
 
     async def stop() -> None:
+        if switch is not None:
+            await switch.close()
         host.cancel_load()
         await host.unload()
 
-    app = make_app(host, security, aliases=args.alias)
+    app = make_app(host, security, aliases=args.alias, switch=switch)
     ready = announcement.urls.append
     Server(app, args.host, args.port, ready=ready, alongside=load, stopping=stop).run()
     return 0

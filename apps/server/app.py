@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,13 +13,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from edgeinfer.apps.server.anthropic import ANTHROPIC_KINDS, count_tokens
 from edgeinfer.apps.server.completions import OPENAI_KINDS, completion_endpoint
 from edgeinfer.apps.server.errors import error_response
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
+from edgeinfer.apps.server.llama import LLAMA_KINDS
+from edgeinfer.apps.server.llama_info import LlamaEndpoints
+from edgeinfer.apps.server.named_models import NamedModels
+from edgeinfer.apps.server.ollama_info import OllamaEndpoints
 from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.service import Service
+from edgeinfer.apps.server.service import Endpoint, Service
+from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
@@ -26,7 +33,12 @@ __all__ = ["make_app"]
 
 
 def make_app(
-    host: ModelHost, security: Security, *, aliases: Sequence[str] = (), extra_routes: Sequence[BaseRoute] = ()
+    host: ModelHost,
+    security: Security,
+    *,
+    aliases: Sequence[str] = (),
+    switch: ModelSwitch | None = None,
+    extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; it closes the host when it ends.
 
@@ -34,19 +46,23 @@ def make_app(
         host: runs the model.
         security: who may ask what.
         aliases: names, beside its own, by which requests may call the model.
+        switch: loads other models of this machine when requests name them; None serves the loaded one alone.
         extra_routes: served too. They are guarded as the rest, but for the API key, which they ask for themselves.
     """
-    service = Service(host, security, tuple(aliases))
+    local = NamedModels(None if switch is None else switch.source, tuple(aliases))
+    service = Service(host, security, tuple(aliases), switch, local)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         try:
             yield
         finally:
+            if switch is not None:
+                await switch.close()
             await host.close()
 
     app = Starlette(
-        routes=[*_routes(service), *extra_routes],
+        routes=[*_routes(service), *extra_routes, Route("/", InfoEndpoints(service).root)],
         middleware=[Middleware(Guard, security=security, metrics=service.metrics)],
         exception_handlers={HTTPException: _http_error, EdgeInferError: _error},
         lifespan=lifespan,
@@ -56,18 +72,27 @@ def make_app(
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    """OpenAI's paths with and without /v1, as llama-server has them. Health needs no key."""
-    facts = InfoEndpoints(service)
+    """OpenAI's and llama.cpp's paths with and without /v1, as the latter's server has them. Health needs no key."""
+    facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
+    count = partial(count_tokens, service)
     key = [Middleware(KeyRequired, security=service.security)]
+    completions = {path: completion_endpoint(service, kind) for path, kind in {**OPENAI_KINDS, **LLAMA_KINDS}.items()}
+    messages = {path: completion_endpoint(service, kind) for path, kind in ANTHROPIC_KINDS.items()}
+    table: list[tuple[str, Mapping[str, Endpoint]]] = []
     routes: list[BaseRoute] = []
     for prefix in ("/v1", ""):
         routes.append(Route(f"{prefix}/health", facts.health))
-        for path, endpoint in facts.asked.items():
-            routes.append(Route(prefix + path, endpoint, middleware=key))
-        answered = {path: completion_endpoint(service, kind) for path, kind in OPENAI_KINDS.items()}
-        for path, endpoint in {**facts.posted, **answered}.items():
-            routes.append(Route(prefix + path, endpoint, methods=["POST"], middleware=key))
+        table += [("GET", _under(prefix, facts.asked)), ("GET", _under(prefix, llama.asked))]
+        table += [("POST", _under(prefix, {**facts.posted, **llama.posted, **completions}))]
+    table += [("POST", {**messages, "/v1/messages/count_tokens": count})]
+    table += [("GET", ollama.asked), ("POST", ollama.posted), ("DELETE", ollama.deleted)]
+    for method, endpoints in table:
+        routes += [Route(path, endpoint, methods=[method], middleware=key) for path, endpoint in endpoints.items()]
     return routes
+
+
+def _under(prefix: str, endpoints: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
+    return {prefix + path: endpoint for path, endpoint in endpoints.items()}
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -159,7 +159,10 @@ class Upload:
 
 
 # Fields whose values are compiled, or put before the model as they are; compiling takes time that grows with them.
-_COMPILED = ("response_format", "tools", "functions", "text", "json_schema", "regex", "grammar", "choices")
+_COMPILED = (
+    "response_format", "format", "output_config", "tools", "functions", "text", "json_schema", "regex", "grammar",
+    "choices",
+)  # fmt: skip
 # Texts are left out where values are counted, as what stands in them is none.
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 

@@ -50,11 +50,13 @@ class CompletionKind:
         make: reads and checks a request's object, for the model that answers.
         framing: of streamed answers.
         error: how an error is told inside of a stream, from its status and its body by OpenAI; None is as otherwise.
+        aside: does what a request asks for beside text; the answer where it asks for no text at all, else None.
     """
 
     make: Callable[[Mapping[str, Any], Model], Completion]
     framing: Framing = SERVER_SENT
     error: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
+    aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
 
 
 OPENAI_KINDS: Mapping[str, CompletionKind] = {
@@ -72,12 +74,23 @@ def completion_endpoint(service: Service, kind: CompletionKind) -> Callable[[Req
 
 
 async def _complete(service: Service, kind: CompletionKind, request: Request) -> Response:
-    completion = await _read(service, kind, request)
-    told = _warning(completion.ignored)
-    if completion.stream:
-        return StreamedResponse(partial(_stream, service, kind, completion, told, request.url.path))
-    await while_connected(request.receive, _answer(service, completion, _drop))
-    return JSONResponse(completion.whole(), headers=told)
+    async with contextlib.AsyncExitStack() as using:
+        completion = await _read(service, kind, request, using)
+        if isinstance(completion, Response):
+            return completion
+        told = _warning(completion.ignored)
+        if completion.stream:
+            write = partial(_stream, service, kind, completion, told, request.url.path)
+            return StreamedResponse(partial(_while_using, using.pop_all(), write))
+        await while_connected(request.receive, _answer(service, completion, _drop))
+        return JSONResponse(completion.whole(), headers=told)
+
+
+async def _while_using(
+    using: contextlib.AsyncExitStack, write: Callable[[Receive, Send], Awaitable[None]], receive: Receive, send: Send
+) -> None:
+    async with using:
+        await write(receive, send)
 
 
 def _warning(ignored: Sequence[str]) -> dict[str, str]:
@@ -85,10 +98,20 @@ def _warning(ignored: Sequence[str]) -> dict[str, str]:
     return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
 
 
-async def _read(service: Service, kind: CompletionKind, request: Request) -> Completion:
-    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept."""
+async def _read(
+    service: Service, kind: CompletionKind, request: Request, using: contextlib.AsyncExitStack
+) -> Completion | Response:
+    """Reads and checks a request and tokenizes its prompt; the rest of the body is not kept. Gives the answer to one
+    that asks for no text.
+
+    Args:
+        using: is given the model, for as long as it is open.
+    """
     async with json_body(request, service.security, most=service.most_body()) as body:
-        model = service.model_of(body)
+        model = await using.enter_async_context(service.use(body.get("model"), request.receive))
+        answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
+        if answer is not None:
+            return answer
         # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)

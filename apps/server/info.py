@@ -1,22 +1,21 @@
-"""Endpoints that tell of the model and the server: models, props, health, metrics, tokens."""
+"""Endpoints that tell of the models and the server: models, health, metrics, tokens, and what is served here."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.server.bodies import read_json
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
-from edgeinfer.apps.server.service import Service
-from edgeinfer.errors import CapabilityError
-from edgeinfer.openai.errors import RequestError, unknown_model
+from edgeinfer.apps.server.named_models import NamedModel
+from edgeinfer.apps.server.service import Endpoint, Service
+from edgeinfer.openai.errors import RequestError
 
 __all__ = ["InfoEndpoints"]
 
@@ -25,6 +24,23 @@ _HIGHEST_ID = 2**31
 _MOST_CONTEXTS = 16
 # Of a token of ordinary text.
 _CHARACTERS = 4
+
+
+# What the root tells of, by whose API it is.
+_SERVED = {
+    "OpenAI": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"],
+    "Anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
+    "Ollama": ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/version"],
+    "llama.cpp": ["/completion", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/metrics"],
+    "all": ["/health"],
+}
+_PAGE = (
+    "<!doctype html><html lang='en'><title>edgeinfer</title><h1>edgeinfer</h1>"
+    "<p>A language model is served here to programs, as OpenAI's API and others do. For a chat window, run "
+    "<code>edgeinfer chat</code>.</p>"
+    + "".join(f"<h2>{whose}</h2><p>{', '.join(paths)}</p>" for whose, paths in _SERVED.items())
+    + "<p><a href='/v1/models'>Models</a> · <a href='/health'>health</a> · <a href='/metrics'>metrics</a></p></html>"
+)
 
 
 class InfoEndpoints:
@@ -38,54 +54,46 @@ class InfoEndpoints:
         self._service = service
         self._started = int(time.time())
         # By path; those of OpenAI's API are also served under /v1.
-        self.asked: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        self.asked: dict[str, Endpoint] = {
             "/models": self.models,
             "/models/{name:path}": self.model,
-            "/props": self.props,
             "/metrics": self.metrics,
         }
-        self.posted: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/embeddings": self.embeddings,
+        self.posted: dict[str, Endpoint] = {
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
         }
 
+    async def root(self, request: Request) -> Response:
+        """Tells people and programs what is served here."""
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(_PAGE, headers={"Content-Security-Policy": "default-src 'none'"})
+        return JSONResponse({"name": "edgeinfer", "version": edgeinfer.__version__, "endpoints": _SERVED})
+
     async def models(self, _: Request) -> Response:
-        """Lists the loaded model under each of its names."""
-        if self._service.host.state.status != "ready" or self._service.host.model is None:
-            return JSONResponse({"object": "list", "data": []})
-        model = self._service.model()
-        listed = [self._listed(name, model) for name in self._service.names(model)]
-        return JSONResponse({"object": "list", "data": listed})
+        """Lists the loaded model under each of its names, and those that requests may name besides."""
+        service, listed = self._service, await self._service.models()
+        told: list[dict[str, Any]] = []
+        for place, local in enumerate(listed):
+            model = service.model() if place == 0 and service.host.state.status == "ready" else None
+            names = local.names if model is None or service.switch is not None else service.names(model)
+            told += [self._listed(name, local, model) for name in names]
+        return JSONResponse({"object": "list", "data": told})
 
     async def model(self, request: Request) -> Response:
         """Describes the model of one name."""
-        name, model = request.path_params["name"], self._service.model()
-        if name not in self._service.names(model):
-            raise unknown_model(name)
-        return JSONResponse(self._listed(name, model))
-
-    async def props(self, _: Request) -> Response:
-        """Tells how the model runs."""
-        service = self._service
-        model = service.model()
-        data = {
-            "model": dataclasses.asdict(model.info),
-            "model_alias": service.names(model)[-1],
-            "context": model.context,
-            "plan": model.plan.to_dict(),
-            "total_slots": service.host.parallel,
-            "default_generation_settings": {"n_ctx": model.context},
-            "chat_template": model.chat_template_text,
-        }
-        return JSONResponse(data)
+        service, name = self._service, request.path_params["name"]
+        local = await service.find(name)
+        loaded = await service.loaded()
+        model = service.model() if loaded is not None and loaded.source == local.source else None
+        return JSONResponse(self._listed(name, local, model))
 
     async def health(self, _: Request) -> Response:
         """Tells whether requests will be answered, and how far loading is."""
         state = self._service.host.state
         told: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
-        if state.status == "ready":
-            return JSONResponse(told)
+        if state.status == "ready" or (self._service.switch is not None and self._service.switch.opened):
+            return JSONResponse({"status": "ok"})
         if state.status == "loading":
             told |= {"stage": state.stage, "done": state.done, "total": state.total}
         reason = str(state.error) if state.error is not None else f"The model is not ready: {state.status}."
@@ -96,11 +104,6 @@ class InfoEndpoints:
         """Writes the figures for Prometheus."""
         text = self._service.metrics.text(self._service.load())
         return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE})
-
-    async def embeddings(self, request: Request) -> Response:
-        """Refuses: the model generates text only."""
-        model = self._service.model_of(await read_json(request, self._service.security))
-        raise CapabilityError(f"{model.info.name} generates text and has no embeddings.", "Use another model.")
 
     async def tokenize(self, request: Request) -> Response:
         """Tokenizes a text as llama-server does: without the begin token unless `add_special` asks for it, and with
@@ -115,11 +118,11 @@ class InfoEndpoints:
             raise RequestError("parse_special is not true or false.", "Leave it out.", param="parse_special")
         if not content:
             return JSONResponse({"tokens": []})
-        model = self._service.model()
-        if model.tokenizes_beside:
-            ids = await asyncio.to_thread(_without_begin, model, content, special, parse)
-        else:
-            ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
+        async with self._service.use(body.get("model"), request.receive) as model:
+            if model.tokenizes_beside:
+                ids = await asyncio.to_thread(_without_begin, model, content, special, parse)
+            else:
+                ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
         return JSONResponse({"tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -128,20 +131,32 @@ class InfoEndpoints:
         ids = body.get("tokens")
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < _HIGHEST_ID for id in ids):
             raise RequestError("tokens are not token ids.", 'Send {"tokens": [1, 2, 3]}.', param="tokens")
-        model = self._service.model()
-        if len(ids) > _MOST_CONTEXTS * model.context:
-            message = f"There are {len(ids)} token ids."
-            raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
-        return JSONResponse({"content": await self._service.host.ask(lambda model: model.detokenize(ids))})
+        async with self._service.use(body.get("model"), request.receive) as model:
+            if len(ids) > _MOST_CONTEXTS * model.context:
+                message = f"There are {len(ids)} token ids."
+                raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
+            return JSONResponse({"content": await self._service.host.ask(lambda model: model.detokenize(ids))})
 
-    def _listed(self, name: str, model: Model) -> dict[str, Any]:
+    def _listed(self, name: str, local: NamedModel, model: Model | None) -> dict[str, Any]:
+        """A model as it is listed.
+
+        Args:
+            model: it, where it is loaded.
+        """
+        facts = local.facts
         meta = {
-            "n_ctx": model.context,
-            "n_params": model.info.parameters,
-            "bits_per_weight": model.info.bits_per_weight,
-            "architecture": model.info.architecture,
+            "n_ctx_train": facts.context,
+            "n_vocab": facts.vocabulary,
+            "n_embd": facts.width,
+            "n_params": facts.parameters,
+            "size": facts.bytes,
+            "bits_per_weight": facts.bits_per_weight,
+            "architecture": facts.architecture,
         }
-        return {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer", "meta": meta}
+        meta |= {} if model is None else {"n_ctx": model.context}
+        status = {"value": "unloaded" if model is None else "loaded"}
+        told = {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer"}
+        return {**told, "meta": meta, "status": status}
 
 
 def _without_begin(model: Model, text: str, special: bool, parse: bool) -> list[int]:

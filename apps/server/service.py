@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
 from edgeinfer import Model
+from edgeinfer.apps.server.events import while_connected
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.apps.server.metrics import Load, Metrics
+from edgeinfer.apps.server.named_models import NamedModel, NamedModels, plain_name
 from edgeinfer.apps.server.security import Security
+from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.openai.errors import RequestError, unknown_model
 
-__all__ = ["Service"]
+__all__ = ["Endpoint", "Service"]
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 # Bytes of a request besides its prompts, and for each token of the context: the longest tokens of most vocabularies
 # have 128, and JSON may write a byte as several, or a request have several prompts.
@@ -29,6 +39,8 @@ class Service:
         host: runs the model.
         security: limits of requests.
         aliases: names, beside its own, by which requests may call the model.
+        switch: loads the models that requests name; None where only the loaded one is served.
+        local: the models that may be named.
         metrics: what is counted.
         compiling: requests whose schemas and grammars are looked at, at once; the rest must not wait for them.
     """
@@ -36,6 +48,8 @@ class Service:
     host: ModelHost
     security: Security
     aliases: tuple[str, ...] = ()
+    switch: ModelSwitch | None = None
+    local: NamedModels = field(default_factory=NamedModels)
     metrics: Metrics = field(default_factory=Metrics)
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
@@ -50,36 +64,107 @@ class Service:
         return self.host.model
 
     def most_body(self) -> int | None:
-        """Bytes of a request that the loaded model could possibly answer; None where its context sets no limit."""
+        """Bytes of a request that a model served here could possibly answer; None where no context sets a limit."""
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None or model.plan.overflow != "stop":
             return None
-        return _OTHER_FIELDS + _BYTES_A_TOKEN * model.context
+        context = model.context if self.switch is None else max(model.context, self.switch.most_context)
+        return _OTHER_FIELDS + _BYTES_A_TOKEN * context
 
-    def model_of(self, body: Mapping[str, Any]) -> Model:
-        """The model that a request names, or the loaded one if it names none.
+    @contextlib.asynccontextmanager
+    async def use(self, name: Any, receive: Receive) -> AsyncIterator[Model]:
+        """Gives the model that a request names, or the served one if it names none; it stays as long as the block runs.
+
+        Args:
+            receive: of the request, whose body has been read; who hangs up does not wait any longer.
 
         Raises:
-            RequestError: it is another than the loaded one, or there is none now.
+            RequestError: there is no such model, or none now, or too many requests wait for theirs.
+            ClientGoneError: the client hung up.
         """
-        model, name = self.model(), body.get("model")
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a text.", "GET /v1/models lists what is served.", param="model")
-        # As it was asked for on the command line will do too, though a path is not listed.
-        if name and name not in (*self.names(model), self.host.state.model):
-            raise unknown_model(name)
-        return model
+        if self.switch is None or not self.switch.opened:
+            yield self._loaded(name)
+            return
+        source = await self._source(name or "")
+        switch, entered = self.switch, False
+
+        async def enter() -> None:
+            nonlocal entered
+            await switch.enter(source)
+            entered = True
+
+        try:
+            await while_connected(receive, enter())
+            yield self.model()
+        finally:
+            if entered:
+                switch.leave()
 
     def names(self, model: Model) -> list[str]:
-        """Returns the names of the model, its own first."""
-        return list(dict.fromkeys([model.info.name, *self.aliases]))
+        """Returns the names of the loaded model, its own first."""
+        served = self.switch is None or self.host.state.model == self.switch.source
+        return list(dict.fromkeys([model.info.name, *(self.aliases if served else ())]))
+
+    async def loaded(self) -> NamedModel | None:
+        """Returns what the files of the loaded model say; None where none is loaded."""
+        if self.host.state.status != "ready":
+            return None
+        return await asyncio.to_thread(self.local.of, self.host.state.model)
+
+    async def models(self) -> list[NamedModel]:
+        """Returns the models that requests may name, the loaded one first."""
+        loaded = await self.loaded()
+        first = [] if loaded is None else [loaded]
+        if self.switch is None or not self.switch.opened:
+            return first
+        listed = await asyncio.to_thread(self.local.listed)
+        return first + [model for model in listed if loaded is None or model.source != loaded.source]
+
+    async def find(self, name: str) -> NamedModel:
+        """Returns the model of a name.
+
+        Raises:
+            RequestError: there is none.
+        """
+        if self.switch is None or not self.switch.opened:
+            self._loaded(name)
+            source = self.host.state.model
+        else:
+            source = await self._source(name)
+        return await asyncio.to_thread(self.local.of, source)
+
+    def _loaded(self, name: str | None) -> Model:
+        """The loaded model, if that is its name."""
+        model = self.model()
+        # As it was asked for on the command line will do too, though a path is not listed.
+        known = [*self.names(model), *([self.host.state.model] if self.host.state.model else [])]
+        if name and plain_name(name) not in map(plain_name, known):
+            raise unknown_model(name, self.names(model))
+        return model
+
+    async def _source(self, name: str) -> str | None:
+        """The model of a name, as `edgeinfer.load` takes it."""
+        assert self.switch is not None, "who asks has looked"
+        wanted, model = plain_name(name), self.host.model
+        if not wanted or wanted in map(plain_name, self.aliases):
+            return self.switch.source
+        if model is not None and self.switch.is_loaded(self.host.state.model) and wanted == plain_name(model.info.name):
+            return self.host.state.model
+        found = await asyncio.to_thread(self.local.find, name)
+        if found is None:
+            listed = await asyncio.to_thread(self.local.listed)
+            raise unknown_model(name, [name for model in listed for name in model.names])
+        return found.source
 
     def load(self) -> Load:
         """Returns what the server is doing now."""
+        waiting = self.host.waiting + (0 if self.switch is None else self.switch.waiting)
         model = self.host.model if self.host.state.status == "ready" else None
         if model is None:
-            return Load(self.host.running, self.host.waiting)
-        return Load(self.host.running, self.host.waiting, model.context, model.plan)
+            return Load(self.host.running, waiting)
+        return Load(self.host.running, waiting, model.context, model.plan)
 
 
 _HINTS = {

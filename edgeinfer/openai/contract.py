@@ -47,6 +47,10 @@ class ChatModel(Protocol[StreamT_co]):
         """Which model this is."""
 
     @property
+    def context(self) -> int:
+        """Tokens of prompt plus reply."""
+
+    @property
     def begin_ids(self) -> list[int]:
         """The begin token, in a list."""
 

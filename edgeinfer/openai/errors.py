@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import Any
 
 from edgeinfer.errors import (
@@ -37,6 +39,9 @@ _TYPES = {
 }
 # Characters of a text in an answer: what was sent is not sent back.
 _MOST_TOLD = 1000
+# Of a name that is quoted, and names that an answer lists.
+_LONGEST_NAME = 200
+_NAMED = 8
 _INTERNAL = "The model could not answer; the server's own output says why."
 
 
@@ -59,10 +64,18 @@ class RequestError(UsageError):
         self.status = status
 
 
-def unknown_model(name: str) -> RequestError:
-    """The error of a request for a model that is not served."""
-    hint = "GET /v1/models lists what is served."
-    return RequestError(f"The model {name!r} does not exist.", hint, param="model", code="model_not_found", status=404)
+def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
+    """The error of a request for a model that is not served.
+
+    Args:
+        known: names that are.
+    """
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
+    listed = ", ".join(known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
+    hints = [f"Did you mean {close[0]!r}?"] if close else [f"Models here: {listed}."] if known else []
+    hint = " ".join([*hints, "GET /v1/models lists what is served."])
+    message = f"The model {name[:_LONGEST_NAME]!r} does not exist here."
+    return RequestError(message, hint, param="model", code="model_not_found", status=404)
 
 
 def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:

@@ -48,9 +48,9 @@ class ReplyText:
         self.ended = False
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._stops is not None and self._stops.matched
+    def stop_string(self) -> str | None:
+        """The stop string that was found; None while none was."""
+        return None if self._stops is None else self._stops.found
 
     @property
     def text(self) -> str:
@@ -217,6 +217,9 @@ class StopMatcher:
 
     Args:
         stops: non-empty strings; with none, all text passes at once.
+
+    Attributes:
+        found: the one that was found; None while none was.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -224,16 +227,16 @@ class StopMatcher:
         # The longest first, so that of several that end together it is the first found.
         self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
         self._withheld = ""
-        self._matched = False
+        self.found: str | None = None
 
     @property
     def matched(self) -> bool:
         """Whether a stop string was found; all later text is swallowed."""
-        return self._matched
+        return self.found is not None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Text that is safe to show, and whether a stop string has been found (then: only what precedes it)."""
-        if self._matched:
+        if self.matched:
             return "", True
         # The end of the first match, and where the longest that ends there begins.
         found = min(
@@ -242,8 +245,9 @@ class StopMatcher:
         )
         whole = self._withheld + text
         if found is not None:
-            shown = whole[: len(self._withheld) + found[0] + found[1]]
-            self._withheld, self._matched = "", True
+            end = len(self._withheld) + found[0]
+            shown, self.found = whole[: end + found[1]], whole[end + found[1] : end]
+            self._withheld = ""
             return shown, True
         safe = len(whole) - max((search.length for search in self._searches), default=0)
         self._withheld = whole[safe:]

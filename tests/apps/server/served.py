@@ -25,6 +25,7 @@ from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
+from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk
 from tests.cli import command, environment
@@ -100,27 +101,36 @@ class Served(Client):
 
 @contextlib.contextmanager
 def served(
-    *aliases: str, parallel: int = 8, queued: int = 64, security: Security | None = None, **options: Any
+    *aliases: str,
+    parallel: int = 8,
+    queued: int = 64,
+    security: Security | None = None,
+    models: bool = False,
+    **options: Any,
 ) -> Iterator[Local]:
     """A server of the built-in model on a free port; it has ended when the block has.
 
     Args:
         aliases: further names of the model.
         queued: requests that wait at most.
+        models: whether requests may name other models of this machine.
         options: of LoadConfig.
     """
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
     urls: list[str] = []
+    switch = ModelSwitch(host, None, {"threads": 1} | options, queue=queued) if models else None
 
     async def load() -> None:
         try:
             await host.load(None, {"threads": 1} | options)
+            if switch is not None:
+                switch.opened = True
         except Exception as error:
             ready.put(error)
             raise
         ready.put(urls[0])
 
-    app = make_app(host, security or Security(refusal_seconds=0.05), aliases=aliases)
+    app = make_app(host, security or Security(refusal_seconds=0.05), aliases=aliases, switch=switch)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()

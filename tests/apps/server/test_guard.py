@@ -57,7 +57,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_unknown_paths() -> None:
-    paths = ("/v1/nothing", "/", "/v1", "/v2/models", "/v1/chat/completions/", "//", "/%00%0a")
+    paths = ("/v1/nothing", "/v1", "/v2/models", "/v1/chat/completions/", "/%00%0a")
     for path, answer in zip(paths, ask(*(("GET", path, {}) for path in paths)), strict=True):
         assert answer.status_code == 404, path
         assert error_of(answer)["code"] == "not_found"

@@ -1,0 +1,262 @@
+"""/completion as llama.cpp's server has them: what their requests ask for, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgeinfer.apps.server.completions import CompletionKind
+from edgeinfer.apps.server.events import SERVER_SENT, Framing
+from edgeinfer.config import GenerationConfig
+from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
+from edgeinfer.openai.figures import timings, token_text
+from edgeinfer.openai.prompt import TextPrompt
+from edgeinfer.openai.replies import Reply
+from edgeinfer.results import Chunk, Result, TokenLogprob
+
+__all__ = ["LLAMA_KINDS", "default_settings"]
+
+_SEEDS = 2**64
+_ANY_SEED = 2**32 - 1
+_HINT = "Give a text, token ids, or a list of either; none may be empty."
+
+
+class LlamaCompletion:
+    """Implements `contract.Completion` for /completion.
+
+    Args:
+        body: of the request.
+        model: that answers.
+
+    Raises:
+        RequestError: a field is unknown, malformed or asks for what cannot be.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
+        fields = Fields(body)
+        self.stream = fields.flag("stream")
+        prompts, self._several = _prompts(fields, model)
+        self._each = fields.whole("n_cmpl", 1, MOST_REPLIES) or 1
+        self.n = self._each * len(prompts)
+        if self.n > MOST_REPLIES:
+            raise fields.wrong("n_cmpl", self._each, f"All prompts together can have {MOST_REPLIES} replies.")
+        self._several = self._several or self.n > 1
+        self._tokens_wanted = fields.flag("return_tokens")
+        self._alternatives = fields.whole("n_probs", 0, MOST_ALTERNATIVES) or 0
+        options = _options(fields)
+        if self._alternatives:
+            options["logprobs"] = self._alternatives
+        fields.ignore("model", "post_sampling_probs", "response_fields")
+        fields.ignore_others()
+        fields.end()
+        self.ignored = tuple(fields.ignored)
+        self._prompts = [TextPrompt(prompt, options, fields=("prompt", "json_schema")) for prompt in prompts]
+        self._shown = [prompt if isinstance(prompt, str) else model.detokenize(prompt) for prompt in prompts]
+        self._settings = {**default_settings(model.context), **_told(options)}
+        self._name, self._context = model.info.name, model.context
+        self._replies = [Reply() for _ in range(self.n)]
+
+    def check(self, model: ChatModel[Any]) -> None:
+        """Refuses a form of the reply that cannot be had."""
+        self._prompts[0].check(model)
+
+    def prepare(self, model: ChatModel[Any]) -> None:
+        """Makes tokens of the prompts."""
+        self._prompts = [prompt.prepared(model) for prompt in self._prompts]
+
+    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+        """Begins a reply."""
+        place, reply = divmod(index, self._each)
+        return self._prompts[place].start(model, reply)[0]
+
+    def opening(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Event]:
+        """Its text and tokens."""
+        reply = self._replies[index]
+        reply.push(chunk)
+        if not chunk.text:
+            return []
+        tokens = list(chunk.token_ids)
+        event = {"index": index, "content": chunk.text, "tokens": tokens, "stop": False, "id_slot": index}
+        return [event | self._probabilities(reply.tell())]
+
+    def finished(self, index: int, result: Result) -> list[Event]:
+        """The figures, and why the reply ended."""
+        reply = self._replies[index]
+        reply.finish(result)
+        return [self._last(index, "", [])]
+
+    def closing(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def whole(self) -> Any:
+        """The answer; a list where there were several prompts."""
+        answers = []
+        for index, reply in enumerate(self._replies):
+            assert reply.result is not None, "the reply is not finished"
+            tokens = list(reply.result.token_ids) if self._tokens_wanted else []
+            last = self._last(index, reply.text, tokens) | self._probabilities(reply.logprobs)
+            answers.append(last | warnings(self.ignored))
+        return answers if self._several else answers[0]
+
+    def _last(self, index: int, text: str, tokens: list[int]) -> Event:
+        reply = self._replies[index]
+        result = reply.result
+        assert result is not None, "the reply is not finished"
+        usage = result.usage
+        kind, word = self._stopped(result)
+        return {
+            "index": index,
+            "content": text,
+            "tokens": tokens,
+            "id_slot": index,
+            "stop": True,
+            "model": self._name,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": self._settings,
+            "prompt": self._shown[index // self._each],
+            "has_new_line": "\n" in result.text,
+            "truncated": not result.overflow.lossless,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": usage.total_tokens,
+            "timings": timings([result]),
+        }
+
+    def _stopped(self, result: Result) -> tuple[str, str]:
+        """Why a reply ended, and the word that ended it."""
+        if result.finish_reason != "stop":
+            return "limit", ""
+        return ("word", result.stop_string) if result.stop_string else ("eos", "")
+
+    def _probabilities(self, logprobs: Sequence[TokenLogprob]) -> Event:
+        if not self._alternatives or not logprobs:
+            return {}
+        entries = [
+            {**_entry(logprob), "top_logprobs": [_entry(other) for other in logprob.alternatives]}
+            for logprob in logprobs
+        ]
+        return {"completion_probabilities": entries}
+
+
+LLAMA_KINDS: Mapping[str, CompletionKind] = {
+    # Its streams end with the event that says so.
+    "/completion": CompletionKind(
+        LlamaCompletion, Framing(SERVER_SENT.media_type, SERVER_SENT.encode, SERVER_SENT.comment)
+    ),
+}
+
+
+def default_settings(context: int) -> Event:
+    """Options of a completion that asks for none, in the words of llama.cpp's server."""
+    return {"n_ctx": context} | _told({}) | {"seed": _ANY_SEED, "n_predict": -1, "max_tokens": -1}
+
+
+# Options of GenerationConfig by their names there.
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "stop": "stop",
+    "ignore_eos": "ignore_eos",
+    "logprobs": "n_probs",
+    "grammar": "grammar",
+}
+
+
+def _told(options: Mapping[str, Any]) -> Event:
+    config = GenerationConfig().replace(**options)
+    told = {name: getattr(config, option) for option, name in _NAMES.items()}
+    told |= {"stop": list(config.stop), "n_probs": config.logprobs or 0, "grammar": config.grammar or ""}
+    if config.seed is not None:
+        told["seed"] = config.seed
+    if config.max_tokens is not None:
+        told |= {"n_predict": config.max_tokens, "max_tokens": config.max_tokens}
+    return told
+
+
+def _options(fields: Fields) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name in ("n_predict", "max_tokens"):
+        most = fields.take(name, int, "a whole number")
+        if most is not None and most >= 0 and not options:  # -1 is no limit
+            options |= fields.checked(name, "max_tokens", most)
+    seed = fields.take("seed", int, "a whole number")
+    if seed is not None and seed >= 0 and seed != _ANY_SEED:
+        options["seed"] = seed % _SEEDS
+    bias = fields.any("logit_bias")
+    if bias not in (None, [], {}):
+        options |= fields.checked("logit_bias", "logit_bias", _bias(bias))
+    schema = fields.take("json_schema", dict, "a JSON Schema, an object")
+    if schema is not None:
+        options["json_schema"] = schema
+    return options | sampling(fields)
+
+
+def _bias(value: Any) -> Any:
+    """Pairs of a token id and a number, or false for a token that must not come, as GenerationConfig takes them."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        return value
+    known: dict[Any, Any] = {}
+    for token, bias in pairs:
+        name = int(token) if isinstance(token, str) and token.isdecimal() else token
+        if isinstance(name, list | dict):
+            return value
+        known[name] = float("-inf") if bias is False else bias
+    return known
+
+
+def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[str | list[int]], bool]:
+    """The prompts, and whether they were sent as a list of them."""
+    prompt = fields.any("prompt")
+    if prompt is None:
+        raise fields.missing("prompt", "Give a text to go on with.")
+    several = isinstance(prompt, list) and bool(prompt) and not any(map(_is_id, prompt))
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MOST_REPLIES:
+        raise fields.wrong("prompt", f"{len(prompts)} prompts", f"The limit is {MOST_REPLIES}.")
+    return [_prompt(one, fields, model) for one in prompts], several
+
+
+def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> str | list[int]:
+    if isinstance(prompt, dict) and set(prompt) <= {"prompt_string", "multimodal_data"}:
+        if prompt.get("multimodal_data"):
+            message = "prompt has images or sound."
+            raise RequestError(message, "This model reads text only.", param="prompt", code="unsupported_content")
+        prompt = prompt.get("prompt_string")
+    if prompt == "" and model.begin_ids:  # an empty text begins as the model's texts do
+        return model.begin_ids
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt or not all(_is_id(part) or isinstance(part, str) for part in prompt):
+        raise fields.wrong("prompt", prompt, _HINT)
+    ids: list[int] = []
+    for place, part in enumerate(prompt):
+        if isinstance(part, str):
+            more = model.tokenize_prompt(part) if part else []
+            begin = model.begin_ids
+            ids += more[len(begin) :] if place and begin and more[: len(begin)] == begin else more
+        else:
+            ids.append(part)
+    return ids
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _entry(logprob: TokenLogprob) -> Event:
+    token = {"id": logprob.token_id, "token": token_text(logprob), "bytes": list(logprob.bytes)}
+    return {**token, "logprob": logprob.logprob}

@@ -1,0 +1,128 @@
+"""What llama.cpp's server tells beside completions: props, slots, the text that messages become, and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import edgeinfer
+from edgeinfer import Model
+from edgeinfer.apps.server.bodies import json_body, read_json
+from edgeinfer.apps.server.llama import default_settings
+from edgeinfer.apps.server.service import Endpoint, Service
+from edgeinfer.errors import CapabilityError
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.messages import read_messages
+from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
+
+__all__ = ["LlamaEndpoints"]
+
+# By path, what a model that generates text does not do, and what to do instead.
+_REFUSED = {
+    "/embeddings": ("has no embeddings", "Use another model."),
+    "/embedding": ("has no embeddings", "Use another model."),
+    "/rerank": ("does not rank texts", "Use another model."),
+    "/reranking": ("does not rank texts", "Use another model."),
+    "/infill": ("has no tokens for text between two others", "POST /completion goes on with a text."),
+}
+
+
+class LlamaEndpoints:
+    """The endpoints.
+
+    Args:
+        service: what is told of.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._marks: weakref.WeakKeyDictionary[Model, list[str]] = weakref.WeakKeyDictionary()
+        # By path; they are also served under /v1.
+        self.asked: Mapping[str, Endpoint] = {"/props": self.props, "/slots": self.slots}
+        self.posted: Mapping[str, Endpoint] = {"/apply-template": self.apply_template} | dict.fromkeys(
+            _REFUSED, self.refuse
+        )
+
+    async def props(self, _: Request) -> Response:
+        """Tells how the model runs."""
+        service = self._service
+        model = service.model()
+        loaded = await service.loaded()
+        begin, marks = model.begin_ids, self._marks.get(model)
+        if marks is None:
+            ids = [*begin, *model.end_ids]
+            marks = await service.host.ask(lambda asked: [asked.spell([id_]) for id_ in ids])
+            self._marks[model] = marks
+        data = {
+            "model": dataclasses.asdict(model.info),
+            "model_alias": service.names(model)[-1],
+            "model_path": "" if loaded is None else str(loaded.path),
+            "context": model.context,
+            "plan": model.plan.to_dict(),
+            "total_slots": service.host.parallel,
+            "default_generation_settings": _slot(0, model, processing=False),
+            "chat_template": model.chat_template_text,
+            "bos_token": "".join(marks[: len(begin)]),
+            "eos_token": next(iter(marks[len(begin) :]), ""),
+            "eos_tokens": marks[len(begin) :],
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"edgeinfer-{edgeinfer.__version__}",
+            "is_sleeping": False,
+        }
+        return JSONResponse(data)
+
+    async def slots(self, request: Request) -> Response:
+        """Tells which of the replies that can take turns are in progress; nothing of what they say."""
+        service = self._service
+        model, running = service.model(), service.host.running
+        slots = [_slot(place, model, processing=place < running) for place in range(service.host.parallel)]
+        full = running >= len(slots) and "fail_on_no_slot" in request.query_params
+        return JSONResponse(slots, status_code=503 if full else 200)
+
+    async def apply_template(self, request: Request) -> Response:
+        """Gives the text that messages become in the model's chat template."""
+        service = self._service
+        async with (
+            json_body(request, service.security, most=service.most_body()) as body,
+            service.use(body.get("model"), request.receive) as model,
+        ):
+            if model.tokenizes_beside:
+                return JSONResponse({"prompt": await asyncio.to_thread(_rendered, body, model)})
+            return JSONResponse({"prompt": await service.host.ask(lambda model: _rendered(body, model))})
+
+    async def refuse(self, request: Request) -> Response:
+        """Says what the model does not do."""
+        body = await read_json(request, self._service.security)
+        async with self._service.use(body.get("model"), request.receive) as model:
+            reason, hint = _REFUSED[request.url.path.removeprefix("/v1")]
+            raise CapabilityError(f"{model.info.name} generates text and {reason}.", hint)
+
+
+def _slot(place: int, model: Model, *, processing: bool) -> dict[str, Any]:
+    return {
+        "id": place,
+        "id_task": -1,
+        "n_ctx": model.context,
+        "speculative": model.plan.configuration.draft_max > 0,
+        "is_processing": processing,
+        "params": default_settings(model.context),
+    }
+
+
+def _rendered(body: Mapping[str, Any], model: Model) -> str:
+    fields = Fields(body)
+    messages = read_messages(fields.any("messages"))
+    choice = read_choice(fields.any("tool_choice"), read_functions(fields.items("tools")), True)
+    variables = fields.take("chat_template_kwargs", dict, "an object")
+    fields.ignore("model", "add_generation_prompt")
+    fields.ignore_others()
+    fields.end()
+    use = ToolUse(dialect_of(model.chat_template_text), choice)
+    return model.render_chat(use.messages(messages), tools=use.template_tools, variables=variables)

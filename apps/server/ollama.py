@@ -1,0 +1,337 @@
+"""/api/chat and /api/generate as Ollama has them: what their requests ask for, and answers in lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from edgeinfer.apps.server.completions import CompletionKind
+from edgeinfer.apps.server.events import JSON_LINES
+from edgeinfer.apps.server.service import Service
+from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling
+from edgeinfer.openai.figures import entries, timings
+from edgeinfer.openai.messages import Message, read_messages
+from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
+from edgeinfer.openai.replies import Call, Piece, TextPiece
+from edgeinfer.openai.tool_formats import dialect_of
+from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
+from edgeinfer.results import Chunk, Result
+
+__all__ = ["OLLAMA_KINDS", "OllamaChat", "OllamaReply", "OllamaText", "keep_seconds", "moment"]
+
+_TEXT_ONLY = "This model reads text only."
+# Of a model that is loaded as it is already, and of a machine.
+_OF_LOADING = (
+    "num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "numa", "low_vram", "f16_kv",
+    "vocab_only", "logits_all", "draft_num_predict",
+)  # fmt: skip
+_SEEDS = 2**64
+
+
+class OllamaReply(OneReply):
+    """A reply in lines.
+
+    Args:
+        fields: of the request, of which some are read here and none may be left.
+        prompt: of the options of the reply.
+        model: that answers.
+    """
+
+    def __init__(
+        self, fields: Fields, prompt: Callable[[dict[str, Any]], ChatPrompt | TextPrompt], model: ChatModel[Any]
+    ) -> None:
+        self._started = time.perf_counter()
+        self._name = fields.text("model") or model.info.name
+        stream = fields.take("stream", bool, "true or false")
+        alternatives = fields.whole("top_logprobs", 0, MOST_ALTERNATIVES)
+        self._logprobs_wanted = fields.flag("logprobs")
+        options = _options(fields, model) | _form(fields)
+        if self._logprobs_wanted:
+            options["logprobs"] = alternatives or 0
+        made = prompt(options)
+        # How long the model stays is the server's matter; what does not fit is refused, never cut.
+        fields.ignore("keep_alive", "truncate", "shift")
+        fields.ignore_others()
+        fields.end()
+        super().__init__(made, stream=stream is not False, ignored=fields.ignored)
+
+    def opening(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Event]:
+        """A line with its text."""
+        return self._lines(self._reply.push(chunk))
+
+    def finished(self, index: int, result: Result) -> list[Event]:
+        """What was held back, the calls, and the last line, with the figures."""
+        lines = self._lines(self._reply.finish(result))
+        if self._reply.calls:
+            lines.append(self._line("", self._calls()))
+        return [*lines, self._last("")]
+
+    def closing(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def whole(self) -> Event:
+        """The answer as one line."""
+        return self._last(self._reply.text, self._calls())
+
+    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
+        """The part of a line that holds text and calls."""
+        raise NotImplementedError
+
+    def _lines(self, pieces: list[Piece]) -> list[Event]:
+        return [self._line(piece.text) for piece in pieces if isinstance(piece, TextPiece)]
+
+    def _line(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
+        told = entries(self._reply.tell()) if self._logprobs_wanted else []
+        logprobs = {"logprobs": told} if told else {}
+        return {**self._head(), **self.said(text, calls or []), "done": False} | logprobs
+
+    def _last(self, text: str, calls: list[dict[str, Any]] | None = None) -> Event:
+        result = self._reply.result
+        assert result is not None, "the reply is not finished"
+        told = entries(self._reply.tell() if self.stream else self._reply.logprobs) if self._logprobs_wanted else []
+        figures = timings([result])
+        reason = "length" if self._reply.finish_reason == "length" else "stop"
+        return {
+            **self._head(),
+            **self.said(text, calls or []),
+            "done": True,
+            "done_reason": reason,
+            "total_duration": _nanoseconds((time.perf_counter() - self._started) * 1e3),
+            "load_duration": 0,
+            "prompt_eval_count": result.usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(figures["prompt_ms"]),
+            "eval_count": result.usage.completion_tokens,
+            # Clients divide by it.
+            "eval_duration": max(1, _nanoseconds(figures["predicted_ms"])),
+        } | ({"logprobs": told} if told else {})
+
+    def _head(self) -> Event:
+        return {"model": self._name, "created_at": moment()}
+
+    def _calls(self) -> list[dict[str, Any]]:
+        return [called for place, call in enumerate(self._reply.calls) if (called := _called(place, call))]
+
+
+class OllamaChat(OllamaReply):
+    """An answer to messages.
+
+    Args:
+        body: of the request.
+        model: that answers.
+
+    Raises:
+        RequestError: a field is unknown, malformed or asks for what cannot be.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
+        fields = Fields(body)
+        messages = read_messages(_answered(fields.any("messages")))
+        functions = read_functions(fields.items("tools"))
+        use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, functions, True))
+        variables = _thinking(fields)
+        super().__init__(
+            fields, lambda options: ChatPrompt(messages, use, options, variables, fields=("messages", "format")), model
+        )
+
+    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
+        """The message."""
+        return {"message": {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})}
+
+
+class OllamaText(OllamaReply):
+    """An answer to a prompt: what a user says, where the model has a chat template, else a text to go on with; errors
+    as `OllamaChat`."""
+
+    def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
+        fields = Fields(body)
+        text, system = fields.text("prompt") or "", fields.text("system") or ""
+        raw = fields.flag("raw") or model.chat_template_text is None
+        fields.only("images", ([],), _TEXT_ONLY)
+        fields.only("suffix", ("",), "This model writes what follows a text, not what stands between two.")
+        fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
+        fields.only("context", ([],), "Send the conversation to /api/chat.")
+        variables = _thinking(fields)
+
+        def prompt(options: dict[str, Any]) -> ChatPrompt | TextPrompt:
+            if raw:
+                return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
+            said = [{"role": "system", "content": system}] if system else []
+            messages = [*said, {"role": "user", "content": text}]
+            use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, (), True))
+            return ChatPrompt(messages, use, options, variables, fields=("prompt", "format"))
+
+        super().__init__(fields, prompt, model)
+
+    def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
+        """The text."""
+        return {"response": text}
+
+
+# By path, the field that says what is to be answered.
+_ASKING = {"/api/chat": "messages", "/api/generate": "prompt"}
+
+
+def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | None:
+    """Keeps the model for as long as a request says; answers one that asks for nothing else."""
+    seconds = keep_seconds(body.get("keep_alive"))
+    if seconds is not None and service.switch is not None:
+        service.switch.keep(None if math.isinf(seconds) else seconds)
+    if body.get(_ASKING[path]):
+        return None
+    said = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
+    reason = "unload" if seconds == 0 else "load"
+    name = body.get("model") or service.model().info.name
+    return JSONResponse({"model": name, "created_at": moment(), **said, "done": True, "done_reason": reason})
+
+
+OLLAMA_KINDS: Mapping[str, CompletionKind] = {
+    "/api/chat": CompletionKind(OllamaChat, JSON_LINES, aside=_aside),
+    "/api/generate": CompletionKind(OllamaText, JSON_LINES, aside=_aside),
+}
+
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+# Timers take no more seconds everywhere.
+_LONGEST_S = 4_000_000.0
+
+
+def keep_seconds(value: Any) -> float | None:
+    """Seconds of a `keep_alive`: a number, or a text such as "5m"; infinity where it is negative, None where it is
+    left out.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if value is None:
+        return None
+    seconds: float | None = None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and len(value) < 40:
+        sign, text = (-1, value[1:]) if value.startswith("-") else (1, value)
+        if re.fullmatch(r"\d+(\.\d+)?", text):
+            seconds = sign * float(text)
+        elif text and not _PART.sub("", text):
+            seconds = sign * sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    if seconds is None:
+        raise RequestError("keep_alive is not a duration.", 'Give seconds, or a text such as "5m".', param="keep_alive")
+    return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
+
+
+def moment(seconds: float | None = None) -> str:
+    """A time as Ollama writes it, by the clock's seconds; None is now."""
+    time_ = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return time_.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _nanoseconds(milliseconds: float) -> int:
+    return round(milliseconds * 1e6)
+
+
+def _options(fields: Fields, model: ChatModel[Any]) -> dict[str, Any]:
+    """Generation options of the field `options`."""
+    inner = fields.inner("options")
+    if inner is None:
+        return {}
+    options: dict[str, Any] = {}
+    most = inner.take("num_predict", int, "a whole number")
+    if most is not None and most > 0:  # others stand for no limit
+        options |= inner.checked("num_predict", "max_tokens", most)
+    seed = inner.take("seed", int, "a whole number")
+    if seed is not None and seed >= 0:
+        options["seed"] = seed % _SEEDS
+    context = inner.take("num_ctx", int, "a whole number")
+    if context is not None and context > model.context:
+        inner.ignored.append("options.num_ctx")
+    options |= sampling(inner)
+    inner.ignore(*_OF_LOADING)
+    inner.ignore_others()
+    inner.end()
+    fields.ignored += inner.ignored
+    return options
+
+
+def _form(fields: Fields) -> dict[str, Any]:
+    """Options of the field `format`."""
+    value = fields.take("format", (str, dict), "json or a JSON Schema")
+    if value in (None, ""):
+        return {}
+    if value == "json":
+        return {"json_object": True}
+    if isinstance(value, str):
+        raise fields.wrong("format", value, "Give json or a JSON Schema.")
+    return {"json_schema": value}
+
+
+def _thinking(fields: Fields) -> dict[str, Any] | None:
+    """What the chat template is told of the field `think`."""
+    value = fields.take("think", (bool, str), "true, false or a level")
+    if value is None:
+        return None
+    return {"enable_thinking": value} if isinstance(value, bool) else {"reasoning_effort": value}
+
+
+def _answered(messages: Any) -> Any:
+    """Ollama's messages as OpenAI's: calls have ids, and answers name the call that they are of."""
+    if not isinstance(messages, list):
+        return messages
+    open_calls: list[dict[str, Any]] = []
+    made: list[Any] = []
+    for message in messages:
+        made.append(_message(message, open_calls) if isinstance(message, dict) else message)
+    return made
+
+
+def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Message:
+    if message.get("images"):
+        raise RequestError("A message has images.", _TEXT_ONLY, param="messages", code="unsupported_content")
+    changed = {name: value for name, value in message.items() if name not in ("images", "thinking")}
+    if isinstance(changed.get("role"), str):
+        changed["role"] = changed["role"].lower()
+    calls = changed.get("tool_calls")
+    if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
+        first = len(open_calls)
+        changed["tool_calls"] = [
+            {**call, "type": "function", "id": call.get("id") or f"call_{first + place}"}
+            for place, call in enumerate(calls)
+        ]
+        open_calls += changed["tool_calls"]
+        changed.setdefault("content", "")
+    if changed.get("role") == "tool":
+        name = changed.pop("tool_name", None)
+        if not changed.get("tool_call_id"):
+            changed["tool_call_id"] = _call_of(name, open_calls)
+    return changed
+
+
+def _call_of(name: Any, open_calls: list[dict[str, Any]]) -> str:
+    """The id of the first call of a function that has no answer yet, or of any function where none is named."""
+    for place, call in enumerate(open_calls):
+        function = call.get("function")
+        if name is None or (isinstance(function, dict) and function.get("name") == name):
+            return str(open_calls.pop(place)["id"])
+    return "call_0"
+
+
+def _called(place: int, call: Call) -> dict[str, Any] | None:
+    """A call as it is told, its arguments an object; None where they were cut off."""
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        return None
+    return {"id": call.id, "function": {"index": place, "name": call.name, "arguments": arguments}}

@@ -1,0 +1,206 @@
+"""Which model is loaded: the one that requests name, one at a time, each after what was asked of the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.errors import BudgetError, EdgeInferError, UsageError
+from edgeinfer.openai.errors import RequestError
+
+__all__ = ["ModelSwitch"]
+
+# Of the options that a model was served with, those that mean the same for every other.
+_OF_ANY_MODEL = (
+    "context", "memory", "threads", "exact", "prefill_chunk", "speculation", "remember", "overflow", "counted",
+    "prefix_cache", "idle_unload", "device",
+)  # fmt: skip
+
+
+_USUAL_CONTEXT = 2048  # where nothing is said, at most
+
+_log = logging.getLogger("edgeinfer.server")
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request that waits for its model."""
+
+    source: str | None
+    granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class ModelSwitch:
+    """Loads the model that a request names in place of another, once no request uses that one any more.
+
+    Requests for the loaded model are let in at once, unless one for another waits already: then they wait behind it, so
+    that everyone's turn comes. When a model is loaded, all who wait for it then are let in.
+
+    Args:
+        host: runs the model.
+        source: of the model that is served to those who name none, as `edgeinfer.load` takes it.
+        options: fields of LoadConfig that it is loaded with; others are loaded with those that fit any model.
+        queue: requests that wait at most.
+
+    Attributes:
+        opened: whether requests may name models; not before the first is loaded.
+        most_context: tokens that a model may be loaded with.
+    """
+
+    def __init__(self, host: ModelHost, source: str | None, options: Mapping[str, Any], *, queue: int = 64) -> None:
+        self.source = source
+        self._host = host
+        self._options = dict(options)
+        self._others = {name: options[name] for name in _OF_ANY_MODEL if name in options}
+        self._queue = queue
+        self._waiting: deque[_Request] = deque()
+        self._users = 0
+        self._loading: asyncio.Task[None] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._keep_s: float | None = None
+        self.opened = False
+        self.most_context = options.get("context") or _USUAL_CONTEXT
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their model."""
+        return len(self._waiting)
+
+    def is_loaded(self, source: str | None) -> bool:
+        """Whether a model is the one that is loaded."""
+        state = self._host.state
+        return state.status == "ready" and state.model == source and self._host.model is not None
+
+    async def enter(self, source: str | None) -> None:
+        """Waits until a model is loaded, which then stays until `leave`.
+
+        Raises:
+            RequestError: too many wait, or it cannot be loaded.
+        """
+        self._stop_timer()
+        if self._loading is None and not self._waiting and self.is_loaded(source):
+            self._users += 1
+            return
+        if len(self._waiting) >= self._queue:
+            message = f"{len(self._waiting)} requests are already waiting for a model."
+            raise RequestError(message, "Try again in a moment.", status=429, code="queue_full")
+        request = _Request(source)
+        self._waiting.append(request)
+        self._advance()
+        try:
+            await request.granted
+        except asyncio.CancelledError:
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self._go_on()
+            elif request.granted.done() and not request.granted.cancelled() and request.granted.exception() is None:
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Ends what `enter` began."""
+        self._users -= 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """After a request is over: goes on, or waits for the model to be idle long enough."""
+        self._advance()
+        if self._loading is None and not self._users and not self._waiting and self._keep_s is not None:
+            self._stop_timer()
+            self._idle = asyncio.get_running_loop().call_later(self._keep_s, self._unload_idle)
+
+    def keep(self, seconds: float | None) -> None:
+        """Says how long the model shall stay in memory once nobody uses it; None is for as long as it likes."""
+        self._keep_s = seconds
+
+    def expires_in(self) -> float | None:
+        """Seconds until the model leaves memory for being idle; None where that is not set."""
+        if self._idle is None:
+            return self._keep_s
+        return max(0.0, self._idle.when() - asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        """Ends a load and the timer; who waits is refused."""
+        self._stop_timer()
+        if self._loading is not None:
+            self._host.cancel_load()
+            with contextlib.suppress(EdgeInferError):
+                await self._loading
+        while self._waiting:
+            self._refuse(self._waiting.popleft(), UsageError("The server is stopping.", "Ask another."))
+
+    def _advance(self) -> None:
+        """Lets in who may be let in, or begins to load the model that is wanted next."""
+        while self._waiting and self._waiting[0].granted.done():  # its client has given up
+            self._waiting.popleft()
+        if self._loading is not None or not self._waiting:
+            return
+        source = self._waiting[0].source
+        if self.is_loaded(source):
+            self._grant(source)
+        elif not self._users:
+            self._loading = asyncio.get_running_loop().create_task(self._load(source))
+
+    async def _load(self, source: str | None) -> None:
+        error: Exception | None = None
+        try:
+            # What a client wished for the one before is not meant for this one.
+            self._keep_s = None
+            await self._host.load(source, self._options if source == self.source else self._others)
+        except EdgeInferError as caught:
+            error = _told(caught)
+        except Exception as caught:  # whatever it is, who waits must hear of it
+            error = caught
+        finally:
+            self._loading = None
+        if error is None:
+            self._grant(source)
+        else:
+            for request in [request for request in self._waiting if request.source == source]:
+                self._waiting.remove(request)
+                self._refuse(request, error)
+        self._advance()
+
+    def _grant(self, source: str | None) -> None:
+        for request in [request for request in self._waiting if request.source == source]:
+            self._waiting.remove(request)
+            if not request.granted.done():
+                request.granted.set_result(None)
+                self._users += 1
+
+    def _refuse(self, request: _Request, error: Exception) -> None:
+        if not request.granted.done():
+            request.granted.set_exception(error)
+
+    def _stop_timer(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def _unload_idle(self) -> None:
+        self._idle = self._keep_s = None
+        if not self._users and self._loading is None:
+            unloading = asyncio.get_running_loop().create_task(self._unload())
+            self._loading = unloading
+
+    async def _unload(self) -> None:
+        try:
+            # It loads again by itself when it is next asked for.
+            with contextlib.suppress(EdgeInferError):
+                await self._host.ask(lambda model: model.unload())
+        finally:
+            self._loading = None
+            self._advance()
+
+
+def _told(error: EdgeInferError) -> RequestError:
+    """Why a model could not be loaded, for those who named it; the log says it too."""
+    _log.warning("A model that a request named could not be loaded. %s", error)
+    code = "insufficient_memory" if isinstance(error, BudgetError) else "model_failed"
+    return RequestError(f"The model could not be loaded: {error.message}", error.hint, status=503, code=code)
