@@ -27,11 +27,11 @@ from edgeinfer.options import (
     options_of,
     require,
     require_alone,
-    shown,
     suggestion,
 )
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
+from edgeinfer.wording import Setting, shown
 
 __all__ = [
     "COUNTED",
@@ -109,6 +109,8 @@ def format_size(size: int, *, up: bool = False) -> str:
 
 
 _LARGEST_SIZE = 2**63 - 1
+# Nothing that a size limits fits into less.
+_SMALLEST_SIZE = 100_000
 # The heading of help.
 _RESOURCES = "resources"
 
@@ -123,6 +125,14 @@ _PREFIX_CACHE: dict[str, Any] = {
     "group": _RESOURCES,
     "size": True,
 }
+
+
+def _size_in_earnest(name: str, value: int | str) -> int:
+    """Bytes of a size, if they are enough for anything: 400 is surely meant to be 400MB."""
+    size = parse_size(value)
+    if size < _SMALLEST_SIZE:
+        raise UsageError(Setting(name, size) + f" means {size} bytes.", f"Did you mean {size}MB?")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,11 +329,9 @@ class LoadConfig(CacheOptions, LoadDrafting):
         """
         options = flat_options(options, LOAD_GROUPS)
         require_known("load option", options, options_of(cls), _OF_REPLIES)
-        for name in ("memory", "expert_memory"):
-            if options.get(name) is not None:
-                options[name] = parse_size(options[name])
-        if options.get("prefix_cache", 0) != 0:
-            options["prefix_cache"] = parse_size(options["prefix_cache"])
+        for name in ("memory", "expert_memory", "prefix_cache"):
+            if options.get(name) not in (None, 0):
+                options[name] = _size_in_earnest(name, options[name])
         for name in ("draft_model", "profile"):
             if isinstance(options.get(name), Path):
                 options[name] = str(options[name])

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option, suggestion
+from edgeinfer.wording import Setting
 
 __all__ = [
     "DRAFTERS",
@@ -64,8 +65,8 @@ def drafters_in(speculation: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
     for name in names:
         if name not in DRAFTERS:
-            known = f"auto, off, or some of {', '.join(DRAFTERS)}"
-            hint = f"{suggestion(name, ('auto', 'off', *DRAFTERS))}speculation must be {known}, separated by commas."
+            hint = suggestion(name, ("auto", "off", *DRAFTERS)) + Setting("speculation")
+            hint += f" must be auto, off, or some of {', '.join(DRAFTERS)}, separated by commas."
             raise UsageError(f"Unknown drafter {name!r}.", hint)
     return names
 

@@ -26,10 +26,11 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.options import is_integer, shown
+from edgeinfer.options import is_integer
 from edgeinfer.results import Result
 from edgeinfer.runtime.sampling import check_grammar
 from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.wording import shown
 
 __all__ = ["Replying"]
 

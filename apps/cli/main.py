@@ -21,6 +21,7 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
+    from edgeinfer.wording import Setting
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -208,10 +209,16 @@ def _report(arguments: list[str], error: Exception) -> int:
     if is_refused(error):
         error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
-        print_error(str(error))
+        print_error(error.told(_flag))
         return error.exit_code
     print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return EdgeInferError.exit_code
+
+
+def _flag(setting: Setting) -> str:
+    from edgeinfer.apps.cli.options import as_flag  # a message without options must not wait for it
+
+    return as_flag(setting)
 
 
 def _show_traceback(arguments: list[str]) -> None:

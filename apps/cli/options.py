@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,9 +15,10 @@ from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.options import ConfigOption, options_of
+from edgeinfer.options import ConfigOption, is_integer, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
+from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -32,6 +34,7 @@ __all__ = [
     "add_load_options",
     "add_model_option",
     "add_options",
+    "as_flag",
     "generation_options",
     "given_options",
     "load_model",
@@ -47,6 +50,7 @@ MEMORY = (
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+_DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
 
@@ -178,7 +182,7 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
         UsageError: a value is out of range.
     """
     options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
-    LoadConfig(**options)
+    LoadConfig.of(**options)
     return options
 
 
@@ -219,6 +223,22 @@ def _schema(text: str) -> str:
 
 def _contents(file: str) -> str:
     return read_stdin() if file == "-" else read_text(Path(file))
+
+
+def as_flag(setting: Setting) -> str:
+    """An option that a message names, as a user of the command line gives it."""
+    option = _DECLARED.get(setting.name)
+    if option is None or not option.flags:
+        return str(setting)
+    flag, value = option.flags[-1], setting.value
+    if value is ...:
+        return flag
+    if option.type is bool:
+        return f"no {flag}" if value == option.default else flag
+    if option.size and is_integer(value):
+        size = int(str(value))
+        return f"{flag} {size // 10**6}MB" if size and size % 10**6 == 0 else f"{flag} {size}"
+    return f"{flag} {shlex.quote(value) if isinstance(value, str) and len(value) < 80 else shown(value)}"
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:

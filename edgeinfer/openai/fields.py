@@ -11,8 +11,9 @@ from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
 from edgeinfer.option_groups import flat_options
-from edgeinfer.options import options_of, shown
+from edgeinfer.options import options_of
 from edgeinfer.version import VERSION
+from edgeinfer.wording import shown
 
 __all__ = [
     "FINGERPRINT",
