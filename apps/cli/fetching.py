@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from edgeinfer import hub
 from edgeinfer.apps.cli.output import print_note, print_table, progress_bar
 from edgeinfer.config import format_size
-from edgeinfer.hub import Offer
+
+if TYPE_CHECKING:
+    from edgeinfer.hub import Offer
 
 __all__ = ["prepared", "show_notes", "type_question"]
 
@@ -45,6 +46,8 @@ def prepared(model: str | None, options: Mapping[str, Any]) -> tuple[str | None,
     rest = {name: value for name, value in options.items() if name != "bits"}
     if model is None and "bits" not in options:
         return None, rest
+    from edgeinfer import hub  # not before a model is loaded: help needs none of what it brings
+
     show_notes()
     chosen: list[str] = []
     with progress_bar() as progress:
