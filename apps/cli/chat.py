@@ -48,7 +48,7 @@ _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
-    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
@@ -58,13 +58,13 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_window_options(parser: Parser) -> None:
     group = parser.add_argument_group("window")
-    text = "folder of conversations and settings (default: the user's data folder)"
+    text = "folder for conversations and settings (default: the user's data folder)"
     group.add_argument("--data", type=Path, metavar="FOLDER", help=text)
-    text = "search this folder for models too; may be given several times"
+    text = "additional folder to search for models; can be repeated"
     group.add_argument("--models", type=Path, action="append", metavar="FOLDER", help=text)
-    text = "port on this machine, 127.0.0.1 (default: a free one)"
+    text = "port on 127.0.0.1 (default: a free one)"
     group.add_argument("--port", type=int, metavar="N", help=text)
-    text = "open no window: print the address and serve"
+    text = "print the address instead of opening a window"
     group.add_argument("--no-window", action="store_true", default=None, help=text)
 
 

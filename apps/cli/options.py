@@ -58,7 +58,7 @@ GENERATION = tuple(name for name, option in options_of(GenerationConfig).items()
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
     text = (
-        "name of the catalog (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
+        "catalog name (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
         "directory, or .gguf file (default: the small built-in story model)"
     )
     action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
@@ -82,13 +82,13 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
         limit: of a reply where -n is not given, in words.
     """
     help = {
-        "max_tokens": f"most tokens to generate (default: {limit})",
-        "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
-        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation; - reads stdin",
-        "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
+        "max_tokens": f"maximum number of tokens to generate (default: {limit})",
+        "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
+        "grammar": "file with a grammar that the reply must match, in Lark's notation; - reads stdin",
+        "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
     add_options(parser, ReplyOptions, help=help)
-    text = "the reply must be a line of this UTF-8 file; - reads stdin"
+    text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
@@ -154,7 +154,7 @@ def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of numbers") from None
 
     return parse
 
@@ -164,7 +164,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ID=X, such as 42=-5") from None
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

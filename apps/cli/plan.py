@@ -80,6 +80,9 @@ def _print_plan(plan: MemoryPlan) -> None:
         for (name, size), choice in zip_longest(needs, choices, fillvalue=("", ""))
     ]
     print_table(rows, header=("memory", "", "choices", "needs", "tokens/s"))
+    if plan.footprint.device:
+        own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
+        print_table(own, title=f"\nmemory of {plan.device}, which no budget counts")
     print(f"\n{_basis(plan)}")
 
 
@@ -88,9 +91,11 @@ def _verdict(plan: MemoryPlan) -> str:
     if not plan.fits:
         return f"Does not fit in {_budget(plan)}: needs at least {least}."
     about = "" if plan.speed.measured else "about "
-    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}"
+    device = "" if plan.device == "cpu" else f", on {plan.device}"
+    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}{device}"
     if plan.budget_bytes is None:
-        return f"Needs {format_size(plan.planned_bytes, up=True)} (runs in {least} or more): {runs}."
+        less = f" (runs in {least} or more)" if plan.minimum_bytes < plan.planned_bytes else ""
+        return f"Needs {format_size(plan.planned_bytes, up=True)}{less}: {runs}."
     return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
 
 
@@ -152,9 +157,6 @@ def _print_terms(plan: MemoryPlan) -> None:
         "device": plan.device,
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
-    if plan.footprint.device:
-        own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
-        print_table(own, title=f"\nmemory of {plan.device}, which the budget does not count")
 
 
 def _kind(plan: MemoryPlan, term: str) -> str:
