@@ -30,24 +30,25 @@ INTERRUPTED = 130
 # them together take seconds on an old machine.
 _GROUPS = {
     "use a model": {
-        "run": "answer a prompt, or continue a text",
-        "chat": "have a conversation, in a window, the browser or the terminal",
-        "serve": "serve a model to other programs, as OpenAI's API does",
+        "run": "answer a prompt or continue a text",
+        "chat": "chat with a model in a window, the browser or the terminal",
+        "serve": "serve a model to other programs through OpenAI's API",
     },
     "choose a model": {
-        "pull": "fetch a model from the Hugging Face hub",
-        "plan": "show whether a model fits a memory budget, and how fast it runs",
+        "models": "list and remove models on this machine, or show a catalog of good ones",
+        "pull": "download a model from the Hugging Face hub",
+        "plan": "show whether a model fits in memory and how fast it runs",
         "inspect": "show what a model consists of",
     },
     "make a model": {
         "export": "turn a Hugging Face checkpoint into a bundle",
-        "convert": "change a bundle's layout, or a GGUF file's type",
-        "distill": "train a drafter, or early exits, for a model",
+        "convert": "change a bundle's layout or a GGUF file's type",
+        "distill": "train a drafter or early exits for a model",
     },
     "measure": {
         "bench": "measure speed, speculation, memory and quality",
         "eval": "measure how well a model predicts a text",
-        "tune": "find the settings that run fastest here",
+        "tune": "find the fastest settings for this device",
         "devices": "list the devices that models can run on",
     },
 }
@@ -67,7 +68,7 @@ edgeinfer runs language models on this machine, within a memory budget that you 
 
   edgeinfer run "Once upon a time"   a story, by the small built-in model
   edgeinfer chat                     a conversation, in a window or the browser
-  edgeinfer chat -m ORG/NAME         the same with a model of the Hugging Face hub
+  edgeinfer chat -m qwen3-0.6b       the same with a model of the catalog, or any of the hub (ORG/NAME)
 
 edgeinfer --help lists all commands.
 """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
 
 __all__ = [
+    "CONVERTING",
     "DRAFTING",
     "GENERATION",
     "LOADING",
@@ -45,6 +47,7 @@ MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     "prefix_cache",
 )
+CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
@@ -55,17 +58,21 @@ GENERATION = tuple(name for name, option in options_of(GenerationConfig).items()
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
     text = (
-        "bundle directory, .gguf file, or hub id: ORG/NAME, of a repository of GGUF files ORG/NAME:TYPE (default: the "
-        "small built-in story model)"
+        "catalog name (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
+        "directory, or .gguf file (default: the small built-in story model)"
     )
     action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
-    parser.brief(action, "bundle, .gguf file or hub id (default: a small story model)")
+    parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
 
 
-def add_load_options(parser: Parser) -> None:
-    """Adds -m and the options of LoadConfig."""
+def add_load_options(parser: Parser, *, converts: bool = True) -> None:
+    """Adds -m and the options of LoadConfig.
+
+    Args:
+        converts: --bits is for a checkpoint that is converted, and not something of the command's own.
+    """
     add_model_option(parser)
-    add_options(parser, LoadConfig, LOADING)
+    add_options(parser, LoadConfig, (*LOADING, *CONVERTING) if converts else LOADING)
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -75,13 +82,13 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
         limit: of a reply where -n is not given, in words.
     """
     help = {
-        "max_tokens": f"most tokens to generate (default: {limit})",
-        "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
-        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation; - reads stdin",
-        "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
+        "max_tokens": f"maximum number of tokens to generate (default: {limit})",
+        "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
+        "grammar": "file with a grammar that the reply must match, in Lark's notation; - reads stdin",
+        "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
     add_options(parser, ReplyOptions, help=help)
-    text = "the reply must be a line of this UTF-8 file; - reads stdin"
+    text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
@@ -147,7 +154,7 @@ def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of numbers") from None
 
     return parse
 
@@ -157,7 +164,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ID=X, such as 42=-5") from None
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -165,13 +172,16 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
+def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
     """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+
+    Args:
+        converts: as `add_load_options` took it.
 
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, LOADING)
+    options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
     LoadConfig.of(**options)
     return options
 
@@ -232,7 +242,8 @@ def as_flag(setting: Setting) -> str:
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
-    """Loads a model; a bar shows when its weights have to be converted first. Errors as `edgeinfer.load`."""
+    """Loads a model; a bar shows when it has to be fetched or converted first. Errors as `edgeinfer.load`."""
+    model, options = prepared(model, options)
     with progress_bar() as progress:
         shown: dict[str, Any] = {} if progress is None else {"progress": progress}
         return edgeinfer.load(model, **options, **shown)
