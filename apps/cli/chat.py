@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
@@ -102,9 +103,10 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
             hint = "pip install 'edgeinfer[desktop]', or chat in the terminal: edgeinfer chat --terminal"
             raise UsageError(message, hint) from error
         raise
-    loading, options = load_options(args), generation_options(args)
+    options = generation_options(args)
+    model, loading = prepared(args.model, load_options(args))
     given: dict[str, Any] = {"memory": loading.pop("memory", None), "context": loading.pop("context", None)}
-    given |= {"model": _local(args.model), "system": system, "options": options or None}
+    given |= {"model": _local(model), "system": system, "options": options or None}
     config = DesktopConfig(
         data=args.data,
         port=args.port or 0,

@@ -35,6 +35,7 @@ _GROUPS = {
         "serve": "serve a model to other programs through OpenAI's API",
     },
     "choose a model": {
+        "models": "list and remove models on this machine, or show a catalog of good ones",
         "pull": "download a model from the Hugging Face hub",
         "plan": "show whether a model fits in memory and how fast it runs",
         "inspect": "show what a model consists of",
@@ -70,7 +71,7 @@ edgeinfer runs language models on this machine, within a memory budget that you 
 
   edgeinfer run "Once upon a time"   a story, by the small built-in model
   edgeinfer chat                     a conversation, in a window or the browser
-  edgeinfer chat -m ORG/NAME         the same with a model of the Hugging Face hub
+  edgeinfer chat -m qwen3-0.6b       the same with a model of the catalog, or any of the hub (ORG/NAME)
 
 edgeinfer --help lists all commands.
 """
