@@ -33,13 +33,13 @@ BASELINES = ("random",)
 SkipCache = Literal["exact", "below"]
 SKIP_CACHES: tuple[str, ...] = get_args(SkipCache)
 # The heading of help.
-_COMPUTE = "less compute (lossy)"
+_COMPUTE = "reduced compute (lossy)"
 
 
 # The choice of a method is called `compute` where options are flat and `method` in a group.
 _METHOD: dict[str, Any] = {
-    "help": "how much of the model each token takes: all of it; entropy: the draft model writes where the text is "
-    "easy; unified, calibrated, importance, routers: some layers are skipped; exit: a pass ends early where the first "
+    "help": "how much of the model each token uses: full, all of it; entropy, the draft model writes the easy parts; "
+    "unified, calibrated, importance or routers, some layers are skipped; exit, a pass ends early once the first "
     "layers are sure of the token (default: full)",
     "choices": COMPUTES,
     "cli": "--compute",
@@ -57,7 +57,7 @@ class ComputeSettings:
 
     compute_speedup: float = option(
         1.5,
-        help="how many times faster a pass with skipped layers is to be (default: 1.5)",
+        help="target speedup of a pass that skips layers (default: 1.5)",
         low=1,
         high=1000,
         cli="--compute-speedup",
@@ -66,7 +66,7 @@ class ComputeSettings:
     )
     compute_share: float = option(
         0.5,
-        help="share of tokens that the large model makes, of --compute entropy (default: 0.5)",
+        help="share of tokens that the large model generates, for --compute entropy (default: 0.5)",
         low=0,
         high=1,
         cli="--compute-share",
@@ -75,7 +75,7 @@ class ComputeSettings:
     )
     entropy_threshold: float | None = option(
         None,
-        help="bits of entropy above which the large model makes a token (default: what gives that share)",
+        help="entropy in bits above which the large model generates a token (default: derived from the share)",
         low=0,
         high=64,
         cli="--entropy-threshold",
@@ -84,7 +84,7 @@ class ComputeSettings:
     )
     entropy_stay: int = option(
         4,
-        help="tokens that a model makes at least before the other one takes over (default: 4)",
+        help="minimum number of tokens before the other model takes over (default: 4)",
         low=1,
         high=1024,
         cli="--entropy-stay",
@@ -93,7 +93,7 @@ class ComputeSettings:
     )
     exit_layer: int | None = option(
         None,
-        help="layers after which a pass may end (default: what tuning found, the bundle's, or two thirds)",
+        help="number of layers after which a pass may end (default: as tuned, else the bundle's exit, else two thirds)",
         low=1,
         high=2048,
         cli="--exit-layer",
@@ -102,7 +102,7 @@ class ComputeSettings:
     )
     exit_confidence: float = option(
         0.9,
-        help="probability of the likeliest token from which on the first layers decide (default: 0.9)",
+        help="probability of the likeliest token above which a pass ends early (default: 0.9)",
         low=0,
         high=1,
         cli="--exit-confidence",
@@ -111,8 +111,8 @@ class ComputeSettings:
     )
     skip_cache: SkipCache = option(
         "exact",
-        help="after an early exit, deeper layers run later for the tokens they missed (exact), or take keys and values "
-        "of the layer below (default: exact)",
+        help="keys and values of layers that an early exit left out: computed later (exact), or copied from "
+        "the layer below (default: exact)",
         choices=SKIP_CACHES,
         cli="--skip-cache",
         group=_COMPUTE,
@@ -120,7 +120,8 @@ class ComputeSettings:
     # The mean over the reply's tokens, by sampled passes of the whole model.
     quality_floor: float | None = option(
         None,
-        help="run the whole model from where predictions diverge this far from its own (default: not checked)",
+        help="divergence from the full model's predictions above which the full model takes over (default: "
+        "not checked)",
         low=0,
         high=1000,
         cli="--quality-floor",
@@ -151,19 +152,20 @@ class ReducedCompute(ComputeSettings, OptionGroup):
     All methods but "full" are lossy. The whole model evaluates every prompt.
 
     Attributes:
-        method: "entropy" has a draft model write where the text is easy to foresee; "unified", "calibrated",
-            "importance" and "routers" skip layers or blocks for the whole reply, all but the first chosen by
-            `edgeinfer tune --skip`, by the prompt, or by routers of the bundle; "exit" leaves a pass early where the
-            first layers are sure of the token.
-        compute_speedup: how many times faster a pass with skipped layers is to be.
-        compute_share: of "entropy": share of tokens that the large model makes.
-        entropy_threshold: bits of entropy above which the large model makes a token; None is what gives that share.
-        entropy_stay: tokens that a model makes at least before the other one takes over.
-        exit_layer: layers after which a pass may end; None is what tuning found, the bundle's, or two thirds.
-        exit_confidence: probability of the likeliest token from which on the first layers decide.
-        skip_cache: after an early exit, deeper layers run later for the tokens they missed ("exact"), or take keys and
-            values of the layer below ("below").
-        quality_floor: nats of divergence from the whole model's predictions from which on the whole model runs.
+        method: "entropy" lets a draft model write the parts that are easy to predict; "unified", "calibrated",
+            "importance" and "routers" skip layers or blocks for the whole reply, all but the first as chosen by
+            `edgeinfer tune --skip`, by the prompt, or by the bundle's routers; "exit" ends a pass early once the first
+            layers are sure of the token.
+        compute_speedup: target speedup of a pass that skips layers.
+        compute_share: for "entropy": share of tokens that the large model generates.
+        entropy_threshold: entropy in bits above which the large model generates a token; None follows the share.
+        entropy_stay: minimum number of tokens before the other model takes over.
+        exit_layer: number of layers after which a pass may end; None means as tuned, else the bundle's exit, else two
+            thirds of the layers.
+        exit_confidence: probability of the likeliest token above which a pass ends early.
+        skip_cache: keys and values of layers that an early exit left out: computed later ("exact"), or copied from the
+            layer below ("below").
+        quality_floor: divergence in nats from the full model's predictions above which the full model takes over.
     """
 
     mode: ClassVar = ("method", "compute")
@@ -177,10 +179,10 @@ class ReducedCompute(ComputeSettings, OptionGroup):
 
 def _check(method: str, settings: ComputeSettings) -> None:
     if settings.skip_cache == "below" and method != "exit":
-        message = "skip_cache='below' fills what early exits leave out."
+        message = "skip_cache='below' works with early exits only."
         raise UsageError(message, "Use it with compute='exit', or leave it out.")
     if settings.skip_cache == "below" and settings.quality_floor is not None:
-        message = "A quality floor compares with the whole model's cache."
+        message = "quality_floor needs the full model's cache, which skip_cache='below' does not keep."
         raise UsageError(message, "Leave skip_cache or quality_floor out.")
 
 

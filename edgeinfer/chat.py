@@ -22,9 +22,9 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.options import shown
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
+from edgeinfer.wording import shown
 
 __all__ = ["Chat", "ConversationModel"]
 

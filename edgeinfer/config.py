@@ -27,11 +27,11 @@ from edgeinfer.options import (
     options_of,
     require,
     require_alone,
-    shown,
     suggestion,
 )
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
+from edgeinfer.wording import Setting, shown
 
 __all__ = [
     "COUNTED",
@@ -109,13 +109,15 @@ def format_size(size: int, *, up: bool = False) -> str:
 
 
 _LARGEST_SIZE = 2**63 - 1
+# Nothing that a size limits fits into less.
+_SMALLEST_SIZE = 100_000
 # The heading of help.
 _RESOURCES = "resources"
 
 
 # The size of the prefix cache, which callers may write as a text.
 _PREFIX_CACHE: dict[str, Any] = {
-    "help": "memory for conversations other than the current one, such as 50MB (default: none)",
+    "help": "memory for the KV caches of other conversations, such as 50MB (default: none)",
     "low": 0,
     "high": _LARGEST_SIZE,
     "cli": "--prefix-cache",
@@ -125,6 +127,14 @@ _PREFIX_CACHE: dict[str, Any] = {
 }
 
 
+def _size_in_earnest(name: str, value: int | str) -> int:
+    """Bytes of a size, if they are enough for anything: 400 is surely meant to be 400MB."""
+    size = parse_size(value)
+    if size < _SMALLEST_SIZE:
+        raise UsageError(Setting(name, size) + f" means {size} bytes.", f"Did you mean {size}MB?")
+    return size
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """The KV cache."""
@@ -132,15 +142,16 @@ class CacheOptions:
     # Floats are float32, of GGUF models float16; where the budget needs it, int8 (if the bundle has scales) or q8_0.
     kv: KvType | None = option(
         None,
-        help="type of the KV cache: float32, int8, int4, of GGUF models float16, q8_0, q4_0; 8 and 4 bits are lossy "
-        "(default: floats, or 8 bits where memory is short)",
+        help="KV cache data type: float32, int8 or int4, for GGUF models float32, float16, q8_0 or q4_0; 8 "
+        "and 4 bits are lossy (default: floats, or 8 bits if memory is short)",
         choices=KV_TYPES,
         cli="--kv",
         group=_RESOURCES,
     )
     overflow: OverflowPolicy = option(
         "stop",
-        help="when a conversation outgrows the context: stop, or forget some of it, which is lossy (default: stop)",
+        help="what to do when a conversation outgrows the context: stop; or drop (window) or merge (merge, "
+        "cluster) older tokens, which is lossy (default: stop)",
         choices=OVERFLOWS,
         cli="--overflow",
         group=_RESOURCES,
@@ -152,11 +163,11 @@ class Cache(CacheOptions, OptionGroup):
     """The KV cache: `edgeinfer.load(cache=Cache(kv="int8", overflow="window"))`.
 
     Attributes:
-        kv: type of its numbers: "float32", "int8", "int4", of GGUF models "float16", "q8_0", "q4_0"; 8 and 4 bits are
-            lossy. None is floats, or 8 bits where memory is short.
-        overflow: what happens when a conversation outgrows the context: "stop", or forget some of it, which is lossy:
-            "window" keeps the first and the latest tokens, "merge" and "cluster" merge the others into them.
-        prefix_cache: memory for conversations other than the current one, such as "50MB" or bytes; 0 is none.
+        kv: data type: "float32", "int8" or "int4", for GGUF models "float32", "float16", "q8_0" or "q4_0"; 8 and 4 bits
+            are lossy. None means floats, or 8 bits if memory is short.
+        overflow: what to do when a conversation outgrows the context: "stop", or one of three lossy ways: "window"
+            keeps the first and the latest tokens, "merge" and "cluster" merge the others into them.
+        prefix_cache: memory for the KV caches of other conversations, such as "50MB", or bytes; 0 means none.
     """
 
     prefix_cache: int | str = option(0, **_PREFIX_CACHE)
@@ -173,32 +184,33 @@ class LoadConfig(CacheOptions, LoadDrafting):
 
     context: int | None = option(
         None,
-        help="room for prompt and reply together, in tokens (default: 2048, or less if model or memory have less)",
+        help="context window for prompt and reply together, in tokens (default: 2048, or less if the model or "
+        "memory is smaller)",
         low=2,
         high=LARGEST_COUNT,
         cli=("-c", "--context"),
         metavar="N",
         group=_RESOURCES,
         basic=True,
-        brief="tokens of prompt and reply together (default: 2048)",
+        brief="context window in tokens (default: 2048)",
     )
     memory: int | None = option(
         None,
-        help="the whole process must stay within this, such as 600MB or 1.5GiB (default: no limit)",
+        help="memory budget for the whole process, such as 600MB or 1.5GiB (default: none)",
         low=1,
         high=_LARGEST_SIZE,
         cli="--memory",
         metavar="SIZE",
         group=_RESOURCES,
         basic=True,
-        brief="the whole process stays within this, such as 600MB or 1.5GiB",
+        brief="memory budget, such as 600MB or 1.5GiB (default: none)",
         size=True,
     )
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
     bits: int | None = option(
         None,
-        help="bits of a checkpoint's weights, which are converted when it is first loaded: 2, 4, 8 or 32 (default: 4, "
-        "or what fits the memory)",
+        help="bits per weight when a checkpoint is converted on first use: 2, 4, 8 or 32 (default: 4, or what "
+        "fits in memory)",
         low=2,
         high=32,
         cli="--bits",
@@ -207,25 +219,26 @@ class LoadConfig(CacheOptions, LoadDrafting):
     )
     threads: int | None = option(
         None,
-        help="CPU threads (default: what edgeinfer tune found, else the physical cores)",
+        help="number of CPU threads (default: as found by edgeinfer tune, else one per physical core)",
         low=1,
         high=1024,
         cli=("-t", "--threads"),
         metavar="N",
         group=_RESOURCES,
         basic=True,
-        brief="CPU threads (default: the physical cores)",
+        brief="CPU threads (default: one per core)",
     )
     # DESIGN section 4.
     exact: bool = option(
         True,
-        help="skip the padding that makes text independent of how it was computed; up to 20% faster on some models",
+        help="skip the padding that keeps the text the same however it is computed; up to 20% faster on some models",
         cli="--no-exact",
         group=_RESOURCES,
     )
     prefill_chunk: int | None = option(
         None,
-        help="prompt tokens per pass (default: what edgeinfer tune found, else 64, or fewer where memory is short)",
+        help="prompt tokens processed per pass (default: as found by edgeinfer tune, else 64, or fewer if "
+        "memory is short)",
         low=1,
         high=LARGEST_COUNT,
         cli="--prefill-chunk",
@@ -235,7 +248,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
     # "onnx", "llamacpp" or "reference".
     backend: str | None = option(
         None,
-        help="engine that runs the model (default: the bundle's own)",
+        help="inference backend: onnx, llamacpp or reference (default: the model's own)",
         cli="--backend",
         metavar="NAME",
         group=_RESOURCES,
@@ -243,7 +256,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
     # None is where it works and the bundle stores its layout; True is always, converting the weights if need be.
     native: bool | None = option(
         None,
-        help="run on onnxruntime's own operators instead of the native kernel; slower",
+        help="use ONNX Runtime's own operators instead of the native kernel; slower",
         cli="--no-native",
         group=_RESOURCES,
     )
@@ -251,16 +264,16 @@ class LoadConfig(CacheOptions, LoadDrafting):
     # Without one, the bundle's own drafts where the budget has room for it.
     draft_model: str | None = option(
         None,
-        help="a small model with the same tokenizer that drafts: bundle directory, .gguf file or hub id; off: not even "
-        "the model's own",
+        help="draft model, a small model with the same tokenizer: bundle directory, .gguf file or hub id; or "
+        "off (default: the one in the bundle, if any)",
         cli="--draft-model",
         metavar="MODEL",
         group=DRAFTING_GROUP,
     )
     weights: WeightsMode | None = option(
         None,
-        help="packed into memory, mapped from their file, experts mapped until they are chosen, or streamed a few "
-        "layers at a time (default: fastest that fits)",
+        help="where the weights are kept: packed in memory, mapped from their file, mapped with experts "
+        "loaded on demand (experts), or streamed a few layers at a time (default: the fastest that fits)",
         choices=WEIGHTS_MODES,
         cli="--weights",
         group=_RESOURCES,
@@ -268,7 +281,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
     # For models with experts in the native layout.
     expert_memory: int | None = option(
         None,
-        help="experts of the model that may be in memory at once, such as 200MB (default: all, or what fits)",
+        help="memory for the experts of a mixture-of-experts model, such as 200MB (default: all of them, or what fits)",
         low=1,
         high=_LARGEST_SIZE,
         cli="--expert-memory",
@@ -278,8 +291,8 @@ class LoadConfig(CacheOptions, LoadDrafting):
     )
     counted: CountedPages = option(
         "resident",
-        help="what counts against --memory: resident pages, or only those without a file behind them (default: "
-        "resident)",
+        help="pages that count against --memory: all resident pages, or only anonymous ones, which have no "
+        "file behind them (default: resident)",
         choices=COUNTED,
         cli="--counted",
         group=_RESOURCES,
@@ -296,7 +309,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
     )
     profile: str | None = option(
         None,
-        help="settings that edgeinfer tune --out wrote to FILE, or off (default: what it kept for this user)",
+        help="tuned settings: a file written by edgeinfer tune --out, or off (default: those kept for this user)",
         cli="--profile",
         metavar="FILE|off",
         group=_RESOURCES,
@@ -304,7 +317,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
     # Where a device fails, the CPU runs the model.
     device: str = option(
         "auto",
-        help="where the model runs: auto, or one that `edgeinfer devices` lists, such as openvino:NPU (default: auto)",
+        help="device to run on: auto, or one listed by `edgeinfer devices`, such as openvino:NPU (default: auto)",
         cli="--device",
         metavar="NAME",
         group=_RESOURCES,
@@ -319,11 +332,9 @@ class LoadConfig(CacheOptions, LoadDrafting):
         """
         options = flat_options(options, LOAD_GROUPS)
         require_known("load option", options, options_of(cls), _OF_REPLIES)
-        for name in ("memory", "expert_memory"):
-            if options.get(name) is not None:
-                options[name] = parse_size(options[name])
-        if options.get("prefix_cache", 0) != 0:
-            options["prefix_cache"] = parse_size(options["prefix_cache"])
+        for name in ("memory", "expert_memory", "prefix_cache"):
+            if options.get(name) not in (None, 0):
+                options[name] = _size_in_earnest(name, options[name])
         for name in ("draft_model", "profile"):
             if isinstance(options.get(name), Path):
                 options[name] = str(options[name])
@@ -333,7 +344,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
         check_options(self)
         drafters_in(self.speculation)
         fits = self.expert_memory is None or self.weights in (None, "experts")
-        require(fits, "expert_memory", self.expert_memory, "left out where weights are not 'experts'")
+        require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
         if self.device not in ("auto", *DEVICES):
             hint = f"{suggestion(self.device, DEVICES)}Choose auto or one of {', '.join(DEVICES)}."
             raise UsageError(f"There is no device {self.device!r}.", hint)
@@ -384,6 +395,6 @@ REPLY_GROUPS: dict[str, type[OptionGroup]] = {
 }
 # What to do with an option of the other kind.
 _OF_REPLIES = dict.fromkeys(
-    options_of(GenerationConfig), "It is an option of replies: give it to generate() or stream()."
+    options_of(GenerationConfig), "It is a generation option: pass it to generate() or stream()."
 )
-_OF_LOADING = dict.fromkeys(options_of(LoadConfig), "It is an option of loading: give it to edgeinfer.load().")
+_OF_LOADING = dict.fromkeys(options_of(LoadConfig), "It is a load option: pass it to edgeinfer.load().")

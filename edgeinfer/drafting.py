@@ -1,4 +1,4 @@
-"""Drafting ahead: who may draft, how far, and how drafts are verified; options of loading and of replies."""
+"""Speculative decoding: who may draft, how far, and how drafts are verified; options of loading and of replies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option, suggestion
+from edgeinfer.wording import Setting
 
 __all__ = [
     "DRAFTERS",
@@ -37,11 +38,12 @@ NO_DRAFT_MODEL = "off"
 # Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
 MOST_DRAFTED = 15
 # The heading of help.
-DRAFTING_GROUP = "drafting ahead (the text stays the same)"
+DRAFTING_GROUP = "speculative decoding (the text stays the same)"
 # Declares who drafts, which is called `speculation` where options are flat and `drafters` in a group.
 SPECULATION: dict[str, Any] = {
-    "help": "auto: draft tokens ahead where that is faster; off; or drafters such as copy,recycle: "
-    + ", ".join(DRAFTERS),
+    "help": "speculative decoding: auto uses it where it is faster; off; or drafters, such as copy,recycle, out of "
+    + ", ".join(DRAFTERS)
+    + " (default: auto)",
     "cli": "--speculation",
     "formerly": "--spec",
     "metavar": "MODE",
@@ -64,8 +66,8 @@ def drafters_in(speculation: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in speculation.split(",")))
     for name in names:
         if name not in DRAFTERS:
-            known = f"auto, off, or some of {', '.join(DRAFTERS)}"
-            hint = f"{suggestion(name, ('auto', 'off', *DRAFTERS))}speculation must be {known}, separated by commas."
+            hint = suggestion(name, ("auto", "off", *DRAFTERS)) + Setting("speculation")
+            hint += f" must be auto, off, or some of {', '.join(DRAFTERS)}, separated by commas."
             raise UsageError(f"Unknown drafter {name!r}.", hint)
     return names
 
@@ -77,7 +79,7 @@ class DraftLength:
     # Memory is planned for this many; only `speculation="auto"` takes fewer where the budget needs it.
     draft_max: int | None = option(
         None,
-        help="tokens in a draft at most (default: 15, or fewer where memory is short)",
+        help="maximum number of draft tokens (default: 15, or fewer if memory is short)",
         low=1,
         high=63,
         cli="--draft-max",
@@ -94,7 +96,7 @@ class LoadDrafting(DraftLength):
     # Also of a draft model in a GGUF file, where the default is all of its experts.
     draft_experts: int | None = option(
         None,
-        help="experts per token where the model itself drafts with fewer (default: half of its own number)",
+        help="experts per token when the model drafts for itself (default: half the usual number)",
         low=1,
         high=4096,
         cli="--draft-experts",
@@ -103,7 +105,7 @@ class LoadDrafting(DraftLength):
     )
     remember: bool = option(
         True,
-        help="keep nothing of what drafters learn from your texts (token ids and counts) for the next session",
+        help="do not keep what drafters learn from your texts (token ids and counts) for the next session",
         cli="--no-remember",
         group=DRAFTING_GROUP,
     )
@@ -115,7 +117,7 @@ class ReplyDrafting(DraftLength):
 
     draft_width: int = option(
         1,
-        help="guesses per drafter and place; above 1 drafts are trees (default: 1)",
+        help="candidates per drafter and position; more than 1 drafts a tree (default: 1)",
         low=1,
         high=8,
         cli="--draft-width",
@@ -125,7 +127,8 @@ class ReplyDrafting(DraftLength):
     )
     verification: VerificationRule = option(
         "keyed",
-        help="keyed: the text of plain decoding; rejection, k-seq: its distribution; typical: lossy (default: keyed)",
+        help="how drafts are verified: keyed gives the text of plain decoding, rejection and k-seq give its "
+        "distribution, typical is lossy (default: keyed)",
         choices=VERIFICATIONS,
         cli="--verification",
         formerly="--spec-verify",
@@ -135,17 +138,17 @@ class ReplyDrafting(DraftLength):
 
 @dataclass(frozen=True)
 class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
-    """How tokens are drafted ahead, of a model or of one reply:
+    """Speculative decoding, for a model or for one reply:
     `edgeinfer.load(speculation=Speculation("copy,ngram", draft_max=8))`.
 
     Attributes:
-        drafters: "auto" drafts where that is faster; "off" never; or some drafters, separated by commas.
-        draft_max: tokens in a draft at most.
-        draft_experts: of loading: experts per token where the model itself drafts with fewer.
-        remember: of loading: whether what drafters learn (token ids and counts) is kept for the next session.
-        draft_width: of a reply: guesses per drafter and place; above 1 drafts are trees.
-        verification: of a reply: "keyed" gives the text of plain decoding, "rejection" and "k-seq" its distribution;
-            "typical" is lossy.
+        drafters: "auto" drafts where that is faster, "off" never; or a comma-separated list of drafters.
+        draft_max: maximum number of draft tokens.
+        draft_experts: for load(): experts per token when the model drafts for itself.
+        remember: for load(): whether what drafters learn (token ids and counts) is kept for the next session.
+        draft_width: for generate(): candidates per drafter and position; more than 1 drafts a tree.
+        verification: for generate(): "keyed" gives the text of plain decoding, "rejection" and "k-seq" give its
+            distribution; "typical" is lossy.
     """
 
     mode: ClassVar = ("drafters", "speculation")

@@ -24,7 +24,10 @@ EdgeInferError
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
+
+from edgeinfer.wording import Setting, Wording, said
 
 __all__ = [
     "BackendError",
@@ -54,16 +57,22 @@ class EdgeInferError(Exception):
     """Base of every error edgeinfer raises on purpose.
 
     Args:
-        message: one line: what is wrong, with the value at fault.
+        message: one line: what is wrong, with the value at fault. Options are named by `edgeinfer.wording.Setting`.
         hint: one line: what to do next. Shown after the message.
     """
 
     exit_code: ClassVar[int] = 5
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str | Wording, hint: str | Wording = "") -> None:
         super().__init__(f"{message} {hint}".strip())
-        self.message = message
-        self.hint = hint
+        self._wordings = (message, hint)
+        self.message = str(message)
+        self.hint = str(hint)
+
+    def told(self, say: Callable[[Setting], str]) -> str:
+        """The whole text with options in the words of a place; `str` gives it in Python's."""
+        message, hint = (said(text, say) for text in self._wordings)
+        return f"{message} {hint}".strip()
 
 
 class UserError(EdgeInferError):
@@ -136,8 +145,8 @@ class BudgetError(UserError):
 
     def __init__(
         self,
-        message: str,
-        hint: str = "",
+        message: str | Wording,
+        hint: str | Wording = "",
         *,
         terms: dict[str, int] | None = None,
         minimum_bytes: int = 0,

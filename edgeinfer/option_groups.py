@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from edgeinfer.errors import UsageError
-from edgeinfer.options import check_options, options_of, shown, suggestion
+from edgeinfer.options import check_options, options_of, suggestion
+from edgeinfer.wording import shown
 
 __all__ = ["OptionGroup", "flat_options", "require_known"]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.errors import UsageError
+from edgeinfer.wording import Setting, joined, shown
 
 __all__ = [
     "LARGEST_COUNT",
@@ -24,7 +25,6 @@ __all__ = [
     "require",
     "require_alone",
     "require_few",
-    "shown",
     "suggestion",
 ]
 
@@ -116,7 +116,8 @@ class ConfigOption:
             require(self.range.holds(value), self.name, value, str(self.range))
         elif self.choices:
             if not isinstance(value, str) or value not in (*self.choices, *self.also):
-                hint = f"{suggestion(value, self.choices)}{self.name} must be one of {', '.join(self.choices)}."
+                hint = suggestion(value, self.choices) + Setting(self.name)
+                hint += f" must be one of {', '.join(self.choices)}."
                 raise UsageError(f"Unknown {self.name} {shown(value)}.", hint)
         elif self.type in (bool, str):
             require(isinstance(value, self.type), self.name, value, "true or false" if self.type is bool else "a text")
@@ -228,16 +229,7 @@ def require(condition: bool, name: str, value: object, rule: str) -> None:
         UsageError: the condition is false.
     """
     if not condition:
-        raise UsageError(f"{name}={shown(value)} is out of range.", f"{name} must be {rule}.")
-
-
-def shown(value: object) -> str:
-    """A value as messages show it, in a few words whatever it is."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no integers of thousands of digits
-        return "a number of thousands of digits"
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+        raise UsageError(Setting(name, value) + " is out of range.", Setting(name) + f" must be {rule}.")
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
@@ -262,7 +254,7 @@ def require_few(name: str, values: Sized, most: int) -> None:
         UsageError: there are more.
     """
     if len(values) > most:
-        raise UsageError(f"{name} has {len(values)} entries.", f"{name} can have {most} at most.")
+        raise UsageError(Setting(name) + f" has {len(values)} entries.", Setting(name) + f" can have {most} at most.")
 
 
 def require_alone(names: Sequence[str]) -> None:
@@ -272,4 +264,4 @@ def require_alone(names: Sequence[str]) -> None:
         UsageError: there is more than one.
     """
     if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} cannot be combined.", "Leave out all but one.")
+        raise UsageError(joined(map(Setting, names), "and") + " cannot be combined.", "Leave out all but one.")

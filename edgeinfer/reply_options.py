@@ -23,7 +23,7 @@ _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
 _BIAS = Range(-1e6, 1e6)
 _TOKEN = Range(0, LARGEST_COUNT, whole=True)
 # The heading of help.
-_TEXT = "text"
+_TEXT = "generation"
 
 
 # What wire=False marks below is read from requests by rules of its own (edgeinfer/openai/fields.py).
@@ -36,7 +36,7 @@ class SamplingOptions:
 
     temperature: float = option(
         0.0,
-        help="0 takes the likeliest token each time; 0.7 is lively, above 1 is wild (default: 0)",
+        help="sampling temperature: 0 always picks the likeliest token, 0.7 is lively, above 1 is wild (default: 0)",
         low=0,
         high=100,
         cli="--temperature",
@@ -44,11 +44,11 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
-        brief="0 takes the likeliest tokens, 0.7 is lively (default: 0)",
+        brief="0 is predictable, 0.7 lively (default: 0)",
     )
     top_k: int = option(
         0,
-        help="choose among the K likeliest tokens only (default: 0, all)",
+        help="sample from the K likeliest tokens (default: 0, all)",
         low=0,
         high=LARGEST_COUNT,
         cli="--top-k",
@@ -57,7 +57,7 @@ class SamplingOptions:
     )
     top_p: float = option(
         1.0,
-        help="choose among the likeliest tokens that together have probability P (default: 1, all)",
+        help="sample from the likeliest tokens whose probabilities add up to P (default: 1, all)",
         low=0,
         high=1,
         above=True,
@@ -67,7 +67,7 @@ class SamplingOptions:
     )
     min_p: float = option(
         0.0,
-        help="drop tokens less likely than P times the likeliest (default: 0, none)",
+        help="drop tokens less likely than P times the likeliest one (default: 0, none)",
         low=0,
         high=1,
         cli="--min-p",
@@ -77,7 +77,7 @@ class SamplingOptions:
     # CTRL's penalty, on tokens of prompt and reply.
     repetition_penalty: float = option(
         1.0,
-        help="above 1 makes tokens that occurred less likely (default: 1)",
+        help="penalty for tokens that already occurred; above 1 makes them less likely (default: 1)",
         low=0.01,
         high=100,
         cli="--repetition-penalty",
@@ -88,7 +88,7 @@ class SamplingOptions:
     )
     frequency_penalty: float = option(
         0.0,
-        help="subtract X from a token's score for each time it occurred in the reply (default: 0)",
+        help="subtract X from a token's logit for each time it occurred in the reply (default: 0)",
         low=-100,
         high=100,
         cli="--frequency-penalty",
@@ -97,7 +97,7 @@ class SamplingOptions:
     )
     presence_penalty: float = option(
         0.0,
-        help="subtract X once from the score of every token that occurred in the reply (default: 0)",
+        help="subtract X once from the logit of every token that occurred in the reply (default: 0)",
         low=-100,
         high=100,
         cli="--presence-penalty",
@@ -106,7 +106,7 @@ class SamplingOptions:
     )
     logit_bias: Mapping[int, float] = option(
         factory=dict,
-        help="numbers added to the logits of these token ids before anything else",
+        help="values to add to the logits of the given token ids before anything else",
         cli="--logit-bias",
         metavar="ID=X",
         group=_TEXT,
@@ -114,7 +114,7 @@ class SamplingOptions:
     )
     seed: int | None = option(
         None,
-        help="the same seed gives the same text (default: random)",
+        help="random seed; the same seed gives the same text (default: random)",
         low=0,
         high=2**64 - 1,
         cli="--seed",
@@ -129,15 +129,15 @@ class Sampling(SamplingOptions, OptionGroup):
     """How the next token is drawn: `model.generate(prompt, sampling=Sampling(temperature=0.7, min_p=0.05))`.
 
     Attributes:
-        temperature: 0 takes the likeliest token each time; 0.7 is lively, above 1 is wild.
-        top_k: choose among this many of the likeliest tokens; 0 is all.
-        top_p: choose among the likeliest tokens that together have this probability.
-        min_p: drop tokens that are less likely than this times the likeliest.
+        temperature: 0 always picks the likeliest token, 0.7 is lively, above 1 is wild.
+        top_k: sample from this many of the likeliest tokens; 0 means all.
+        top_p: sample from the likeliest tokens whose probabilities add up to this.
+        min_p: drop tokens less likely than this times the likeliest one.
         repetition_penalty: above 1 makes tokens of prompt and reply less likely.
-        frequency_penalty: taken off a token's logit for each time that it occurred in the reply.
-        presence_penalty: taken once off the logit of every token that occurred in the reply.
-        logit_bias: numbers added to the logits of these token ids before anything else.
-        seed: the same seed gives the same text; None is another one each time.
+        frequency_penalty: subtracted from a token's logit for each time it occurred in the reply.
+        presence_penalty: subtracted once from the logit of every token that occurred in the reply.
+        logit_bias: values to add to the logits of the given token ids before anything else.
+        seed: the same seed gives the same text; None means a new one each time.
     """
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class ReplyOptions(SamplingOptions):
 
     max_tokens: int | None = option(
         None,
-        help="most tokens to generate (default: until the context is full)",
+        help="maximum number of tokens to generate (default: until the context is full)",
         low=1,
         high=2**63 - 1,
         cli=("-n", "--max-tokens"),
@@ -162,14 +162,14 @@ class ReplyOptions(SamplingOptions):
     )
     stop: tuple[str, ...] = option(
         (),
-        help="end the reply before this text; may be given several times",
+        help="end the reply before this text; can be repeated",
         cli="--stop",
         metavar="TEXT",
         group=_TEXT,
     )
     stop_token_ids: tuple[int, ...] = option(
         (),
-        help="token ids that end the reply, in addition to the model's own, separated by commas",
+        help="comma-separated token ids that end the reply, besides the model's own",
         cli="--stop-token-ids",
         metavar="ID,ID",
         group=_TEXT,
@@ -179,46 +179,46 @@ class ReplyOptions(SamplingOptions):
     )
     choices: tuple[str, ...] = option(
         (),
-        help="the reply must be one of the texts given by this option; may be given several times",
+        help="restrict the reply to this text; can be repeated for more choices",
         cli="--choice",
         metavar="TEXT",
         group=_TEXT,
     )
     json_schema: Mapping[str, Any] | str | None = option(
         None,
-        help="the reply must be a JSON document that this schema allows, given as a mapping or as its text",
+        help="JSON schema that the reply must match, as a mapping or as text",
         cli="--json-schema",
         metavar="SCHEMA",
         group=_TEXT,
         basic=True,
-        brief="reply in JSON of this schema: a file, -, or the schema",
+        brief="JSON schema for the reply: a file, -, or text",
     )
-    json_object: bool = option(False, help="the reply must be a JSON object", cli="--json-object", group=_TEXT)
+    json_object: bool = option(False, help="restrict the reply to a JSON object", cli="--json-object", group=_TEXT)
     regex: str | None = option(
         None,
-        help="the reply must match this regular expression from its first character to its last",
+        help="regular expression that the whole reply must match",
         cli="--regex",
         metavar="REGEX",
         group=_TEXT,
     )
     grammar: str | None = option(
         None,
-        help="the reply must be a text of this grammar, in Lark's notation or llama.cpp's (GBNF)",
+        help="grammar that the reply must match, in Lark's notation or GBNF",
         cli="--grammar",
         metavar="FILE",
         group=_TEXT,
     )
     logprobs: int | None = option(
         None,
-        help="give the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the likeliest "
-        "tokens at each place (default: none)",
+        help="return the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the "
+        "likeliest tokens at each position (default: none)",
         low=0,
         high=20,
         wire=False,
     )
     parse_special: bool | None = option(
         None,
-        help="special tokens spelled out in the prompt become those tokens (default: of -p and -f, not of chats)",
+        help="treat special tokens spelled out in the prompt as special tokens (default: in -p and -f, not in chats)",
         cli="--parse-special",
         group=_TEXT,
     )
@@ -252,11 +252,11 @@ class ReplyOptions(SamplingOptions):
         longest = max(map(len, stop), default=0)
         if longest > MOST_STOP_CHARACTERS:
             message = f"A stop string has {longest} characters."
-            raise UsageError(message, f"Each string of stop can have {MOST_STOP_CHARACTERS} at most.")
+            raise UsageError(message, f"Each string in stop may have at most {MOST_STOP_CHARACTERS}.")
         together = sum(map(len, self.choices))
         if together > MOST_CHOICE_CHARACTERS:
-            message = f"choices has {together} characters."
-            raise UsageError(message, f"The texts of choices can have {MOST_CHOICE_CHARACTERS} together at most.")
+            message = f"The texts in choices have {together} characters together."
+            raise UsageError(message, f"They may have at most {MOST_CHOICE_CHARACTERS}.")
 
     def _check_tokens(self) -> None:
         ids = self.stop_token_ids
@@ -283,7 +283,7 @@ class ReplyOptions(SamplingOptions):
 
 def _check_bias(bias: Mapping[int, float]) -> None:
     pairs = isinstance(bias, Mapping) and all(_TOKEN.holds(i) and _is_bias(b) for i, b in bias.items())
-    require(pairs, "logit_bias", bias, f"token ids, each with {_BIAS}, or with an infinite one")
+    require(pairs, "logit_bias", bias, f"a mapping of token ids to {_BIAS}, or to infinity")
     require_few("logit_bias", bias, MOST_BIASES)
 
 

@@ -39,9 +39,9 @@ _SEARCH = "search"
 
 # The choice of a method is called `search` where options are flat and `method` in a group.
 _METHOD: dict[str, Any] = {
-    "help": "samples: several replies side by side; first-finish, vote: of several the first to end, or the commonest; "
-    "cautious, lookahead, contrast: more care where the next token is uncertain; momentum: resist repetition; beam: "
-    "beam search. All are lossy but samples (default: off)",
+    "help": "samples, several replies at once; first-finish, the first of several to end; vote, the most common answer "
+    "of several; cautious, lookahead or contrast, more care where the next token is uncertain; momentum, less "
+    "repetition; beam, beam search; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -58,7 +58,7 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="replies drawn by samples, first-finish and vote (default: 4)",
+        help="number of replies for samples, first-finish and vote (default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
@@ -67,14 +67,14 @@ class SearchSettings:
     )
     answer: Answer = option(
         "text",
-        help="what vote counts: the whole text of a reply, its last line, or its last number (default: text)",
+        help="what vote compares: the whole text of a reply, its last line, or its last number (default: text)",
         choices=ANSWERS,
         cli="--answer",
         group=_SEARCH,
     )
     beams: int = option(
         4,
-        help="beginnings that beam keeps (default: 4)",
+        help="number of beams (default: 4)",
         low=1,
         high=MOST_BRANCHES,
         cli="--beams",
@@ -83,7 +83,7 @@ class SearchSettings:
     )
     beam_groups: int = option(
         1,
-        help="groups of beams that avoid the tokens of earlier groups (default: 1, ordinary beam search)",
+        help="number of beam groups; each avoids the tokens of earlier ones (default: 1, ordinary beam search)",
         low=1,
         high=MOST_BRANCHES,
         cli="--beam-groups",
@@ -92,7 +92,7 @@ class SearchSettings:
     )
     diversity: float = option(
         0.5,
-        help="log-probability a token loses for each earlier group that chose it (default: 0.5)",
+        help="penalty on a token's log-probability for each earlier beam group that chose it (default: 0.5)",
         low=0,
         high=100,
         cli="--diversity",
@@ -101,7 +101,7 @@ class SearchSettings:
     )
     length_penalty: float = option(
         1.0,
-        help="beam compares log-probability / length to the power of X (default: 1)",
+        help="exponent of the length in a beam's score, log-probability / length^X (default: 1)",
         low=0,
         high=10,
         cli="--length-penalty",
@@ -110,7 +110,7 @@ class SearchSettings:
     )
     look_ahead: int = option(
         5,
-        help="tokens that lookahead looks ahead (default: 5)",
+        help="number of tokens that lookahead evaluates ahead (default: 5)",
         low=1,
         high=64,
         cli="--look-ahead",
@@ -119,7 +119,7 @@ class SearchSettings:
     )
     candidates: int | None = option(
         None,
-        help="tokens that lookahead and momentum choose among (default: 3 and 5)",
+        help="number of candidate tokens for lookahead and momentum (default: 3 and 5)",
         low=2,
         high=MOST_BRANCHES,
         cli="--candidates",
@@ -128,7 +128,7 @@ class SearchSettings:
     )
     uncertainty: float = option(
         1.5,
-        help="entropy in nats above which lookahead and contrast call a token uncertain (default: 1.5)",
+        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default: 1.5)",
         low=0,
         high=100,
         cli="--uncertainty",
@@ -137,14 +137,14 @@ class SearchSettings:
     )
     lame_prompt: str | None = option(
         None,
-        help="of contrast: a worse prompt, whose reply is to be avoided",
+        help="worse prompt, from whose reply contrast steers away",
         cli="--lame-prompt",
         metavar="TEXT",
         group=_SEARCH,
     )
     contrast_strength: float = option(
         0.5,
-        help="how far contrast moves away from the worse prompt (default: 0.5)",
+        help="how strongly contrast steers away from the worse prompt (default: 0.5)",
         low=0,
         high=100,
         cli="--contrast-strength",
@@ -154,14 +154,14 @@ class SearchSettings:
     # Longer runs are never repeated.
     resistance: tuple[float, ...] = option(
         (0.0, 0.0, 0.0, 5.0),
-        help="what momentum takes off for repeating 1, 2, ... tokens, with commas (default: 0,0,0,5)",
+        help="momentum's penalties for repeating 1, 2, ... tokens, comma-separated (default: 0,0,0,5)",
         cli="--resistance",
         metavar="X,X",
         group=_SEARCH,
     )
     resistance_weight: float = option(
         0.2,
-        help="factor of the resistance before momentum takes it off a token's probability (default: 0.2)",
+        help="weight of momentum's penalties against a token's probability (default: 0.2)",
         low=0,
         high=1000,
         cli="--resistance-weight",
@@ -200,15 +200,15 @@ class Search(SearchSettings, OptionGroup):
             is uncertain (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token
             is uncertain (USCD); "momentum" is greedy, but resists repeating itself; "beam" keeps several of the
             likeliest beginnings (diverse beam search).
-        samples: replies that "samples", "first-finish" and "vote" draw; number i by seed + i.
-        answer: what "vote" counts: the whole "text" of a reply, its last "line", or its last "number".
-        beams, beam_groups, diversity, length_penalty: of "beam": beginnings that are kept, groups of them that avoid
-            the tokens of earlier groups, how much they avoid them, and the power of the length that divides scores.
-        look_ahead: tokens that "lookahead" looks ahead.
-        candidates: tokens that "lookahead" and "momentum" choose among; None is 3 and 5.
-        uncertainty: nats of entropy above which "lookahead" and "contrast" call a token uncertain.
-        lame_prompt, contrast_strength: of "contrast": the worse prompt, and how far to move away from it.
-        resistance, resistance_weight: of "momentum": what repeating 1, 2, ... tokens costs, and its factor.
+        samples: number of replies for "samples", "first-finish" and "vote"; number i is drawn with seed + i.
+        answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
+        beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
+            of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
+        look_ahead: number of tokens that "lookahead" evaluates ahead.
+        candidates: number of candidate tokens for "lookahead" and "momentum"; None means 3 and 5.
+        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain.
+        lame_prompt, contrast_strength: for "contrast": the worse prompt, and how strongly to steer away from it.
+        resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """
 
     mode: ClassVar = ("method", "search")

@@ -10,6 +10,7 @@ from edgeinfer.errors import BundleError, ContextLengthError, PromptError, Templ
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, Tokenizer, surely_longer
+from edgeinfer.wording import Setting
 
 __all__ = ["Tokenizing", "boundary_ids", "chat_template", "require_fitting_messages", "require_fitting_text"]
 
@@ -161,7 +162,7 @@ def _most_tokens(parts: ModelParts) -> int:
 
 def _too_long(size: int, most: int) -> ContextLengthError:
     message = f"The prompt has {size} characters, far more than {most} tokens, which is what the model takes."
-    return ContextLengthError(message, "Shorten it, or load the model with a larger context (-c).")
+    return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
 
 
 def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:

@@ -19,9 +19,10 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED = {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {"edgeinfer.adaptive", "edgeinfer.drafting", "edgeinfer.searching", "edgeinfer.reply_options"}
 CORE = {
+    "edgeinfer.wording",
     "edgeinfer.errors",
     "edgeinfer.options",
     "edgeinfer.option_groups",
@@ -34,10 +35,11 @@ CORE = {
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
-    "edgeinfer.errors": set[str](),
+    "edgeinfer.wording": set[str](),
+    "edgeinfer.errors": {"edgeinfer.wording"},
     "edgeinfer.version": set[str](),
-    "edgeinfer.options": {"edgeinfer.errors"},
-    "edgeinfer.option_groups": {"edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.options": {"edgeinfer.wording", "edgeinfer.errors"},
+    "edgeinfer.option_groups": {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.drafting": CHECKED,
@@ -62,6 +64,7 @@ ALLOWED = {
     "edgeinfer.apps": {
         "edgeinfer.user_folders",
         "edgeinfer.options",
+        "edgeinfer.wording",
         "edgeinfer.errors",
         "edgeinfer.config",
         "edgeinfer.results",

@@ -32,13 +32,11 @@ examples:
   edgeinfer bench quality --json quality.json
   edgeinfer bench report speed.json quality.json --out report.html
 """
-_REPORT = """\
-Make one HTML page, with tables, charts and the commands that give the figures again, of JSON files that benchmarks
-wrote. The page needs no other file and no network.
-
-example:
-  edgeinfer bench report speed.json memory.json quality.json peers.json --out report.html
-"""
+_REPORT = (
+    "Make one HTML page from the JSON files of benchmarks, with tables, charts and the commands that "
+    "reproduce the figures.\nThe page needs no other files and no network.\n\nexample:\n  edgeinfer "
+    "bench report speed.json memory.json quality.json peers.json --out report.html\n"
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -65,13 +63,13 @@ def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> Non
         commands, name, lambda args: _execute(benchmark, args), benchmark.description, help=benchmark.help
     )
     if benchmark.loads:
-        add_load_options(parser)
+        add_load_options(parser, converts=False)
         parser.advanced("--speculation", "--memory")
     parser.advanced(*add_declared(parser, benchmark.options))
     if benchmark.files:
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, samples included")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="file to write all figures to, samples included")
     if benchmark.chart:
-        parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the figures")
+        parser.add_argument("--svg", type=Path, metavar="FILE", help="file to draw the figures in")
 
 
 def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
@@ -82,7 +80,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     options = options_from(benchmark.options, args)
     out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
     _require_place(out, written, drawn)
-    model, load = (args.model, load_options(args)) if benchmark.loads else (None, {})
+    model, load = (args.model, load_options(args, converts=False)) if benchmark.loads else (None, {})
     with progress_bar() as bar:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
         context = BenchContext(model, load, resolve, load_model, command=command_line(), **shown)
@@ -100,15 +98,17 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     if drawn and benchmark.chart:
         _write_text(drawn, chart_svg(benchmark.chart(data)))
     if not result.finished:
-        print_note("Interrupted: the figures are of what was done.")
+        print_note("Interrupted: the figures cover what was done so far.")
         return 130
     return 0 if result.passed else 1
 
 
 def _add_report(kinds: Subparsers) -> None:
-    parser = add_command(kinds, "report", _execute_report, _REPORT, help="results as one HTML page")
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON of benchmarks or of edgeinfer tune")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page")
+    parser = add_command(kinds, "report", _execute_report, _REPORT, help="turn results into one HTML page")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="JSON file of a benchmark or of edgeinfer tune"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write the page to")
     parser.add_argument("--title", default="edgeinfer, measured", metavar="TEXT", help="title of the page")
 
 

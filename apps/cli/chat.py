@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
+    as_flag,
     generation_options,
     load_model,
     load_options,
@@ -47,7 +49,7 @@ _OF_THE_WINDOW = ("data", "models", "port", "no_window")
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", execute, _DESCRIPTION)
-    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    parser.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
@@ -57,13 +59,13 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_window_options(parser: Parser) -> None:
     group = parser.add_argument_group("window")
-    text = "folder of conversations and settings (default: the user's data folder)"
+    text = "folder for conversations and settings (default: the user's data folder)"
     group.add_argument("--data", type=Path, metavar="FOLDER", help=text)
-    text = "search this folder for models too; may be given several times"
+    text = "additional folder to search for models; can be repeated"
     group.add_argument("--models", type=Path, action="append", metavar="FOLDER", help=text)
-    text = "port on this machine, 127.0.0.1 (default: a free one)"
+    text = "port on 127.0.0.1 (default: a free one)"
     group.add_argument("--port", type=int, metavar="N", help=text)
-    text = "open no window: print the address and serve"
+    text = "print the address instead of opening a window"
     group.add_argument("--no-window", action="store_true", default=None, help=text)
 
 
@@ -80,7 +82,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
         options = {**CONVERSATIONAL, **_recommended(args.model), **given}
-        TerminalChat(model, system=system, options=options).run()
+        TerminalChat(model, system=system, options=options, say=as_flag).run()
     return 0
 
 
@@ -101,9 +103,10 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
             hint = "pip install 'edgeinfer[desktop]', or chat in the terminal: edgeinfer chat --terminal"
             raise UsageError(message, hint) from error
         raise
-    loading, options = load_options(args), generation_options(args)
+    options = generation_options(args)
+    model, loading = prepared(args.model, load_options(args))
     given: dict[str, Any] = {"memory": loading.pop("memory", None), "context": loading.pop("context", None)}
-    given |= {"model": _local(args.model), "system": system, "options": options or None}
+    given |= {"model": _local(model), "system": system, "options": options or None}
     config = DesktopConfig(
         data=args.data,
         port=args.port or 0,

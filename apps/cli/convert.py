@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = """\
-Store a bundle's weights as our own kernel reads them (native) or as onnxruntime's operators do (portable).
-Nothing is lost either way. Every bundle runs wherever edgeinfer does; one whose layout the device does not run is
-converted when it is loaded, and this does so beforehand.
-
-A .gguf file is written again in another of llama.cpp's types, or with fewer layers, for a drafter. From a file of
-floats that loses what the type does; quantizing one that is quantized already loses more, and needs --requantize.
-
-examples:
-  edgeinfer convert my-bundle my-portable-bundle --to portable
-  edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M
-  edgeinfer convert model.gguf drafter.gguf --prune-layers 9,10,12,13
-"""
+_DESCRIPTION = (
+    "Store a bundle's weights in the layout of the native kernel (native) or of ONNX Runtime's "
+    "operators (portable). The\nconversion is lossless. Every bundle runs wherever edgeinfer does: a "
+    "layout that the device cannot run is converted at\nloading time, and this command does it in "
+    "advance.\n\nA .gguf file is rewritten with another quantization type, or with fewer layers, which "
+    "makes a drafter. Quantizing a file\nthat is already quantized loses more than starting from "
+    "floats, and needs --requantize.\n\nexamples:\n  edgeinfer convert my-bundle my-portable-bundle "
+    "--to portable\n  edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M\n  edgeinfer "
+    "convert model.gguf drafter.gguf --prune-layers 9,10,12,13\n"
+)
 _GGUF = ".gguf"
 
 
@@ -41,16 +38,16 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "convert", execute, _DESCRIPTION)
     parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
-    parser.add_argument("--to", choices=LAYOUTS, help="of a bundle: layout to store")
-    text = "of a .gguf file: type by llama.cpp's name, such as Q4_K_M (default: every tensor as it is)"
+    parser.add_argument("--to", choices=LAYOUTS, help="layout to store, for bundles")
+    text = "quantization type, such as Q4_K_M, for .gguf files (default: every tensor keeps its own)"
     parser.add_argument("--type", metavar="TYPE", help=text)
-    text = "of a .gguf file: layers to leave out, such as 3,4,5"
+    text = "layers to leave out, such as 3,4,5, for .gguf files"
     parser.add_argument("--prune-layers", type=_layers, default=(), metavar="LAYERS", help=text)
-    text = "of a .gguf file: accept one that is already quantized, which loses more than starting from floats"
+    text = "accept a .gguf file that is already quantized, which loses more than starting from floats"
     parser.add_argument("--requantize", action="store_true", help=text)
-    text = "of a .gguf file: threads (default: all cores)"
+    text = "number of CPU threads, for .gguf files (default: all cores)"
     parser.add_argument("-t", "--threads", type=int, metavar="N", help=text)
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     add_json_option(parser)
 
 
@@ -58,7 +55,7 @@ def _layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(each) for each in text.split(",")}))
     except ValueError:
-        hint = "Write them like 3,4,5; edgeinfer export chooses layers by itself."
+        hint = "Write them like 3,4,5; edgeinfer export --prune-layers auto:N chooses them itself."
         raise UsageError(f"{text!r} is not a list of layers.", hint) from None
 
 
@@ -75,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
         made = {"file": str(args.out), "type": args.type} if is_file else {"bundle": str(args.out), "layout": args.to}
         print_json(made | {"bytes": size, "seconds": round(seconds, 3)})
     else:
-        print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} -p TEXT")
+        print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} PROMPT")
     return 0
 
 
@@ -83,10 +80,10 @@ def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None
     for name in ("type", "prune_layers", "requantize", "threads"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
-            hint = "Give the .gguf file itself; other bundles are exported again from their checkpoint."
-            raise UsageError(f"{option} is for .gguf files, and {args.bundle} is not one.", hint)
+            hint = "Name the .gguf file itself, or export a bundle again from its checkpoint."
+            raise UsageError(f"{option} applies to .gguf files, and {args.bundle} is not one.", hint)
     if args.to is None:
-        raise UsageError("The layout to store is missing.", f"Add --to {' or --to '.join(LAYOUTS)}.")
+        raise UsageError("No layout was given.", f"Add --to {' or --to '.join(LAYOUTS)}.")
     convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)
 
 
@@ -102,7 +99,7 @@ def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
     if args.out.suffix.lower() != _GGUF:
         raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
     if args.out.exists() and not args.force:
-        raise StorageError(f"{args.out} exists already.", "Choose another name, or add --force to replace it.")
+        raise StorageError(f"{args.out} already exists.", "Choose another name, or add --force to replace it.")
     try:
         from edgeinfer.export.gguf.quantize import quantize_gguf
     except ModuleNotFoundError as error:

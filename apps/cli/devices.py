@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = """\
-List the devices that models can run on, which are installed here, and whether a small model runs on them as it does on
-the CPU. `--device NAME` chooses one; `auto`, the default, takes the first of the list that runs the model.
-
-example:
-  edgeinfer devices
-"""
+_DESCRIPTION = (
+    "List the devices that models can run on, whether they are available here, and whether a small "
+    "model gives the same\nresults on them as on the CPU. `--device NAME` selects one; `auto`, the "
+    "default, uses the first in the list that runs the\nmodel.\n\nexample:\n  edgeinfer devices\n"
+)
 _WORDS = {
-    "in_place_kv": "cache updated in place",
-    "quantized_kv": "int8 and int4 caches",
+    "in_place_kv": "in-place KV cache",
+    "quantized_kv": "int8 and int4 KV caches",
     "branches": "branches",
     "tree_bias": "draft trees",
     "custom_ops": "native kernel",
@@ -35,7 +33,9 @@ _WORDS = {
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "devices", execute, _DESCRIPTION)
-    parser.add_argument("--no-check", action="store_true", help="only look for devices, run nothing on them")
+    parser.add_argument(
+        "--no-check", action="store_true", help="only look for devices, without running anything on them"
+    )
     add_json_option(parser)
 
 

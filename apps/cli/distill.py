@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-_DESCRIPTION = """\
-Train what makes a model faster: a tiny drafter, early exits, and more.
-Needs the extra: pip install 'edgeinfer[train]'. An interrupted training goes on when the same command is given again.
-
-example:
-  edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl --minutes 30 --into my-bundle-2
-"""
+_DESCRIPTION = (
+    "Train what makes a model faster: a tiny drafter, early exits, and more.\nNeeds an extra: pip "
+    "install 'edgeinfer[train]'. Run the same command again to resume an interrupted "
+    "training.\n\nexample:\n  edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl "
+    "--minutes 30 --into my-bundle-2\n"
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -42,29 +41,27 @@ def add_parser(commands: Subparsers) -> None:
         add(kinds)
 
 
-_EXITS = """\
-Train a small checkpoint so that its early layers predict what all of it does: it drafts for itself then, or answers
-with fewer layers. The whole model is kept close to what it predicted before. The result is a checkpoint, which
-edgeinfer export takes.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-example:
-  edgeinfer distill exits my-checkpoint tuned --text texts.jsonl --steps 500
-"""
+_EXITS = (
+    "Train a small checkpoint so that its early layers predict what the whole model does. It can "
+    "then draft for itself, or\nanswer with fewer layers, while the whole model stays close to its "
+    "original predictions. The result is a checkpoint for\nedgeinfer export.\nNeeds an extra: pip "
+    "install 'edgeinfer[train]'.\n\nexample:\n  edgeinfer distill exits my-checkpoint tuned --text "
+    "texts.jsonl --steps 500\n"
+)
 
 
 def _add_exits_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "exits", _execute_exits, _EXITS, help="early exits of a checkpoint")
-    text = "checkpoint directory, or hub id (a bundle's rounded weights do too)"
+    parser = add_command(commands, "exits", _execute_exits, _EXITS, help="early exits for a checkpoint")
+    text = "checkpoint directory or hub id; a bundle works too, with its rounded weights"
     parser.add_argument("target", metavar="CHECKPOINT", help=text)
     parser.add_argument("out", metavar="OUT", type=Path, help="checkpoint directory to make")
     add_training_options(parser)
-    text = "how often training leaves out the last layer; earlier ones are left out less often (default: 0.1)"
+    text = "layer dropout rate of the last layer; it is lower for earlier layers (default: 0.1)"
     parser.add_argument("--dropout", type=float, metavar="P", help=text)
-    text = "weight of the exits' loss beside the whole model's (default: 1)"
+    text = "weight of the exits' loss relative to the whole model's (default: 1)"
     parser.add_argument("--exit-weight", type=float, metavar="X", help=text)
-    text = "weight of keeping the whole model close to what it predicted before (default: 1)"
+    text = "weight of the loss that keeps the whole model close to its original predictions (default: 1)"
     parser.add_argument("--guard", type=float, metavar="X", help=text)
     add_json_option(parser)
 
@@ -85,8 +82,8 @@ def _execute_exits(args: argparse.Namespace) -> int:
         with working_folder(args) as work, progress_bar(enabled=not args.json) as bar:
             tuned = tune_exits(target, TextSource(tuple(args.text), target), options, args.out, work, bar)
     rows = [(f"exit after {n}", f"{tuned.before[n]:.3f}", f"{tuned.after[n]:.3f}") for n in tuned.before]
-    whole = ("perplexity of the whole", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
-    report(args, tuned.facts(), [("agreement with the whole", "before", "after"), *rows, whole])
+    whole = ("perplexity of the whole model", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
+    report(args, tuned.facts(), [("agreement with the whole model", "before", "after"), *rows, whole])
     if not args.json:
-        print_note(f"Make a bundle of it: edgeinfer export {args.out} BUNDLE")
+        print_note(f"Export it: edgeinfer export {args.out} BUNDLE")
     return 0

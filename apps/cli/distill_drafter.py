@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_drafter_parser", "add_sorted_parser", "repliers"]
 
-_DRAFTER = """\
-Make a tiny drafter for a model. Its size is what pays on this device; it reads the text you give, then learns from what
-the model itself writes. Text stays exactly the model's own: a drafter only makes it come faster.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-examples:
-  edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl --minutes 30
-  edgeinfer distill drafter my-bundle my-drafter --text texts.jsonl --into my-bundle-that-drafts
-"""
+_DRAFTER = (
+    "Train a tiny drafter for a model, in the size that pays off on this device, on your text and on "
+    "text that the model\nwrites. Replies stay exactly the same, since a drafter only makes them "
+    "faster.\nNeeds an extra: pip install 'edgeinfer[train]'.\n\nexamples:\n  edgeinfer distill drafter "
+    "my-bundle my-drafter --text texts.jsonl --minutes 30\n  edgeinfer distill drafter my-bundle "
+    "my-drafter --text texts.jsonl --into my-bundle-that-drafts\n"
+)
 _MINUTES = 20.0
 # Rows of passes that are timed, and how often: the least counts, as other programs only ever add.
 _PASSES, _PAST, _REPEATS = (1, 2, 4, 8, 16), 64, 15
@@ -54,24 +52,24 @@ def add_drafter_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "drafter", _execute_drafter, _DRAFTER, help="a tiny model that drafts")
     _add_options(parser)
-    text = "width and layers, as 128x1 (default: what pays by passes that are timed here)"
+    text = "width and number of layers, such as 128x1 (default: the best for this device, as measured)"
     parser.add_argument("--size", metavar="WxL", help=text)
 
 
 def _add_options(parser: Parser) -> None:
     """Adds the target, how the drafter is stored and how it is trained."""
-    text = "bundle directory (tales is the built-in model), checkpoint directory, or hub id of either"
+    text = "bundle or checkpoint directory, or hub id; tales is the built-in model"
     parser.add_argument("target", metavar="TARGET", help=text)
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
-    text = "also make this bundle: a copy of TARGET with the drafter in it, which drafts whenever the model is loaded"
+    text = "also make this bundle, a copy of TARGET that contains the drafter and uses it whenever it is loaded"
     parser.add_argument("--into", type=Path, metavar="BUNDLE", help=text)
-    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="bits of each weight (default: 8)")
-    text = "bits of the embedding, which is most of a tiny model (default: as --bits)"
+    parser.add_argument("--bits", type=int, choices=(4, 8, 32), default=8, help="bits per weight (default: 8)")
+    text = "bits of the embedding, which makes up most of a tiny model (default: same as --bits)"
     parser.add_argument("--head-bits", type=int, choices=(4, 8, 32), help=text)
-    text = "at 4 bits give layers of at most 65536 weights 4 bits too, instead of 8"
+    text = "with --bits 4, quantize layers of at most 65536 weights to 4 bits too, instead of 8"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", help=text)
     add_training_options(parser, _MINUTES)
-    text = "tokens that the model itself writes to train on (default: by the time)"
+    text = "number of tokens that the model writes as training text (default: depends on the time limit)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     parser.advanced("--head-bits", "--no-keep-small")
     add_json_option(parser)
@@ -202,21 +200,19 @@ def _speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-_SORTED = """\
-Make a drafter of nested depths: each of its layers learns to guess, and when it drafts it goes deeper only where the
-shallower guess is unsure. It drafts for every model with the same tokenizer.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-example:
-  edgeinfer distill sorted my-bundle my-drafter --size 128x3 --text texts.jsonl --minutes 30
-"""
+_SORTED = (
+    "Train a drafter of nested depths. Each of its layers learns to predict tokens, and drafting "
+    "goes deeper only where the\nshallower prediction is uncertain. It drafts for every model with "
+    "the same tokenizer.\nNeeds an extra: pip install 'edgeinfer[train]'.\n\nexample:\n  edgeinfer "
+    "distill sorted my-bundle my-drafter --size 128x3 --text texts.jsonl --minutes 30\n"
+)
 
 
 def add_sorted_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
-    parser = add_command(commands, "sorted", _execute_sorted, _SORTED, help="a drafter of nested depths")
+    parser = add_command(commands, "sorted", _execute_sorted, _SORTED, help="a drafter with nested depths")
     _add_options(parser)
-    parser.add_argument("--size", default="128x3", metavar="WxL", help="width and layers (default: 128x3)")
+    parser.add_argument("--size", default="128x3", metavar="WxL", help="width and number of layers (default: 128x3)")
 
 
 def _execute_sorted(args: argparse.Namespace) -> int:

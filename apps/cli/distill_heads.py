@@ -29,54 +29,49 @@ if TYPE_CHECKING:
 
 __all__ = ["add_heads_parsers"]
 
-_HEADS = """\
-Train small heads over a model's own states, which guess the tokens that come next: Medusa's, one for each place;
-Hydra's, which also see the tokens guessed before; or prompt tokens (PPD), embeddings that ride along in the model's
-passes. They are kept in the bundle and draft when it is loaded; text stays exactly the model's own.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-examples:
-  edgeinfer distill heads my-bundle my-bundle-with-heads --kind hydra --text texts.jsonl
-  edgeinfer distill heads my-bundle my-bundle --kind prompt --text texts.jsonl --steps 300
-"""
-_ACCEPTANCE = """\
-Train a head that predicts whether a drafter's next token will be accepted (SpecDec++). It is kept in the drafter's
-bundle and decides how long drafts are.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-example:
-  edgeinfer distill acceptance my-drafter my-drafter-2 --target my-bundle --text texts.jsonl
-"""
-_ROUTERS = """\
-Train routers that tell from a prompt which layers its reply needs (FiRST), for --compute routers: answers that skip
-layers are faster, and not what the whole model would say.
-Needs the extra: pip install 'edgeinfer[train]'.
-
-example:
-  edgeinfer distill routers my-bundle my-bundle-2 --text texts.jsonl --keep 0.75
-"""
+_HEADS = (
+    "Train small heads that predict further tokens from a model's hidden states: Medusa heads, one "
+    "per position; Hydra heads,\nwhich also see the tokens drafted so far; or prompt tokens (PPD), "
+    "embeddings that the model's own passes evaluate. They\nbecome part of the bundle and draft "
+    "whenever it is loaded. Replies stay exactly the same.\nNeeds an extra: pip install "
+    "'edgeinfer[train]'.\n\nexamples:\n  edgeinfer distill heads my-bundle my-bundle-with-heads --kind "
+    "hydra --text texts.jsonl\n  edgeinfer distill heads my-bundle my-bundle --kind prompt --text "
+    "texts.jsonl --steps 300\n"
+)
+_ACCEPTANCE = (
+    "Train an acceptance predictor, a head that predicts whether a drafter's next token will be "
+    "accepted (SpecDec++). It\nbecomes part of the drafter's bundle and decides how long drafts "
+    "are.\nNeeds an extra: pip install 'edgeinfer[train]'.\n\nexample:\n  edgeinfer distill acceptance "
+    "my-drafter my-drafter-2 --target my-bundle --text texts.jsonl\n"
+)
+_ROUTERS = (
+    "Train routers that decide from a prompt which layers its reply needs (FiRST), for --compute "
+    "routers. Replies that skip\nlayers are faster, but differ from the whole model's.\nNeeds an "
+    "extra: pip install 'edgeinfer[train]'.\n\nexample:\n  edgeinfer distill routers my-bundle "
+    "my-bundle-2 --text texts.jsonl --keep 0.75\n"
+)
 _MEASURED_PROMPTS = 12
 
 
 def add_heads_parsers(commands: Subparsers) -> None:
     """Adds the three subcommands."""
-    parser = add_command(commands, "heads", _execute, _HEADS, help="heads that draft from a model's own states")
+    parser = add_command(commands, "heads", _execute, _HEADS, help="heads that draft from a model's hidden states")
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "what to train: medusa, hydra, or prompt (PPD)"
     parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
-    parser.add_argument("--count", type=int, metavar="N", help="tokens guessed ahead (default: 3)")
-    text = "tokens that may be guessed, the most frequent ones (default: 1024)"
+    parser.add_argument("--count", type=int, metavar="N", help="number of tokens to predict ahead (default: 3)")
+    text = "number of tokens to choose from, the most frequent ones (default: 1024)"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
     _add_training(parser)
-    parser = add_command(commands, "acceptance", _execute, _ACCEPTANCE, help="a head that predicts what is accepted")
+    parser = add_command(commands, "acceptance", _execute, _ACCEPTANCE, help="an acceptance predictor for a drafter")
     _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
-    text = "the model that it drafts for: bundle or checkpoint directory, or hub id of either"
+    text = "model that it drafts for: bundle or checkpoint directory, or hub id"
     parser.add_argument("--target", dest="model", metavar="MODEL", required=True, help=text)
     _add_training(parser)
     parser.set_defaults(kind="acceptance")
-    parser = add_command(commands, "routers", _execute, _ROUTERS, help="routers that choose layers by the prompt")
+    parser = add_command(commands, "routers", _execute, _ROUTERS, help="routers that choose layers for each prompt")
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
-    text = "share of the layers that replies run with on average (default: 0.75)"
+    text = "average share of layers to keep (default: 0.75)"
     parser.add_argument("--keep", type=float, metavar="X", help=text)
     _add_training(parser)
     parser.set_defaults(kind="routers")
@@ -84,13 +79,13 @@ def add_heads_parsers(commands: Subparsers) -> None:
 
 def _add_bundles(parser: Parser, name: str, text: str) -> None:
     parser.add_argument("target", metavar=name, help=text)
-    text = f"bundle directory to make, a copy of {name}; or {name} itself, where they replace any that it has"
+    text = f"bundle directory to make, a copy of {name}; or {name} itself, to replace what it has"
     parser.add_argument("out", metavar="OUT", type=Path, help=text)
 
 
 def _add_training(parser: Parser) -> None:
     add_training_options(parser)
-    text = "tokens that the model itself writes to train on, besides the text (default: none)"
+    text = "number of tokens that the model writes as additional training text (default: none)"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     add_json_option(parser)
 
@@ -146,16 +141,16 @@ def _measured(args: argparse.Namespace, trained: HeadsTraining) -> dict[str, Any
 def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, Any]) -> None:
     from edgeinfer.bundle.heads import JUDGED, TRUSTED
 
-    rows: list[tuple[str, ...]] = [("on text kept for measuring", "before", "after")]
+    rows: list[tuple[str, ...]] = [("on test text", "before", "after")]
     rows += [(name, f"{trained.before[name]:.3f}", f"{value:.3f}") for name, value in trained.after.items()]
     if engine := facts.get("engine"):
-        rows.append(("tokens a pass, accepted", "1.00", f"{engine['mean_accepted_length']:.2f}"))
+        rows.append(("accepted tokens per pass", "1.00", f"{engine['mean_accepted_length']:.2f}"))
         rows.append(("speed", "1.00", f"{engine['speedup']:.2f}"))
     report(args, facts, rows)
     judged, trusted = (trained.after.get(name, 0.0) for name in (JUDGED, TRUSTED))
     if not args.json and judged < trusted:
         print_note(
-            f"The drafter's own probability predicts acceptance better: draft with {args.target}, or train for longer."
+            f"The drafter's own probabilities predict acceptance better. Draft with {args.target}, or train for longer."
         )
     if not args.json and args.kind == "routers":
-        print_note(f"Use them: edgeinfer run -m {args.out} --compute routers")
+        print_note(f"Use them: edgeinfer run -m {args.out} --compute routers PROMPT")

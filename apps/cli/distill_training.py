@@ -31,25 +31,27 @@ def add_training_options(parser: Parser, minutes: float | None = None) -> None:
         minutes: that it takes unless told otherwise; None where it goes by steps only.
     """
     group = parser.add_argument_group("training")
-    text = 'UTF-8 .txt files, or .jsonl files whose lines have "text" or "messages", like what the model will be asked'
+    text = 'training text similar to real use: UTF-8 .txt files, or .jsonl files with "text" or "messages" on each line'
     group.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help=text)
     length = group.add_mutually_exclusive_group()
     if minutes is not None:
-        text = f"minutes that the whole training may take on this machine (default: {minutes:g})"
+        text = f"time limit for the whole training, in minutes (default: {minutes:g})"
         length.add_argument("--minutes", type=float, metavar="M", help=text)
-    length.add_argument("--steps", type=int, metavar="N", help="training steps, instead of a time")
-    group.add_argument("--learning-rate", type=float, metavar="X", help="highest learning rate")
-    group.add_argument("--rows", type=int, metavar="N", help="windows of text per step")
-    group.add_argument("--length", type=int, metavar="N", help="tokens per window")
-    group.add_argument("--seed", type=int, metavar="N", help="seed of all random draws (default: 0)")
+    length.add_argument("--steps", type=int, metavar="N", help="number of training steps, instead of a time limit")
+    group.add_argument("--learning-rate", type=float, metavar="X", help="peak learning rate")
+    group.add_argument("--rows", type=int, metavar="N", help="batch size, in sequences")
+    group.add_argument("--length", type=int, metavar="N", help="sequence length in tokens")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed (default: 0)")
     group.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), help="where to train (default: CUDA if it is there)"
+        "--device", choices=("auto", "cpu", "cuda"), help="device to train on (default: CUDA if available)"
     )
-    text = "CPU threads (default: torch's own); the same number gives the same result again"
+    text = "number of CPU threads; the same number makes results reproducible (default: PyTorch's)"
     group.add_argument("-t", "--threads", type=int, metavar="N", help=text)
-    text = "where an interrupted training is kept (default: OUT.work, which is removed at the end)"
+    text = "folder for checkpoints of the training, to resume it (default: OUT.work, removed at the end)"
     group.add_argument("--work", type=Path, metavar="DIR", help=text)
-    group.add_argument("--report", type=Path, metavar="FILE", help="write all figures there as JSON, losses included")
+    group.add_argument(
+        "--report", type=Path, metavar="FILE", help="file to write all figures to as JSON, losses included"
+    )
     parser.advanced("--learning-rate", "--rows", "--length", "--seed", "--report")
 
 
@@ -71,7 +73,7 @@ def require_free(out: Path) -> None:
         StorageError: something is there.
     """
     if out.exists():
-        raise StorageError(f"{out} exists already.", "Choose another name, or remove it.")
+        raise StorageError(f"{out} already exists.", "Choose another name, or remove it.")
 
 
 @contextlib.contextmanager

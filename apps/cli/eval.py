@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = """\
-Measure how well a model predicts a text, and what quantization did to it.
-  ppl     perplexity
-  kld     how far its predictions are from a reference's: Kullback-Leibler divergence, in nats
-  agree   how often it expects the same next token as the reference
-
-The reference is usually the checkpoint that the model was made from: it is exported to a temporary 32-bit bundle.
-
-example:
-  edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt
-"""
+_DESCRIPTION = (
+    "Measure how well a model predicts a text, and what quantization did to it.\n  ppl     "
+    "perplexity\n  kld     Kullback-Leibler divergence of its predictions from a reference's, in "
+    "nats\n  agree   how often it predicts the same next token as the reference\n\nThe reference is "
+    "usually the checkpoint that the model was made from, which is exported to a temporary 32-bit "
+    "bundle.\n\nexample:\n  edgeinfer eval kld -m my-bundle --reference my-checkpoint --text book.txt\n"
+)
 _WHAT = ("ppl", "kld", "agree")
 _OPTIONS = ("memory", "kv", "threads", "backend", "native", "device")
 
@@ -44,37 +40,37 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "eval", execute, _DESCRIPTION)
     parser.add_argument("what", choices=_WHAT, help="what to measure")
     add_model_option(parser)
-    text = "bundle directory, checkpoint directory or hub id with the same tokenizer"
+    text = "model to compare with, with the same tokenizer: bundle directory, checkpoint directory or hub id"
     parser.add_argument("--reference", metavar="MODEL", help=text)
     _add_text_options(parser)
-    text = "likeliest tokens whose overlap is counted (default: 10)"
+    text = "number of likeliest tokens whose overlap is counted (default: 10)"
     parser.add_argument("--top-k", type=int, default=10, metavar="K", help=text)
-    text = "plan the model for this budget, such as 600MB; the reference comes on top of it"
+    text = "memory budget for the model, such as 600MB; the reference comes on top"
     add_options(
-        parser, LoadConfig, _OPTIONS, help={"memory": text, "kv": "type of the model's cache (default: floats)"}
+        parser, LoadConfig, _OPTIONS, help={"memory": text, "kv": "KV cache data type of the model (default: floats)"}
     )
     add_json_option(parser)
 
 
 def _add_text_options(parser: Parser) -> None:
     group = parser.add_argument_group("text")
-    group.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text to read")
+    group.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text to predict")
     parts = group.add_mutually_exclusive_group()
-    text = "read the text between two of these by itself (default: <|endoftext|>)"
+    text = "text that separates documents, which are read independently (default: <|endoftext|>)"
     parts.add_argument("--separator", default="<|endoftext|>", metavar="TEXT", help=text)
-    text = "read every paragraph by itself; empty lines separate them"
+    text = "read every paragraph independently, with empty lines between them"
     parts.add_argument("--paragraphs", action="store_true", help=text)
-    text = "read texts in windows of this many tokens (default: 2048, or less if the models hold less)"
+    text = "context window in tokens (default: 2048, or less if a model's is smaller)"
     group.add_argument("-c", "--context", type=int, metavar="N", help=text)
     group.add_argument(
-        "--tokens", type=int, metavar="N", help="read no more tokens than this (default: the whole text)"
+        "--tokens", type=int, metavar="N", help="maximum number of tokens to read (default: the whole text)"
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     if args.reference is None and args.what != "ppl":
-        raise UsageError(f"eval {args.what} compares with a reference.", "Give --reference with the original model.")
+        raise UsageError(f"eval {args.what} needs a reference model.", "Name the original model with --reference.")
     options = given_options(args, _OPTIONS)
     LoadConfig(**options)
     texts = _texts(args)
@@ -100,10 +96,10 @@ def _texts(args: argparse.Namespace) -> list[str]:
     if args.paragraphs:
         return read_paragraphs(args.text)
     if not args.separator:
-        raise UsageError("The separator is empty.", "Leave it out, or give --paragraphs.")
+        raise UsageError("--separator is empty.", "Leave it out, or use --paragraphs.")
     texts = [text.strip() for text in read_text(args.text).split(args.separator) if text.strip()]
     if not texts:
-        raise PromptError(f"{args.text} has no text.", "Give a file with some.")
+        raise PromptError(f"{args.text} contains no text.", "Name a file that contains text.")
     return texts
 
 

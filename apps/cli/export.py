@@ -24,14 +24,15 @@ __all__ = ["add_parser", "execute"]
 
 _DESCRIPTION = """\
 Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
-Needs the extra: pip install 'edgeinfer[export]', or 'edgeinfer[export,gguf]' for --format gguf (llama.cpp's).
+edgeinfer run and chat convert a checkpoint by themselves; this makes a bundle to keep or give away. Calibration and
+budgets need pip install 'edgeinfer[export]', --format gguf needs 'edgeinfer[gguf]'.
 
 examples:
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration text.txt
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers auto:8
   edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-npu --static --static-context 2048
-  edgeinfer run -m qwen -p "What is a quark?" --chat
+  edgeinfer run -m qwen "What is a quark?"
 """
 # Options that are fields of ExportConfig under the same name.
 _OPTIONS = (
@@ -51,25 +52,34 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "export", execute, _DESCRIPTION)
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or hub id ORG/NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory to make")
-    text = "model file in the bundle; gguf runs on llama.cpp, and cannot skip layers of itself (default: onnx)"
+    text = "format of the model file; gguf runs on llama.cpp and cannot skip layers (default: onnx)"
     parser.add_argument("--format", choices=("onnx", "gguf"), default="onnx", help=text)
     _add_quantization(parser)
-    text = "of a GGUF model: layers to leave out, such as 3,4,5, or auto:N for the N that matter least; makes a drafter"
+    text = (
+        "with --format gguf: layers to leave out, such as 3,4,5, or auto:N for the N that matter least; makes a drafter"
+    )
     parser.add_argument("--prune-layers", type=_layers, default={}, metavar="LAYERS", help=text)
     text = (
-        "store weights as onnxruntime's operators read them, not as our own kernel does; edgeinfer convert changes it"
+        "store the weights in the layout of ONNX Runtime's operators instead of the native kernel's; "
+        "edgeinfer convert changes it later"
     )
     parser.add_argument("--portable", dest="layout", action="store_const", const=PORTABLE, help=text)
-    text = "native: edgeinfer's own graphs (default); optimum: other architectures, through optimum-onnx"
+    text = (
+        "native builds edgeinfer's own graphs; optimum supports further architectures through "
+        "optimum-onnx (default: native)"
+    )
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
-    text = "UTF-8 text, paragraphs separated by empty lines, to fit int8 and int4 caches to (default: the model's own)"
+    text = (
+        "UTF-8 text for calibrating int8 and int4 KV caches, with empty lines between paragraphs "
+        "(default: text that the model writes)"
+    )
     parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
-    text = "do not run the model afterwards to fit int8 and int4 caches to it; edgeinfer tune can do it later"
+    text = "do not run the model afterwards to calibrate int8 and int4 KV caches; edgeinfer tune can do it later"
     parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
-    text = "print the bits that each kind of matrix got; edgeinfer inspect does it later"
+    text = "print the bits of each kind of matrix; edgeinfer inspect shows them later"
     parser.add_argument("--show-plan", action="store_true", help=text)
     _add_static(parser)
-    parser.add_argument("--name", metavar="NAME", help="the model's name in results (default: from SOURCE)")
+    parser.add_argument("--name", metavar="NAME", help="name of the model in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
     parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
@@ -80,54 +90,64 @@ def add_parser(commands: Subparsers) -> None:
 
 def _add_quantization(parser: Parser) -> None:
     size = parser.add_mutually_exclusive_group()
-    text = "bits of each weight: fewer are smaller and faster, more are closer to the original (default: 4)"
+    text = (
+        "bits per weight: fewer make a smaller and faster model, more stay closer to the original; 16 "
+        "needs --format gguf, 32 is float32 (default: 4)"
+    )
     size.add_argument("--bits", type=int, choices=(2, 4, 8, 16, 32), help=text)
-    text = "instead, of a GGUF model: its type by llama.cpp's name, such as Q4_K_M (default: Q4_0, the fastest)"
+    text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
-        "instead: mean bits per parameter of all weights, with scales, zero points and what stays float32; each matrix "
-        "gets the bits that the model loses least by"
+        "instead of --bits: average bits per parameter, scales, zero points and float32 parts included; "
+        "spread over the matrices so that the model loses least"
     )
     size.add_argument("--budget-bits", type=float, metavar="BITS", help=text)
-    text = "instead: bytes of the whole weights.bin or model.gguf, as 350MB"
+    text = "instead of --bits: size of the whole weights.bin or model.gguf, such as 350MB"
     size.add_argument("--target-size", type=parse_size, metavar="SIZE", help=text)
     text = (
-        "bits of the matrices whose name matches a glob pattern, as 'layers.*.mlp.down=8'; of a GGUF model types, as "
-        "'blk.*.ffn_down.weight=Q8_0'; may be repeated, the last match wins (names: edgeinfer inspect --tensors)"
+        "bits of the matrices whose names match a glob pattern, such as 'layers.*.mlp.down=8', or with "
+        "--format gguf their types, such as 'blk.*.ffn_down.weight=Q8_0'; can be repeated, the last "
+        "match wins (edgeinfer inspect --tensors lists names)"
     )
     parser.add_argument("--bits-for", type=_pattern, action="append", default=[], metavar="PATTERN=BITS", help=text)
-    text = "UTF-8 text like what the model will read: weights that matter there are kept closest"
+    text = (
+        "calibration text in UTF-8, similar to what the model will read; weights that matter for it are "
+        "kept most precisely"
+    )
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
-    text = "tokens of it that are run (default: by size, 16384 or 8192)"
+    text = "number of calibration tokens (default: 16384, or 8192 for large models)"
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
-    text = "how values are found: rtn, hqq; with a calibration text also gptq, awq (default: gptq with one, else rtn)"
+    text = (
+        "quantization method: rtn, hqq, or with a calibration text gptq or awq (default: gptq with a "
+        "calibration text, else rtn)"
+    )
     parser.add_argument("--method", metavar="NAME", help=text)
-    text = "weights that share a scale: fewer are more exact, more are smaller (default: by size)"
+    text = "number of weights that share a scale: fewer are more precise, more take less space (default: by model size)"
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help=text)
     sign = parser.add_mutually_exclusive_group()
-    text = "scale only: a little smaller"
+    text = "quantize with scales only, which takes a little less space"
     sign.add_argument("--symmetric", dest="symmetric", action="store_true", default=None, help=text)
-    text = "scale and zero point: a little more exact (default)"
+    text = "quantize with scales and zero points, which is a little more precise (default)"
     sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
-    text = "bits of the output layer alone (default: chosen from --bits)"
+    text = "bits of the output layer (default: chosen by --bits)"
     parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
-    text = "give layers of at most 65536 weights these bits too, instead of more"
+    text = "quantize layers of at most 65536 weights like the others, instead of with more bits"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
 
 
 def _add_static(parser: Parser) -> None:
     text = (
-        "graphs of fixed shapes in standard operators, for devices that run no others, such as neural processors: a "
-        "larger model file per shape, one copy of the weights"
+        "export graphs of fixed shapes with standard operators, for devices that run no others, such as "
+        "neural processors; adds a model file per shape, with one copy of the weights"
     )
     parser.add_argument("--static", action="store_true", help=text)
-    text = "with --static: tokens of prompt and reply together (default: 1024, or what the model allows)"
+    text = "with --static: context window in tokens (default: 1024, or what the model allows)"
     parser.add_argument("--static-context", type=int, metavar="N", help=text)
-    text = "with --static: prompt tokens per pass (default: 64)"
+    text = "with --static: prompt tokens processed per pass (default: 64)"
     parser.add_argument("--static-chunk", type=int, metavar="N", help=text)
-    text = "with --static: rows of the passes that decode and verify drafts (default: 1,2,4,8)"
+    text = "with --static: tokens per pass for decoding and for verifying drafts (default: 1,2,4,8)"
     parser.add_argument("--static-widths", type=_numbers, metavar="N,N,...", help=text)
-    text = "with --static: layers to keep, as 0-5,8: a model of fewer layers, for a drafter (default: all)"
+    text = "with --static: layers to keep, such as 0-5,8; fewer layers make a drafter (default: all)"
     parser.add_argument("--static-layers", type=_ranges, metavar="LAYERS", help=text)
 
 
@@ -147,7 +167,7 @@ def _ranges(text: str) -> tuple[int, ...]:
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise UsageError(f"{text!r} is not a list of layers.", "Write them like 0-5,8.")
         if dash and int(last) - int(first) >= _MOST_LAYERS:
-            raise UsageError(f"{part!r} names more layers than any model has.", "Write them like 0-5,8.")
+            raise UsageError(f"{part!r} is more layers than any model has.", "Write them like 0-5,8.")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 
@@ -156,7 +176,7 @@ def _pattern(text: str) -> tuple[str, str]:
     """Splits a pattern from its bits or type."""
     pattern, sign, said = text.rpartition("=")
     if not sign or not pattern or not said:
-        raise UsageError(f"{text!r} is not a pattern with bits.", "Write it like layers.*.mlp.down=8.")
+        raise UsageError(f"{text!r} is not of the form PATTERN=BITS.", "Write it like layers.*.mlp.down=8.")
     return pattern, said
 
 
@@ -168,7 +188,7 @@ def _layers(text: str) -> dict[str, Any]:
             return {"prune_count": int(count)}
         return {"prune_layers": tuple(sorted({int(each) for each in text.split(",")}))}
     except ValueError:
-        hint = "Write them like 3,4,5, or auto:2 for the two that the model misses least."
+        hint = "Write them like 3,4,5, or auto:2 for the two that matter least."
         raise UsageError(f"{text!r} is not a list of layers.", hint) from None
 
 
@@ -182,13 +202,15 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     given |= args.prune_layers | _static_options(args)
     if args.format == "gguf":
         if args.kv_calibration is not None:
-            raise UsageError("--kv-calibration is not possible with a GGUF model.", "Its caches need no scales.")
+            raise UsageError(
+                "--kv-calibration does not apply to GGUF models.", "Their KV caches need no calibration; leave it out."
+            )
         types = tuple((pattern, _BITS_TYPES.get(said, said)) for pattern, said in args.bits_for)
         return given | {"format": args.format} | ({"types_for": types} if types else {})
     for pattern, said in args.bits_for:
         if not said.isdecimal():
-            hint = "Write it like layers.*.mlp.down=8, or add --format gguf for types."
-            raise UsageError(f"'{pattern}={said}' is not a pattern with bits.", hint)
+            hint = "Write it like layers.*.mlp.down=8; types need --format gguf."
+            raise UsageError(f"'{pattern}={said}' is not of the form PATTERN=BITS.", hint)
     return given | {"bits_for": tuple((pattern, int(said)) for pattern, said in args.bits_for)}
 
 
@@ -203,10 +225,12 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, f"static_{name}") for name in _STATIC if getattr(args, f"static_{name}") is not None}
     if not args.static:
         for name in given:
-            raise UsageError(f"--static-{name} is for fixed shapes.", "Add --static, or leave it out.")
+            raise UsageError(f"--static-{name} needs --static.", f"Add --static, or leave --static-{name} out.")
         return {}
     if args.kv_calibration is not None:
-        raise UsageError("--kv-calibration is not possible with --static.", "Its caches are float32.")
+        raise UsageError(
+            "--kv-calibration does not apply to --static models.", "Their KV caches are float32; leave it out."
+        )
     return {"static": StaticOptions(**given)}
 
 
@@ -236,7 +260,7 @@ def execute(args: argparse.Namespace) -> int:
     else:
         if manifest is not None:
             print_table(plan_rows(manifest), header=PLAN_HEADER)
-        print_note(f"{format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} -p TEXT")
+        print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} PROMPT")
     return 0
 
 
@@ -245,4 +269,4 @@ def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None)
     try:
         edgeinfer.tools.calibrate_kv(bundle, texts, progress=progress)
     except EdgeInferError as error:
-        print_note(f"No scales for int8 and int4 caches: {error.message} {error.hint}")
+        print_note(f"Skipped the calibration of int8 and int4 KV caches: {error.message} {error.hint}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
@@ -27,13 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = """\
-Show what is in a bundle: sizes, bits, memory per token, how it was made, how good it is; of a GGUF file its metadata.
-
-examples:
-  edgeinfer inspect my-bundle --verify
-  edgeinfer inspect model.gguf --tensors
-"""
+_DESCRIPTION = (
+    "Show what a model consists of: sizes, bits, memory per token, how it was made and how good it "
+    "is, or the metadata of a\nGGUF file.\n\nexamples:\n  edgeinfer inspect my-bundle --verify\n  "
+    "edgeinfer inspect model.gguf --tensors\n"
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -42,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "bundle directory, .gguf file or hub id ORG/NAME (default: the built-in model)"
     parser.add_argument("path", metavar="PATH", nargs="?", help=text)
     parser.add_argument("--tensors", action="store_true", help="list every weight with its shape and type")
-    text = "compare every file with its recorded sha256, a .gguf file with the one that was first used here"
+    text = "compare every file with its recorded sha256, or a .gguf file with the one first used on this machine"
     parser.add_argument("--verify", action="store_true", help=text)
     text = "accept a .gguf file that was replaced on purpose"
     parser.add_argument("--accept", action="store_true", help=text)
@@ -51,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    bundle = open_bundle(hub.resolve(args.path))
+    bundle = open_bundle(hub.resolve(prepared(args.path, {})[0]))
     verified: Mapping[str, str] = {}
     if args.verify or args.accept:
         with progress_bar(enabled=not args.json) as progress:
@@ -70,7 +69,7 @@ def execute(args: argparse.Namespace) -> int:
         rows = [_tensor_row(entry) for entry in bundle.manifest.tensors]
         _section("tensors", rows, header=("name", "shape", "bits", "block", "size"))
     if "first" in verified.values():
-        print_note("The file is accepted from now on, as long as it does not change.")
+        print_note("The file is now trusted as long as it does not change.")
     elif verified:
         print_note("Every file matches its sha256.")
     return 0

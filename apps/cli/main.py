@@ -21,6 +21,7 @@ from edgeinfer.version import VERSION
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
+    from edgeinfer.wording import Setting
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 
@@ -29,25 +30,29 @@ INTERRUPTED = 130
 # them together take seconds on an old machine.
 _GROUPS = {
     "use a model": {
-        "run": "answer a prompt, or continue a text",
-        "chat": "have a conversation, in a window, the browser or the terminal",
-        "serve": "serve a model to other programs, as OpenAI's API does",
+        "run": "answer a prompt or continue a text",
+        "chat": "chat with a model in a window, the browser or the terminal",
+        "serve": "serve a model to other programs through OpenAI's API",
     },
     "choose a model": {
-        "pull": "fetch a model from the Hugging Face hub",
-        "plan": "show whether a model fits a memory budget, and how fast it runs",
+        "models": "list and remove models on this machine, or show a catalog of good ones",
+        "pull": "download a model from the Hugging Face hub",
+        "plan": "show whether a model fits in memory and how fast it runs",
         "inspect": "show what a model consists of",
     },
     "make a model": {
         "export": "turn a Hugging Face checkpoint into a bundle",
-        "convert": "change a bundle's layout, or a GGUF file's type",
-        "distill": "train a drafter, or early exits, for a model",
+        "convert": "change a bundle's layout or a GGUF file's type",
+        "distill": "train a drafter or early exits for a model",
     },
     "measure": {
         "bench": "measure speed, speculation, memory and quality",
         "eval": "measure how well a model predicts a text",
-        "tune": "find the settings that run fastest here",
+        "tune": "find the fastest settings for this device",
         "devices": "list the devices that models can run on",
+    },
+    "set up": {
+        "completion": "complete commands, options and models in your shell",
     },
 }
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
@@ -66,7 +71,7 @@ edgeinfer runs language models on this machine, within a memory budget that you 
 
   edgeinfer run "Once upon a time"   a story, by the small built-in model
   edgeinfer chat                     a conversation, in a window or the browser
-  edgeinfer chat -m ORG/NAME         the same with a model of the Hugging Face hub
+  edgeinfer chat -m qwen3-0.6b       the same with a model of the catalog, or any of the hub (ORG/NAME)
 
 edgeinfer --help lists all commands.
 """
@@ -81,7 +86,7 @@ edgeinfer COMMAND --help explains a command; edgeinfer --version prints the vers
 
 
 def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
-    """Builds the parser of all commands, or of the command `only` if there is one of that name.
+    """Builds the parser of all commands, or of the command `only`.
 
     Args:
         beside: the other commands are there too, by their names alone.
@@ -92,7 +97,7 @@ def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
     parser.add_argument("--version", action="version", version=f"edgeinfer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        if only not in COMMANDS or command == only:
+        if only in (None, command):
             import_module(f"edgeinfer.apps.cli.{command}").add_parser(commands)
         elif beside:
             commands.add_parser(command, help=COMMANDS[command])
@@ -139,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks how its line can go on
+        from edgeinfer.apps.cli.completion import complete
+
+        complete(build_parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
     limit = address_limit() if argv is None else None
@@ -207,10 +216,16 @@ def _report(arguments: list[str], error: Exception) -> int:
     if is_refused(error):
         error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
-        print_error(str(error))
+        print_error(error.told(_flag))
         return error.exit_code
     print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return EdgeInferError.exit_code
+
+
+def _flag(setting: Setting) -> str:
+    from edgeinfer.apps.cli.options import as_flag  # a message without options must not wait for it
+
+    return as_flag(setting)
 
 
 def _show_traceback(arguments: list[str]) -> None:

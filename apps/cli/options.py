@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
-from edgeinfer.options import ConfigOption, options_of
+from edgeinfer.options import ConfigOption, is_integer, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
+from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Parser
 
 __all__ = [
+    "CONVERTING",
     "DRAFTING",
     "GENERATION",
     "LOADING",
@@ -30,6 +34,7 @@ __all__ = [
     "add_load_options",
     "add_model_option",
     "add_options",
+    "as_flag",
     "generation_options",
     "given_options",
     "load_model",
@@ -42,8 +47,10 @@ MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     "prefix_cache",
 )
+CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+_DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
 
@@ -51,17 +58,21 @@ GENERATION = tuple(name for name, option in options_of(GenerationConfig).items()
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
     text = (
-        "bundle directory, .gguf file, or hub id: ORG/NAME, of a repository of GGUF files ORG/NAME:TYPE (default: the "
-        "small built-in story model)"
+        "catalog name (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
+        "directory, or .gguf file (default: the small built-in story model)"
     )
     action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
-    parser.brief(action, "bundle, .gguf file or hub id (default: a small story model)")
+    parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
 
 
-def add_load_options(parser: Parser) -> None:
-    """Adds -m and the options of LoadConfig."""
+def add_load_options(parser: Parser, *, converts: bool = True) -> None:
+    """Adds -m and the options of LoadConfig.
+
+    Args:
+        converts: --bits is for a checkpoint that is converted, and not something of the command's own.
+    """
     add_model_option(parser)
-    add_options(parser, LoadConfig, LOADING)
+    add_options(parser, LoadConfig, (*LOADING, *CONVERTING) if converts else LOADING)
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -71,13 +82,13 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
         limit: of a reply where -n is not given, in words.
     """
     help = {
-        "max_tokens": f"most tokens to generate (default: {limit})",
-        "json_schema": "the reply must be JSON that this schema allows: a file, - for stdin, or the schema itself",
-        "grammar": "the reply must be a text of the grammar in this file, in Lark's notation or GBNF; - reads stdin",
-        "logit_bias": "add a number to a token's logit, such as 42=-5; may be given several times",
+        "max_tokens": f"maximum number of tokens to generate (default: {limit})",
+        "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
+        "grammar": "file with a grammar that the reply must match, in Lark's notation or GBNF; - reads stdin",
+        "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
     add_options(parser, ReplyOptions, help=help)
-    text = "the reply must be a line of this UTF-8 file; - reads stdin"
+    text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width"))
@@ -143,7 +154,7 @@ def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers with commas") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of numbers") from None
 
     return parse
 
@@ -153,7 +164,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, such as 42=-5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form ID=X, such as 42=-5") from None
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -161,14 +172,17 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
+def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
     """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+
+    Args:
+        converts: as `add_load_options` took it.
 
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, LOADING)
-    LoadConfig(**options)
+    options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
+    LoadConfig.of(**options)
     return options
 
 
@@ -211,8 +225,25 @@ def _contents(file: str) -> str:
     return read_stdin() if file == "-" else read_text(Path(file))
 
 
+def as_flag(setting: Setting) -> str:
+    """An option that a message names, as a user of the command line gives it."""
+    option = _DECLARED.get(setting.name)
+    if option is None or not option.flags:
+        return str(setting)
+    flag, value = option.flags[-1], setting.value
+    if value is ...:
+        return flag
+    if option.type is bool:
+        return f"no {flag}" if value == option.default else flag
+    if option.size and is_integer(value):
+        size = int(str(value))
+        return f"{flag} {size // 10**6}MB" if size and size % 10**6 == 0 else f"{flag} {size}"
+    return f"{flag} {shlex.quote(value) if isinstance(value, str) and len(value) < 80 else shown(value)}"
+
+
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
-    """Loads a model; a bar shows when its weights have to be converted first. Errors as `edgeinfer.load`."""
+    """Loads a model; a bar shows when it has to be fetched or converted first. Errors as `edgeinfer.load`."""
+    model, options = prepared(model, options)
     with progress_bar() as progress:
         shown: dict[str, Any] = {} if progress is None else {"progress": progress}
         return edgeinfer.load(model, **options, **shown)

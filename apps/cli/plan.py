@@ -7,7 +7,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.options import DRAFTING, MEMORY, add_model_option, add_options, given_options
+from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.config import LoadConfig, format_size
@@ -28,7 +29,7 @@ does not fit.
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-_PLANNED = (*MEMORY, "native", "device", *DRAFTING)
+_PLANNED = (*MEMORY, *CONVERTING, "native", "device", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts"),
@@ -53,7 +54,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    plan = edgeinfer.plan(args.model, **given_options(args, _PLANNED))
+    model, options = prepared(args.model, given_options(args, _PLANNED))
+    plan = edgeinfer.plan(model, **options)
     if args.json:
         print_json(plan.to_dict())
     else:
@@ -78,6 +80,9 @@ def _print_plan(plan: MemoryPlan) -> None:
         for (name, size), choice in zip_longest(needs, choices, fillvalue=("", ""))
     ]
     print_table(rows, header=("memory", "", "choices", "needs", "tokens/s"))
+    if plan.footprint.device:
+        own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
+        print_table(own, title=f"\nmemory of {plan.device}, which no budget counts")
     print(f"\n{_basis(plan)}")
 
 
@@ -86,9 +91,11 @@ def _verdict(plan: MemoryPlan) -> str:
     if not plan.fits:
         return f"Does not fit in {_budget(plan)}: needs at least {least}."
     about = "" if plan.speed.measured else "about "
-    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}"
+    device = "" if plan.device == "cpu" else f", on {plan.device}"
+    runs = f"{about}{_pace(plan.speed.tokens_per_second)} tokens/s, context {plan.context}{device}"
     if plan.budget_bytes is None:
-        return f"Needs {format_size(plan.planned_bytes, up=True)} (runs in {least} or more): {runs}."
+        less = f" (runs in {least} or more)" if plan.minimum_bytes < plan.planned_bytes else ""
+        return f"Needs {format_size(plan.planned_bytes, up=True)}{less}: {runs}."
     return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
 
 
@@ -150,9 +157,6 @@ def _print_terms(plan: MemoryPlan) -> None:
         "device": plan.device,
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
-    if plan.footprint.device:
-        own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
-        print_table(own, title=f"\nmemory of {plan.device}, which the budget does not count")
 
 
 def _kind(plan: MemoryPlan, term: str) -> str:

@@ -18,8 +18,8 @@ from edgeinfer.apps.cli.options import (
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
-from edgeinfer.apps.terminal.app import cancel_on_interrupt
 from edgeinfer.apps.terminal.endings import CommandWords, ending
+from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 
@@ -51,17 +51,17 @@ def add_parser(commands: Subparsers) -> None:
     limit = f"{_ANSWER}, with --raw {_CONTINUATION}"
     add_generation_options(parser, limit)
     add_json_option(parser)
-    parser.add_argument("-v", "--verbose", action="store_true", help="print speed and memory on stderr at the end")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print speed and memory use on stderr at the end")
 
 
 def _add_prompt_options(parser: Parser) -> None:
     group = parser.add_argument_group("prompt; text piped in is put behind it")
-    group.add_argument("words", nargs="*", metavar="PROMPT", help="what to answer")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="the same")
-    group.add_argument("-f", "--file", metavar="FILE", help="read it from a UTF-8 file, behind -p; - reads stdin")
-    group.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    group.add_argument("words", nargs="*", metavar="PROMPT", help="prompt to answer")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, as an option")
+    group.add_argument("-f", "--file", metavar="FILE", help="UTF-8 file to add to the prompt; - reads stdin")
+    group.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     form = group.add_mutually_exclusive_group()
-    text = "continue the text instead of answering it, as models without a chat template always do"
+    text = "continue the prompt instead of answering it, as models without a chat template always do"
     form.add_argument("--raw", action="store_true", help=text)
     # What has been the usual way since answers are.
     form.add_argument("--chat", action="store_true", help=argparse.SUPPRESS)

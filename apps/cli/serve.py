@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
@@ -26,9 +27,6 @@ __all__ = ["add_parser", "execute"]
 _DESCRIPTION = """\
 Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's
 (/v1/messages) and that of llama.cpp's server (/completion and others). Ctrl-C ends it.
-
-A request may name any model on this machine; the server then loads it in place of the one before, within the same
-budget. It never downloads one.
 
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
 EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.
@@ -46,36 +44,40 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--sse-ping-interval")
+    parser.advanced("--sse-ping-interval", "--idle-unload", "--verbose")
     add_load_options(parser)
     add_json_option(parser)
 
 
 def _add_server_options(parser: Parser) -> None:
     group = parser.add_argument_group("server")
-    text = "interface to serve on; any other than this machine's loopback needs an API key (default: 127.0.0.1)"
+    text = "address to listen on; any but this machine's loopback needs an API key (default: 127.0.0.1)"
     group.add_argument("--host", default="127.0.0.1", metavar="NAME", help=text)
-    group.add_argument("--port", type=int, default=8080, metavar="N", help="0 picks a free one (default: 8080)")
-    text = "replies in progress at once, which take turns (default: 8)"
+    group.add_argument(
+        "--port", type=int, default=8080, metavar="N", help="port to listen on; 0 picks a free one (default: 8080)"
+    )
+    text = "number of replies generated at once, in turns (default: 8)"
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
-    text = "replies that wait beyond these before requests are refused (default: 64)"
+    text = "number of requests that may wait beyond these (default: 64)"
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
-    text = "another name by which requests may call the model; may be given several times"
+    text = "additional name for the model in requests; can be repeated"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
-    text = "on: load another model of this machine when a request names it, one at a time; off: serve only this one"
+    text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key that requests must carry")
-    text = "origin whose pages may use the server, such as https://example.com; may be given several times"
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with the API key that requests must carry"
+    )
+    text = "origin whose pages may use the server, such as https://example.com; can be repeated"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
-    text = "name by which the server may be addressed, beside localhost; may be given several times"
+    text = "host name that requests may use besides localhost; can be repeated"
     group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=text)
-    text = "largest body of a request (default: 4MB)"
+    text = "maximum size of a request body (default: 4MB)"
     group.add_argument("--max-body", type=parse_size, default=parse_size("4MB"), metavar="SIZE", help=text)
-    text = "seconds without an event after which a stream sends a comment (default: 10)"
+    text = "seconds of silence after which a stream sends a keep-alive comment (default: 10)"
     group.add_argument("--sse-ping-interval", type=float, default=10.0, metavar="SECONDS", help=text)
-    text = "log method, path and status of requests on stderr, never what they say"
+    text = "log the method, path and status of requests on stderr, but never their content"
     group.add_argument("-v", "--verbose", action="store_true", help=text)
 
 
@@ -89,7 +91,8 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.switching import ModelSwitch
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    options = load_options(args) | ({} if args.idle_unload is None else {"idle_unload": args.idle_unload})
+    name, options = prepared(args.model, load_options(args))
+    options |= {} if args.idle_unload is None else {"idle_unload": args.idle_unload}
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
@@ -101,10 +104,10 @@ def execute(args: argparse.Namespace) -> int:
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
     announcement = _Announcement(args.json)
-    switch = ModelSwitch(host, args.model, options, queue=args.queue) if args.models == "on" else None
+    switch = ModelSwitch(host, name, options, queue=args.queue) if args.models == "on" else None
 
     async def load() -> None:
-        model = await host.load(args.model, options)
+        model = await host.load(name, options)
         if switch is not None:
             switch.opened = True
         announcement.show(model)

@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = """\
-Measure a model on this device once, and keep what makes it faster than the usual settings beyond doubt: threads and
-their processors, tokens of a prompt per pass, where the weights are, layers that can be skipped while drafting. Where
-the bundle brings no scales for int8 and int4 caches, find these too. What is given here, such as -t, is not tuned.
-
-examples:
-  edgeinfer tune -m my-bundle --text prompts.txt
-  edgeinfer tune -m my-bundle --draft-model my-small-bundle --skip --entropy
-"""
+_DESCRIPTION = (
+    "Find the fastest settings for a model on this device and keep those that are clearly faster "
+    "than the defaults: number\nand placement of threads, prompt tokens per pass, where the weights "
+    "are kept, and layers to skip while drafting. Also\ncalibrate int8 and int4 KV caches if the "
+    "bundle has no scales for them. Options given here, such as -t, are not tuned.\n\nexamples:\n  "
+    "edgeinfer tune -m my-bundle --text prompts.txt\n  edgeinfer tune -m my-bundle --draft-model "
+    "my-small-bundle --skip --entropy\n"
+)
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -37,25 +36,25 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "tune", execute, _DESCRIPTION)
     add_load_options(parser)
     group = parser.add_argument_group("device")
-    text = "measure for seconds instead of minutes; small gains are not found"
+    text = "measure for seconds instead of minutes, which misses small gains"
     group.add_argument("--quick", action="store_true", help=text)
-    text = "write the settings to FILE, for --profile FILE, instead of keeping them for this user"
+    text = "write the settings to FILE, for use with --profile FILE, instead of keeping them for this user"
     group.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "drop the settings that were kept for this model, and do nothing else"
+    text = "delete the settings kept for this model, and do nothing else"
     group.add_argument("--forget", action="store_true", help=text)
-    group = parser.add_argument_group("less compute (lossy); if any of these is given, only that is tuned")
-    text = "find the blocks that answers can skip with the least harm, for --compute calibrated"
+    group = parser.add_argument_group("reduced compute (lossy); with any of these, nothing else is tuned")
+    text = "find the blocks that can be skipped with the least loss, for --compute calibrated"
     group.add_argument("--skip", action="store_true", help=text)
-    text = "find how unsure --draft-model is of this model's replies, for --compute entropy"
+    text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
-    group = parser.add_argument_group("layers that draft, or that answers skip")
-    text = "prompts to tune by, one per line of a UTF-8 file (default: a few of edgeinfer's own)"
+    group = parser.add_argument_group("search for layers to skip")
+    text = "UTF-8 file with a prompt to tune with on each line (default: a few built-in prompts)"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
-    text = "consecutive layers that are skipped together (default: 1)"
+    text = "number of consecutive layers that are skipped together (default: 1)"
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
-    text = "sets of layers to try at most (default: 200)"
+    text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the search (default: 0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
     parser.advanced("--granularity", "--evaluations", "--seed", "--speculation")
     add_json_option(parser)
 
@@ -81,9 +80,9 @@ def execute(args: argparse.Namespace) -> int:
     if layers is not None:
         _print_layers(layers)
     else:
-        print_table([("layers that draft", "none: this backend cannot skip layers")])
+        print_table([("layers that draft", "none, as this backend cannot skip layers")])
     if scales:
-        print_note("Fitted int8 and int4 caches to this model; kept for this user.")
+        print_note("Calibrated int8 and int4 KV caches for this model and kept the result for this user.")
     return 0
 
 
@@ -93,14 +92,14 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.json:
         print_json({"forgotten": forgotten})
     else:
-        print_note("Dropped the settings of this model." if forgotten else "No settings of this model were kept.")
+        print_note("Deleted the settings kept for this model." if forgotten else "No settings are kept for this model.")
     return 0
 
 
 def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
     """Tunes what replies may skip, and when a draft model may write them."""
     if args.entropy and "draft_model" not in options:
-        raise UsageError("--entropy needs a second model.", "Name one with --draft-model.")
+        raise UsageError("--entropy needs a draft model.", "Name one with --draft-model.")
     found: dict[str, Any] = {}
     with load_model(args.model, options) as model, progress_bar() as bar:
         if args.skip:
@@ -121,13 +120,13 @@ def _tune_compute(args: argparse.Namespace, options: dict[str, Any], prompts: li
 def _prompts(args: argparse.Namespace) -> list[str] | None:
     """Returns the prompts to tune by; refuses wrong options before minutes of measuring."""
     if args.granularity < 1 or args.evaluations < 1:
-        message = "A search needs a granularity and a number of evaluations."
-        raise UsageError(message, "Give numbers of at least 1.")
+        message = "--granularity and --evaluations must be at least 1."
+        raise UsageError(message, "Use larger numbers.")
     if args.text is None:
         return None
     prompts = [line for line in read_text(args.text).splitlines() if line.strip()]
     if not prompts:
-        raise UsageError(f"{args.text} has no text to score.", "Give a prompt on each line.")
+        raise UsageError(f"{args.text} contains no prompts.", "Write a prompt on each line.")
     return prompts
 
 
@@ -168,7 +167,7 @@ _BUSY = 1.0
 _PARTS = {
     "prompt": ("prompt", True),
     "decode": ("plain reply", True),
-    "verify": ("pass that verifies", False),
+    "verify": ("verification pass", False),
     "turn": ("turn of 64 + 128 tokens", False),
     "load": ("loading", False),
 }
@@ -180,10 +179,14 @@ def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
         (_PARTS[name][0], _shown(name, part.usual_ms), _shown(name, part.tuned_ms), f"{part.ratio:.2f}x")
         for name, part in tuning.parts.items()
     ]
-    print_table(rows, title="on this device", header=("", "usual", "tuned", "faster"))
-    where = [] if tuning.path is None else [("written to", str(out)) if out else ("kept", "for this user's next loads")]
+    print_table(rows, title="on this device", header=("", "default", "tuned", "speedup"))
+    where = (
+        []
+        if tuning.path is None
+        else [("written to", str(out)) if out else ("kept", "for this user, from the next load on")]
+    )
     if tuning.busy is not None and tuning.busy > _BUSY:
-        text = f"{tuning.busy:.1f} threads of other programs ran at the start; tune again on an idle machine"
+        text = f"other programs kept {tuning.busy:.1f} threads busy at the start; tune again on an idle machine"
         where.append(("busy", text))
     print_table([("settings", _settings(tuning)), *where])
     tried = [
@@ -191,7 +194,7 @@ def _print_device(tuning: DeviceTuning, out: Path | None) -> None:
         for each in tuning.attempts
     ]
     if tried:
-        print_table(tried, title="tried", header=("", "", "faster"))
+        print_table(tried, title="tried", header=("", "", "speedup"))
 
 
 def _shown(part: str, ms: float) -> str:
@@ -203,8 +206,8 @@ def _settings(tuning: DeviceTuning) -> str:
     if chosen:
         return chosen
     if tuning.rejected is not None:
-        return f"as usual: {_named(tuning.rejected)} looked better, but not when checked together"
-    return "as usual: nothing else was better beyond doubt"
+        return f"defaults: {_named(tuning.rejected)} looked faster, but not when checked together"
+    return "defaults: nothing else was clearly faster"
 
 
 def _named(settings: Any) -> str:
@@ -240,10 +243,10 @@ def _print_layers(result: TuneResult) -> None:
     rows = [
         ("exit after layer", f"{result.exit.layers}"),
         ("  match rate", f"{result.exit.match_rate:.3f}"),
-        ("  predicted speed-up", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
+        ("  predicted speedup", _gain(result.exit.speedup, result.tuning.exit_layer is not None)),
         ("blocks skipped", f"{int((~result.skip.layer_mask).sum())} of {len(result.skip.layer_mask)}"),
         ("  match rate", f"{result.skip.match_rate:.3f}"),
-        ("  predicted speed-up", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
+        ("  predicted speedup", _gain(result.skip.speedup, result.tuning.layer_mask is not None)),
         ("sets tried", f"{result.skip.evaluations}"),
     ]
     print_table(rows, title="drafting with the model's own layers")
@@ -260,11 +263,11 @@ def _print_compute(found: Mapping[str, Any]) -> None:
             (f"{level['speedup']:.2f}x", f"{level['divergence']:.4f}", _blocks(level["layer_mask"]))
             for level in found["skip"]
         ]
-        header = ("faster", "divergence, nats", "layers (# whole, a attention only, m MLP only, . none)")
-        print_table(rows, title="blocks that answers can skip, for --compute calibrated", header=header)
+        header = ("faster", "divergence, nats", "layers (# all, a attention only, m MLP only, . none)")
+        print_table(rows, title="blocks to skip, for --compute calibrated", header=header)
     if "entropy" in found:
         shares = [(f"{share:.0%}", f"{bits:.2f}") for share, bits in found["entropy"]["thresholds"].items()]
-        title = "thresholds of --compute entropy to begin with"
+        title = "initial thresholds for --compute entropy"
         print_table(shares, title=title, header=("large model's share", "bits"))
 
 
@@ -281,6 +284,8 @@ def _layer_facts(result: TuneResult) -> dict[str, Any]:
         name: {
             "layers": each.layers,
             "layer_mask": each.layer_mask.tolist(),
+            "match_rate": each.match_rate,
+            # Its name before, which scripts may read.
             "matchness": each.match_rate,
             "predicted_speedup": each.speedup,
             "draft_length": each.length,

@@ -20,8 +20,8 @@ _POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 _REFUSED = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>edgeinfer</title></head><body>
 <h1>This window is not signed in</h1>
-<p>Open the address that <code>edgeinfer chat</code> printed in the terminal; it carries the key of this run.
-If the program was started again, its address is a new one.</p>
+<p>Open the address that edgeinfer showed when it was started; it carries the key of this run.
+If edgeinfer was started again, its address is a new one.</p>
 </body></html>
 """
 
@@ -68,7 +68,7 @@ class AccessRequired:
             return
         error = {
             "message": "This window is not signed in.",
-            "hint": "Open the address that edgeinfer chat printed.",
+            "hint": "Open the address that edgeinfer showed when it was started.",
             "code": "signed_out",
         }
         await JSONResponse({"error": error}, status_code=401)(scope, receive, send)

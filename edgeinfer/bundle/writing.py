@@ -76,7 +76,7 @@ def write_bundle(path: Path, *, replace_existing: bool = False) -> Iterator[Path
     """
     with storage_errors(path):
         if path.exists() and not replace_existing:
-            raise StorageError(f"{path} exists already.", "Choose another name, or add --force to replace it.")
+            raise StorageError(f"{path} already exists.", "Choose another name, or add --force to replace it.")
         if path.exists() and not (path / MANIFEST).is_file():
             raise StorageError(f"{path} exists and is not a bundle, so it is not replaced.", "Choose another name.")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.wording import Setting
 
 __all__ = ["Engine", "Prefill", "Step"]
 
@@ -193,7 +194,8 @@ class Engine:
             raise PromptError("The prompt is empty.", "Give at least one token of text.")
         if len(prompt) > self.backend.cache.capacity and self.context_shift is None:
             message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.cache.capacity}."
-            hint = "Shorten it, load the model with a larger context (-c), or let it forget (--overflow window)."
+            hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget: "
+            hint += Setting("overflow", "window")
             raise ContextLengthError(message, hint)
         vocabulary = self.backend.geometry.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:

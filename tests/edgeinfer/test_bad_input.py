@@ -343,8 +343,8 @@ PROMPTS: dict[str, tuple[tuple[str, ...], bytes, str]] = {
     "without-end": (("-f", "/dev/zero"), b"", "/dev/zero is larger than 64.0 MB"),
     "missing-file": (("-f", "no-such-file"), b"", "Cannot read no-such-file"),
     "context-beyond-the-model": (("-p", "Once", "-c", "129"), b"", "the model allows 128"),
-    "context-without-end": (("-p", "Once", "-c", "9" * 30), b"", "is out of range. context must be"),
-    "context-of-nothing": (("-p", "Once", "-c", "0"), b"", "context=0 is out of range"),
+    "context-without-end": (("-p", "Once", "-c", "9" * 30), b"", "is out of range. --context must be"),
+    "context-of-nothing": (("-p", "Once", "-c", "0"), b"", "--context 0 is out of range"),
     "unknown-backend": (("-p", "Once", "--backend", "abacus"), b"", "There is no backend 'abacus'"),
 }
 

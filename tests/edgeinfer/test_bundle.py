@@ -315,7 +315,7 @@ def test_replacing_swaps_the_whole_bundle(bundle: Path) -> None:
 
 
 def test_what_is_there_is_not_overwritten_unasked(bundle: Path, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="exists already"), write_bundle(bundle):
+    with pytest.raises(StorageError, match="already exists"), write_bundle(bundle):
         pass
     other = tmp_path / "notes"
     other.mkdir()

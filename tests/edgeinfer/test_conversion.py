@@ -162,7 +162,7 @@ def test_a_failure_leaves_what_was_there(
 
 
 def test_a_bundle_can_be_replaced_by_its_conversion(bundle: Bundle, make: Make) -> None:
-    with pytest.raises(StorageError, match="exists already"):
+    with pytest.raises(StorageError, match="already exists"):
         convert_bundle(bundle, PORTABLE, bundle.path)
     convert_bundle(bundle, PORTABLE, bundle.path, replace_existing=True)
     assert contents(bundle.path) == contents(make("tied-8", PORTABLE).path)
@@ -263,7 +263,7 @@ def test_the_command(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "code", "says"),
     [
         (["{bundle}", "{out}", "--to", "native"], 2, "stores the native layout already"),
-        (["{bundle}", "{bundle}", "--to", "portable"], 5, "exists already"),
+        (["{bundle}", "{bundle}", "--to", "portable"], 5, "already exists"),
         (["{bundle}", "{out}", "--to", "upright"], 2, "--to cannot be 'upright'"),
         (["{bundle}", "{out}"], 2, "--to"),
         (["{out}", "{out}", "--to", "native"], 3, "No model at"),

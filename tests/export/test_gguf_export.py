@@ -120,7 +120,7 @@ def test_nothing_is_written_where_it_will_not_fit(source: Path, tmp_path: Path, 
 
 def test_a_bundle_is_replaced_only_when_asked(source: Path, tmp_path: Path) -> None:
     export_checkpoint(source, tmp_path / "out", gguf("F16"))
-    with pytest.raises(StorageError, match="exists already"):
+    with pytest.raises(StorageError, match="already exists"):
         export_checkpoint(source, tmp_path / "out", gguf("F16"))
     export_checkpoint(source, tmp_path / "out", gguf("Q8_0", force=True))
     assert open_bundle(tmp_path / "out").manifest.export["type"] == "Q8_0"

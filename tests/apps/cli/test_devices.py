@@ -49,7 +49,8 @@ def test_commands_that_load_a_model_take_a_device(command: str, capsys: pytest.C
 @pytest.mark.parametrize("command", [["run", "-p", "Once"], ["plan"], ["eval", "ppl", "--text", __file__]])
 def test_unknown_devices_are_bad_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--device", "npu"]) == 2
-    assert "There is no device 'npu'. Choose auto or one of cpu, " in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert "There is no device 'npu'." in refusal and "Choose auto or one of cpu, " in refusal
 
 
 @pytest.mark.parametrize("command", [["run", "-p", "Once"], ["plan"]])

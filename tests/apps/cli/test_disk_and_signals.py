@@ -139,7 +139,7 @@ def test_a_place_under_a_file(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for place in ("file/out", "file/deep/out", "x" * 300):
         refuses(5, "Cannot write", edgeinfer("export", checkpoint, tmp_path / place))
-    refuses(5, "exists already", edgeinfer("export", checkpoint, tmp_path / "file"))
+    refuses(5, "already exists", edgeinfer("export", checkpoint, tmp_path / "file"))
     refuses(5, "is not a bundle", edgeinfer("export", checkpoint, tmp_path / "file", "--force"))
     assert contents(tmp_path) == {"file": b"mine"}
 
@@ -208,7 +208,7 @@ def test_closed_streams(good_bundle: Path, closed: str, prompt: str, code: int) 
         ("run -m {bundle}", 2, "There is no prompt"),
         ("run -m {folder}/nowhere -p Once", 3, "No model at"),
         ("run -m {bundle} -c 64 -p Once --memory 20MB", 4, "without a model"),
-        ("export {checkpoint} {bundle}", 5, "exists already"),
+        ("export {checkpoint} {bundle}", 5, "already exists"),
     ],
 )
 def test_exit_codes(good_bundle: Path, checkpoint: Path, tmp_path: Path, arguments: str, code: int, says: str) -> None:

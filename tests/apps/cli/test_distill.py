@@ -105,7 +105,7 @@ def test_what_is_there_is_not_overwritten(
 ) -> None:
     (tmp_path / "out").mkdir()
     assert main(["distill", kind, str(checkpoint), str(tmp_path / "out"), "--text", str(text), *QUICK[:2]]) == 5
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -69,7 +69,7 @@ def test_acceptance_and_routers_go_into_the_bundle_itself(
     # Where the drafter's own probability is the better judge, the user is told.
     monkeypatch.setattr(AcceptanceHeadTask, "curves", lambda task, held_out: (0.6, 0.8))
     again = ("--target", folder / "target", *text, *TRAINED[:-1])
-    assert "predicts acceptance better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
+    assert "predict acceptance better" in distill(capsys, "acceptance", drafter, tmp_path / "judged", *again)[2]
     made = tmp_path / "routed"
     assert distill(capsys, "routers", folder / "target", made, *text, *TRAINED, "--keep", 0.5)[0] == 0
     code, out, err = distill(capsys, "routers", made, made, *text, *TRAINED[:-1])
@@ -87,7 +87,7 @@ def test_what_cannot_be_done_is_said_before_any_training(
     medusa = ("--kind", "medusa")
     cases = (
         (2, "is not a bundle", "heads", folder / "target-checkpoint", tmp_path / "x", *medusa, *text),
-        (5, "exists already", "heads", folder / "target", tmp_path / "there", *medusa, *text),
+        (5, "already exists", "heads", folder / "target", tmp_path / "there", *medusa, *text),
         (2, "count=9", "heads", folder / "target", tmp_path / "x", *medusa, "--count", 9, *text),
         (2, "keep=0", "routers", folder / "target", tmp_path / "x", "--keep", 0, *text),
         (2, "are needed", "heads", folder / "target", tmp_path / "x", *medusa, "--text", short, *TRAINED),

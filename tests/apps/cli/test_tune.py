@@ -38,23 +38,23 @@ def test_what_tuning_prints_and_keeps(capsys: Capture, small_bundle: Path, monke
     model = ("-m", small_bundle)
     monkeypatch.setattr(devices, "load_average", lambda: 7.25)
     table = run(capsys, "tune", *model, "--evaluations", "1")
-    assert "7.2 threads of other programs" in table
+    assert "kept 7.2 threads busy" in table
     for line in (
         "on this device",
-        "usual",
+        "default",
         "2.00x",
         "prefill chunk 128",
-        "next loads",
+        "next load on",
         "not better",
         "exit after layer",
     ):
         assert line in table
-    assert "128 (tuned)" in run(capsys, "plan", *model)
-    assert "(tuned)" not in run(capsys, "plan", *model, "--profile", "off")
-    assert "(tuned)" not in run(capsys, "plan", *model, "--prefill-chunk", "32")
+    assert "128 (tuned)" in run(capsys, "plan", "-v", *model)
+    assert "(tuned)" not in run(capsys, "plan", "-v", *model, "--profile", "off")
+    assert "(tuned)" not in run(capsys, "plan", "-v", *model, "--prefill-chunk", "32")
     assert json.loads(run(capsys, "tune", *model, "--forget", "--json")) == {"forgotten": True}
     assert run(capsys, "tune", *model, "--forget") == ""
-    assert "(tuned)" not in run(capsys, "plan", *model)
+    assert "(tuned)" not in run(capsys, "plan", "-v", *model)
 
 
 @pytest.mark.usefixtures("long_chunks")
@@ -69,7 +69,7 @@ def test_settings_in_a_file(capsys: Capture, small_bundle: Path, tmp_path: Path,
     outcomes = {(each["name"], each["value"]): each["outcome"] for each in device["attempts"]}
     assert outcomes["prefill_chunk", 128] == "better"
     assert not (cache / "edgeinfer" / "tuned").exists()
-    assert "128 (tuned)" in run(capsys, "plan", "-m", small_bundle, "--profile", out)
+    assert "128 (tuned)" in run(capsys, "plan", "-v", "-m", small_bundle, "--profile", out)
     text = run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "4", "--profile", out)
     assert text == run(capsys, "run", "-m", small_bundle, "-p", "Once", "-n", "4")
 
@@ -85,8 +85,8 @@ def test_bad_requests_are_refused_before_anything_is_measured(
     for says, options in (
         ("usual settings", ("--profile", "off")),
         ("usual settings", ("--profile", tmp_path / "x.json")),
-        ("number of evaluations", ("--evaluations", "0")),
-        ("no text to score", ("--text", tmp_path / "blank")),
+        ("must be at least 1", ("--evaluations", "0")),
+        ("contains no prompts", ("--text", tmp_path / "blank")),
     ):
         assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
         out, err = capsys.readouterr()

@@ -44,7 +44,7 @@ def test_strangers_see_nothing(window: Window, stranger: httpx.Client) -> None:
     for path in ("/", "/?key=wrong", "/?key="):
         answer = stranger.get(path)
         assert answer.status_code == 401
-        assert "edgeinfer chat" in answer.text
+        assert "the address that edgeinfer showed" in answer.text
         assert "set-cookie" not in answer.headers
     for method, path in (("GET", "/state"), ("GET", "/conversations"), ("POST", "/import"), ("GET", "/events")):
         refused = stranger.request(method, f"/app/api{path}")

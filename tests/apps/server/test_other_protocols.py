@@ -179,6 +179,7 @@ def test_errors_have_the_shape_of_their_protocol(server: Local) -> None:
 def test_how_long_to_keep_a_model() -> None:
     for value, seconds in ((None, None), (0, 0), ("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (-1, float("inf"))):
         assert keep_seconds(value) == seconds
-    for wrong in ("soon", "", True, [], "5m soon", "5" * 100):
+    refused: tuple[Any, ...] = ("soon", "", True, [], "5m soon", "5" * 100)
+    for wrong in refused:
         with pytest.raises(UsageError, match="keep_alive"):
             keep_seconds(wrong)

@@ -3,6 +3,9 @@
 #define EDGEINFER_TEST_PROBLEM_H
 
 #include <math.h>
+#if defined(_WIN32)
+#include <malloc.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -48,10 +51,21 @@ static float uniform(float low, float high) { return low + (high - low) * (float
 static void *buffers[MAX_BUFFERS];
 static int buffer_count;
 
+#if defined(_WIN32)
+static void *aligned(size_t bytes, size_t alignment) { return _aligned_malloc(bytes, alignment); }
+static void unaligned(void *memory) { _aligned_free(memory); }
+#else
+static void *aligned(size_t bytes, size_t alignment) {
+    void *memory;
+    return posix_memalign(&memory, alignment, bytes) ? NULL : memory;
+}
+static void unaligned(void *memory) { free(memory); }
+#endif
+
 /* Memory of exactly `bytes` after `offset`, so that a sanitizer sees the first byte past either end. */
 static void *take(size_t bytes, size_t alignment, size_t offset) {
-    void *memory;
-    if (buffer_count == MAX_BUFFERS || posix_memalign(&memory, alignment, bytes + offset)) abort();
+    void *memory = buffer_count == MAX_BUFFERS ? NULL : aligned(bytes + offset, alignment);
+    if (!memory) abort();
     buffers[buffer_count++] = memory;
     return (char *)memory + offset;
 }
@@ -59,7 +73,7 @@ static void *take(size_t bytes, size_t alignment, size_t offset) {
 static float *take_floats(int64_t count) { return take((size_t)count * 4, 16, 4); }
 
 static void release(int keep) {
-    while (buffer_count > keep) free(buffers[--buffer_count]);
+    while (buffer_count > keep) unaligned(buffers[--buffer_count]);
 }
 
 /* ---- problems ---- */

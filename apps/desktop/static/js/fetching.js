@@ -9,6 +9,8 @@ import { report } from "./toast.js";
 
 // The name in "Downloading owner/name" is told beside it already.
 const NAME = / (\S+\/\S+)/;
+// The stage that counts bytes; others count steps.
+const BYTES = "Downloading";
 
 /** The latest download of a model, unless it was taken off the list. */
 export function downloadOf(id) {
@@ -52,8 +54,8 @@ export function createFetch({ id, path, refusal, label = "Download", use }) {
 
 function showProgress({ stage, done, total }, bar, state) {
   bar.show(total > 0 ? done / total : null);
-  // Bytes of a download run into the millions, steps of a conversion do not.
-  const amount = total >= 1e5 ? `${size(done)} of ${size(total)}` : total > 0 ? `${Math.floor((100 * done) / total)}%` : "";
+  const bytes = stage.startsWith(BYTES);
+  const amount = !total ? "" : bytes ? `${size(done)} of ${size(total)}` : `${Math.floor((100 * done) / total)}%`;
   state.textContent = [stage.replace(NAME, "") || "Asking the hub", amount].filter(Boolean).join(", ");
 }
 
@@ -68,7 +70,8 @@ function still(download, { id, path, refusal, label, use }) {
     ];
   }
   if (download?.status === "cancelled") {
-    const text = download.total >= 1e5 ? `Stopped at ${size(download.done)} of ${size(download.total)}.` : "Not finished.";
+    const { stage, done, total } = download;
+    const text = stage.startsWith(BYTES) && total ? `Stopped at ${size(done)} of ${size(total)}.` : "Not finished.";
     return [
       h("span", { class: "state" }, text),
       button("Resume", () => start(id), `Resume the download of ${id}`, "primary"),

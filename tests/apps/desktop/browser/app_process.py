@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -42,11 +42,16 @@ class App:
 
 
 @contextlib.contextmanager
-def running(data: Path, *arguments: str | Path) -> Iterator[App]:
-    """The app with its data in a folder, which is ended with the block."""
+def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | None = None) -> Iterator[App]:
+    """The app with its data in a folder, which is ended with the block.
+
+    Args:
+        variables: of its environment, beside those that tests have.
+    """
     words = command("chat", "--no-window", "--port", "0", "--data", data, *arguments)
+    env = environment() | dict(variables or {})
     with tempfile.TemporaryFile() as log, contextlib.ExitStack() as stack:
-        process = stack.enter_context(subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=log))
+        process = stack.enter_context(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=log))
         stack.callback(process.kill)
         assert process.stdout is not None
         app = App(process.stdout.readline().decode().strip(), process, log)
