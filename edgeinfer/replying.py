@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
@@ -366,10 +366,7 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         hint = "Give messages to create_chat_completion() or stream_chat(), or talk to model.chat()."
         raise PromptError("The prompt is a list of messages, not a text.", hint)
-    try:
-        ids = list(prompt)
-    except TypeError:
-        ids = [prompt]  # type: ignore[list-item]  # it is refused below
-    if not all(map(is_integer, ids)):
+    ids = list(prompt) if isinstance(prompt, Iterable) else None
+    if ids is None or not all(map(is_integer, ids)):
         raise PromptError(f"The prompt is {shown(prompt)}, which is neither a text nor token ids.", "Give either.")
     return ids

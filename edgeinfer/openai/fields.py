@@ -201,7 +201,11 @@ def sampling(fields: Fields) -> dict[str, Any]:
     bias = fields.any("logit_bias")
     if bias is not None:
         options |= fields.checked("logit_bias", "logit_bias", _by_id(bias))
-    return flat_options(fields.option("sampling") | options, REPLY_GROUPS)
+    inner = fields.any("sampling")
+    if isinstance(inner, Mapping) and "logit_bias" in inner:
+        inner = {**inner, "logit_bias": _by_id(inner["logit_bias"])}
+    together = {} if inner is None else fields.checked("sampling", "sampling", inner)
+    return flat_options(together | options, REPLY_GROUPS)
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
