@@ -332,9 +332,11 @@ class LoadConfig(CacheOptions, LoadDrafting):
         """
         options = flat_options(options, LOAD_GROUPS)
         require_known("load option", options, options_of(cls), _OF_REPLIES)
-        for name in ("memory", "expert_memory", "prefix_cache"):
+        for name in ("memory", "expert_memory"):
             if options.get(name) not in (None, 0):
                 options[name] = _size_in_earnest(name, options[name])
+        if options.get("prefix_cache", 0) != 0:  # of few tokens of a small model it may be small
+            options["prefix_cache"] = parse_size(options["prefix_cache"])
         for name in ("draft_model", "profile"):
             if isinstance(options.get(name), Path):
                 options[name] = str(options[name])
