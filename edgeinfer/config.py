@@ -10,25 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
-from edgeinfer.drafting import (
-    DRAFTING_GROUP,
-    SPECULATION,
-    LoadDrafting,
-    ReplyDrafting,
-    Speculation,
-    drafters_in,
-)
+from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
-from edgeinfer.options import (
-    LARGEST_COUNT,
-    check_options,
-    option,
-    options_of,
-    require,
-    require_alone,
-    suggestion,
-)
+from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone, suggestion
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
 from edgeinfer.wording import Setting, shown
