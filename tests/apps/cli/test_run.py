@@ -197,12 +197,12 @@ def test_what_is_piped_in_is_the_prompt_or_stands_behind_it(model: FakeModel, tm
 @pytest.mark.slow
 def test_a_pipe_that_stays_silent_is_named() -> None:
     with start("run", "-p", "Hi", "-c", "0x", stdin=subprocess.PIPE) as process:  # refused before it is read
-        assert process.wait() == 2
+        assert process.wait(TIME_LIMIT) == 2
     with start("run", "-m", "no-such-model", "-p", "Hi", stdin=subprocess.PIPE) as process:
         assert process.stderr is not None and process.stdin is not None
         assert process.stderr.readline().startswith(b"Reading more of the prompt from stdin")
         process.stdin.close()
-        assert process.wait() == 3
+        assert process.wait(TIME_LIMIT) == 3
 
 
 def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> None:
