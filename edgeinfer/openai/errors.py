@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +69,8 @@ def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
     Args:
         known: names that are.
     """
+    import difflib  # only errors need it
+
     close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     listed = ", ".join(known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
     hints = [f"Did you mean {close[0]!r}?"] if close else [f"Models here: {listed}."] if known else []
