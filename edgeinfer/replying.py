@@ -80,7 +80,7 @@ class Replying(LoadedModel):
             choices: the reply must be one of these texts.
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar in Lark's notation.
+            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
@@ -129,7 +129,7 @@ class Replying(LoadedModel):
             choices: the reply must be one of these texts.
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar in Lark's notation.
+            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".

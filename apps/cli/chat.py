@@ -14,6 +14,7 @@ from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
+    as_flag,
     generation_options,
     load_model,
     load_options,
@@ -81,7 +82,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
         options = {**CONVERSATIONAL, **_recommended(args.model), **given}
-        TerminalChat(model, system=system, options=options).run()
+        TerminalChat(model, system=system, options=options, say=as_flag).run()
     return 0
 
 

@@ -84,7 +84,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
         "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
-        "grammar": "file with a grammar that the reply must match, in Lark's notation; - reads stdin",
+        "grammar": "file with a grammar that the reply must match, in Lark's notation or GBNF; - reads stdin",
         "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
     add_options(parser, ReplyOptions, help=help)

@@ -28,9 +28,6 @@ _DESCRIPTION = """\
 Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's
 (/v1/messages) and that of llama.cpp's server (/completion and others). Ctrl-C ends it.
 
-A request may name any model on this machine; the server then loads it in place of the one before, within the same
-budget. It never downloads one.
-
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
 EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.
 
@@ -47,7 +44,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--sse-ping-interval")
+    parser.advanced("--sse-ping-interval", "--idle-unload", "--verbose")
     add_load_options(parser)
     add_json_option(parser)
 
