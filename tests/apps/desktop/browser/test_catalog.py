@@ -131,6 +131,7 @@ def import_checkpoint(window: Window, folder: Path) -> None:
     option = window.models.get_by_role("option", name=re.compile("tiny-llama"))
     expect(option).to_contain_text("Needs")
     option.click()
+    window.plan_made()
     window.button("Remove", window.models).click()
     window.button(re.compile(r"Remove [\d.]+ [KM]B from the disk\?"), window.models).click()
     expect(option).to_have_count(0)
