@@ -19,7 +19,9 @@ from edgeinfer.options import ConfigOption, options_of
 
 __all__ = ["write_reference"]
 
-_WIDTH = "100"
+_WIDTH = "88"
+# What everybody uses stands before the rest.
+_FIRST = ("load", "plan", "Model", "Chat", "Result", "EdgeInferError")
 
 
 def write_reference(folder: Path) -> None:
@@ -49,7 +51,7 @@ def _python() -> str:
 def _names(module: str, names: Iterable[str], level: str = "##") -> Iterator[str]:
     """Sections of functions, classes and errors."""
     home = importlib.import_module(module)
-    objects = {name: getattr(home, name) for name in names}
+    objects = {name: getattr(home, name) for name in sorted(names, key=lambda name: (name not in _FIRST, name))}
     errors = [name for name, value in objects.items() if inspect.isclass(value) and issubclass(value, BaseException)]
     classes = [name for name, value in objects.items() if inspect.isclass(value) and name not in errors]
     functions = [name for name, value in objects.items() if inspect.isroutine(value)]
@@ -81,26 +83,31 @@ def _options() -> str:
     parts = [
         "# Options",
         "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
-        "request. Where an older or shorter spelling exists, it is listed too.",
+        "request. Spellings of earlier versions go on working.",
     ]
-    for title, configuration in (("Loading", LoadConfig), ("Generating", GenerationConfig)):
+    for title, configuration, asked in (("Loading", LoadConfig, False), ("Generating", GenerationConfig, True)):
         parts.append(f"## {title}")
         groups: dict[str, list[ConfigOption]] = {}
         for declared in options_of(configuration).values():
             groups.setdefault(declared.group or "Python and requests only", []).append(declared)
         for group, options in groups.items():
-            parts += [f"### {group[0].upper()}{group[1:]}", "\n".join(_table(options))]
+            parts += [f"### {group[0].upper()}{group[1:]}", "\n".join(_table(options, asked=asked))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(options: Iterable[ConfigOption]) -> Iterator[str]:
-    yield "| Python | command line | request | meaning |"
-    yield "|---|---|---|---|"
+def _table(options: Iterable[ConfigOption], *, asked: bool) -> Iterator[str]:
+    """Rows of options; those of loading are no fields of requests."""
+    yield f"| Python | command line |{' request |' if asked else ''} meaning |"
+    yield "|---|---|---|" + ("---|" if asked else "")
     for one in options:
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
+        flags += f" (before: {', '.join(f'`{flag}`' for flag in one.former_flags)})" if one.former_flags else ""
         wire = ", ".join(f"`{name}`" for name in one.wire)
         meaning = one.help.replace("|", "\\|")
-        yield f"| `{one.name}` | {flags} | {wire} | {meaning[0].upper()}{meaning[1:]} |"
+        # The help is that of the flag, which turns the option off.
+        negated = any(flag.startswith("--no-") for flag in one.flags)
+        meaning = f"`False`: {meaning}" if negated else f"{meaning[0].upper()}{meaning[1:]}"
+        yield f"| `{one.name}` | {flags} |{f' {wire} |' if asked else ''} {meaning} |"
 
 
 def _commands() -> dict[str, str]:
