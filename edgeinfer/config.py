@@ -113,9 +113,9 @@ _PREFIX_CACHE: dict[str, Any] = {
 
 
 def _size_in_earnest(name: str, value: int | str) -> int:
-    """Bytes of a size, if they are enough for anything: 400 is surely meant to be 400MB."""
+    """Bytes of a size. A small number without a unit is a mistake: 400 is surely meant to be 400MB."""
     size = parse_size(value)
-    if size < _SMALLEST_SIZE:
+    if size < _SMALLEST_SIZE and str(value).strip().isdigit():
         raise UsageError(Setting(name, size) + f" means {size} bytes.", f"Did you mean {size}MB?")
     return size
 

@@ -15,6 +15,7 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from edgeinfer.wording import Setting
 
 __all__ = ["configurations", "draft_configuration", "modest_configurations", "wanted_context"]
 
@@ -163,7 +164,7 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int,
     elif config.expert_memory is not None:
         if "experts" not in modes:
             message = f"The experts of {plan_input.manifest.name} cannot be left out of memory here."
-            raise UsageError(message, "Leave --expert-memory out.")
+            raise UsageError(message, "Leave " + Setting("expert_memory") + " out.")
         modes = ("experts",)
     elif plan_input.settings.weights in modes:
         modes = (plan_input.settings.weights, *(mode for mode in modes if mode != plan_input.settings.weights))
@@ -188,7 +189,7 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
             message = (
                 f"{plan_input.manifest.name} cannot run with so few experts in {format_size(config.expert_memory)}."
             )
-            raise UsageError(message, f"Give at least {format_size(takes.least)} (--expert-memory).")
+            raise UsageError(message, "Give " + Setting("expert_memory") + f" at least {format_size(takes.least)}.")
         return (config.expert_memory,)
     sizes = [round(takes.total * share) for share in _EXPERT_SHARES]
     found = [*(size for size in sizes if size > takes.least), takes.least]

@@ -16,6 +16,7 @@ from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
+from edgeinfer.wording import Setting
 
 __all__ = ["SEARCH_KINDS", "make_search"]
 
@@ -79,7 +80,14 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
         message = f"search={name!r} draws several texts, and without sampling all are the same."
-        raise UsageError(message, "Set a temperature above 0 (--temp 0.7), and leave out top_k=1.")
+        raise UsageError(
+            message,
+            "Set a temperature above 0, such as "
+            + Setting("temperature", 0.7)
+            + ", and leave out "
+            + Setting("top_k", 1)
+            + ".",
+        )
     plain = GenerationConfig()
     options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
     asked = [option for option in options if getattr(config, option) != getattr(plain, option)]

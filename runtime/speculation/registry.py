@@ -31,6 +31,7 @@ from edgeinfer.runtime.speculation.drafters.self_drafters import (
     SkipDrafter,
 )
 from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
+from edgeinfer.wording import Setting
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
 
@@ -121,7 +122,9 @@ def _skip(parts: DrafterParts) -> SkipDrafter:
 def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
     if parts.cached_experts is None:
         message = "All experts of this model are in memory."
-        raise UsageError(message, "Draft with experts, or leave some out of memory (--weights experts).")
+        raise UsageError(
+            message, "Draft with experts, or leave some out of memory: " + Setting("weights", "experts") + "."
+        )
     return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
 
 

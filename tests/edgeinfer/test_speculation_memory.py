@@ -89,7 +89,7 @@ options = json.loads(sys.argv[1])
 who = options["speculation"]
 if options.pop("tight"):
     try:
-        edgeinfer.load(memory=1, context=1024, **options)
+        edgeinfer.load(memory="1MB", context=1024, **options)
     except BudgetError as error:
         options |= {"memory": error.minimum_bytes, "context": 1024}
 with edgeinfer.load(**options) as model:

@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.wording import Setting
 
 __all__ = ["CachedExpertsBackend"]
 
@@ -59,7 +60,9 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
-            raise CapabilityError(message, "Stream the weights (--weights streamed), or give more memory.")
+            raise CapabilityError(
+                message, "Stream the weights, " + Setting("weights", "streamed") + ", or give more memory."
+            )
         self._pages.small_pages()
         self._pages.release()
 

@@ -34,7 +34,7 @@ def run(capsys: Capture, *arguments: str | Path, code: int = 0) -> str:
     matter less."""
     assert main([*map(str, arguments), *(() if arguments[0] == "plan" else ("-t", "1"))]) == code
     out, err = capsys.readouterr()
-    assert err == "" or (err.startswith("[") and err.endswith("for more]\n") and err.count("\n") == 1)
+    assert all(line.startswith("[") and line.endswith("for more]") for line in err.splitlines())
     return out
 
 

@@ -94,7 +94,7 @@ def test_no_room_on_a_device_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPat
 
 def test_memory_that_onnxruntime_does_not_have_is_an_error_of_the_device() -> None:
     elsewhere = dataclasses.replace(STANDIN, memory="cuda")
-    with pytest.raises(DeviceError, match=r"standin .* fails: .* Use --device cpu"):
+    with pytest.raises(DeviceError, match=r"standin .* fails: .* Use device='cpu'"):
         device_value(np.zeros(2, np.float32), elsewhere)
 
 

@@ -53,7 +53,7 @@ def test_inputs_are_read_as_they_are_when_it_runs(monkeypatch: pytest.MonkeyPatc
 
 def test_a_device_that_is_not_installed_fails() -> None:
     absent = dataclasses.replace(STANDIN, provider="NoSuchExecutionProvider")
-    with pytest.raises(DeviceError, match=r"standin \(NoSuch.*\) fails: it is not installed\. Use --device cpu"):
+    with pytest.raises(DeviceError, match=r"standin \(NoSuch.*\) fails: it is not installed\. Use device='cpu'"):
         OrtSession(static_model(), 1, device=absent)
 
 

@@ -73,7 +73,7 @@ def test_experts_out_of_memory_give_the_same_text(bundle: Path, eager: edgeinfer
 def test_a_model_draws_on_fewer_experts_as_told(bundle: Path) -> None:
     with load_eager(bundle, context=192, speculation="experts", draft_experts=2) as model:
         assert same(model, "experts", max_tokens=30).drafted
-    with pytest.raises(UsageError, match="--draft-experts"):
+    with pytest.raises(UsageError, match="draft_experts"):
         edgeinfer.load(bundle, context=192, speculation="experts", draft_experts=TOP_K + 1)
     with pytest.raises(UsageError, match=r"All experts .* in memory"):
         edgeinfer.load(bundle, context=192, speculation="resident")
@@ -115,7 +115,7 @@ def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
     assert least.terms["experts"] == least.configuration.expert_bytes > 0
     assert 0 < least.terms["weights_mapped"] == whole.terms["weights_mapped"]
     assert whole.terms["experts"] > 0
-    with pytest.raises(UsageError, match=r"so few experts .*--expert-memory"):
+    with pytest.raises(UsageError, match=r"so few experts .*expert_memory"):
         edgeinfer.plan(bundle, **options, expert_memory="1KB")
     with pytest.raises(UsageError, match="expert_memory"):
         edgeinfer.plan(bundle, **options, weights="streamed", expert_memory="1GB")
