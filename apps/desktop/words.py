@@ -28,7 +28,7 @@ _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"--memory|\bmemory=|--kv\b", "Choose a larger memory budget under Models."),
         (r"--context|\bcontext=|(?<!\S)-c \d", "Choose another context under Models."),
         (r"Unset it", "It is set where edgeinfer was started."),
-        (r"`|(?<!\S)--?[a-z]|\bedgeinfer [a-z]+ |\bpip\b", ""),
+        (r"`|(?<!\S)--?[a-z]|\b[a-z_]+=\S|\bedgeinfer [a-z]+ |\bpip\b", ""),
     )
 )
 # A sentence ends where the next one begins, not at the dots of names and numbers.
