@@ -30,7 +30,7 @@ _REFUSED = {
     "/embedding": ("has no embeddings", "Use another model."),
     "/rerank": ("does not rank texts", "Use another model."),
     "/reranking": ("does not rank texts", "Use another model."),
-    "/infill": ("has no tokens for text between two others", "POST /completion goes on with a text."),
+    "/infill": ("has no tokens for text between two others", "POST /completion continues a text."),
 }
 
 

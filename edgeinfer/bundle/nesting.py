@@ -44,7 +44,7 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
                 f"{bundle.path} is a GGUF model, which can neither contain a drafter nor be one in a bundle.", hint
             )
     if theirs.manifest.drafters:
-        raise UsageError(f"{drafter} has a drafter itself.", "Give the one that it was made from.")
+        raise UsageError(f"{drafter} itself contains a drafter.", "Use the model that it was made from.")
     with write_bundle(out, replace_existing=replace_existing) as work:
         for name in ours.manifest.files:
             if not name.startswith(f"{NESTED}/"):

@@ -110,7 +110,7 @@ class ReducedComputeStrategies:
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."
-            raise CapabilityError(message, "Use a natively exported bundle, or compute in full.")
+            raise CapabilityError(message, "Use a natively exported bundle, or the full model.")
         costs = self.block_costs()
         given = self._given(options, sampler, costs.whole[0])
         if skip is not None:

@@ -78,7 +78,10 @@ class StaticBackend:
                 f"A static bundle cannot use a KV cache of type {kv}.", "Load it with " + Setting("kv", "float32") + "."
             )
         if capacity > static.context:
-            message = f"{capacity} tokens do not fit the static graphs of {bundle.path}, which hold {static.context}."
+            message = (
+                f"{capacity} tokens do not fit the static graphs of {bundle.path}, which have a context of "
+                f"{static.context}."
+            )
             raise UsageError(message, "Use " + Setting("context", static.context) + " or less.")
         self.geometry = decoder.geometry
         self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
