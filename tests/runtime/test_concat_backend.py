@@ -258,7 +258,7 @@ def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> Non
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_only_float32_caches(sums: Sums, kv: str) -> None:
-    with pytest.raises(UsageError, match=rf"exported through optimum, so its cache cannot be {kv}"):
+    with pytest.raises(UsageError, match=rf"exported through optimum, so its KV cache cannot be {kv}"):
         ConcatBackend(sums.bundle, CAPACITY, kv=kv)
 
 

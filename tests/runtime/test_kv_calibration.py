@@ -134,7 +134,7 @@ def test_scales_are_kept_for_a_bundle(make_family: Callable[..., Family], caplog
         path.write_bytes(damage)
         with caplog.at_level(logging.WARNING):
             assert kv_scales(bundle) is None
-        assert "cannot be read and is dropped" in caplog.text and not path.exists()
+        assert "cannot be read and is discarded" in caplog.text and not path.exists()
         caplog.clear()
 
 

@@ -158,7 +158,7 @@ def test_conversions_that_cannot_be(floats: Path, tmp_path: Path, capsys: pytest
         (floats, "x.gguf", ["--to", "native"], 2, "--type Q4_K_M"),
         (floats, "x.gguf", ["--type", "IQ2_XS"], 2, "--calibration"),
         (floats, "x.gguf", ["--type", "Q4_0", "-t", "0"], 2, "threads"),
-        (floats, "x.gguf", ["--prune-layers", "auto:1"], 2, "edgeinfer export chooses"),
+        (floats, "x.gguf", ["--prune-layers", "auto:1"], 2, "edgeinfer export --prune-layers"),
         (floats, "x", ["--type", "Q4_0"], 2, "x.gguf"),
         (tmp_path / "none.gguf", "x.gguf", ["--type", "Q4_0"], 3, "none.gguf"),
         (bundle, "x", ["--type", "Q4_0"], 2, "the .gguf file itself"),

@@ -114,7 +114,7 @@ def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path)
     done = cli.edgeinfer("run", "-m", small_bundle, *options)
     assert done.returncode == 0
     lines = done.stderr.decode().splitlines()
-    assert len(lines) == 1 and "bad.json" in lines[0] and "The usual settings are used." in lines[0]
+    assert len(lines) == 1 and "bad.json" in lines[0] and "The default settings are used." in lines[0]
 
 
 @pytest.mark.gguf
