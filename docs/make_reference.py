@@ -13,6 +13,7 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer.apps.cli.main import build_parser
+from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
 
@@ -119,18 +120,14 @@ def _commands() -> dict[str, str]:
     return {"commands.md": "\n\n".join(parts) + "\n", **pages}
 
 
-def _help_of(command: str, parser: argparse.ArgumentParser, level: int = 1) -> Iterator[str]:
+def _help_of(command: str, parser: Parser, level: int = 1) -> Iterator[str]:
     yield f"{'#' * level} {command}"
-    yield f"```text\n{_all_help(parser).strip()}\n```"
+    yield f"```text\n{parser.format_help_all().strip()}\n```"
     for name, below, _ in _subcommands(parser):
         yield from _help_of(f"{command} {name}", below, level + 1)
 
 
-def _all_help(parser: argparse.ArgumentParser) -> str:
-    return parser.format_help()
-
-
-def _subcommands(parser: argparse.ArgumentParser) -> Sequence[tuple[str, argparse.ArgumentParser, str]]:
+def _subcommands(parser: argparse.ArgumentParser) -> Sequence[tuple[str, Parser, str]]:
     """The commands below one, in the order of its help, with what it says of each."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

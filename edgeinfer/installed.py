@@ -114,8 +114,10 @@ def remove_model(name: str) -> int:
         raise ModelError(f"There is no model {name} on this machine.", "See edgeinfer.list_models() for their names.")
     for place in places:
         if place.origin not in ("converted", "hub"):
-            what = "comes with edgeinfer" if place.origin == "built-in" else "was not put there by edgeinfer"
-            raise UsageError(f"{name} {what}, so it is not removed.", "Remove its files yourself if you want to.")
+            if place.origin == "built-in":
+                raise UsageError(f"{name} comes with edgeinfer and stays.", "It goes when edgeinfer is uninstalled.")
+            message = f"{name} was not put there by edgeinfer, so it is not removed."
+            raise UsageError(message, f"Delete {place.path} yourself if you want to.")
     return sum(_remove(place) for place in places) + sum(hub.remove_cached(model) for model in cached)
 
 

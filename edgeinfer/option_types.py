@@ -179,6 +179,7 @@ class LoadOptions(RareLoadOptions, total=False):
 
     memory: int | str | None
     context: int | None
+    bits: int | None
     threads: int | None
     device: str | None
     draft_model: str | Path | None

@@ -203,7 +203,7 @@ class ReplyOptions(SamplingOptions):
     )
     grammar: str | None = option(
         None,
-        help="grammar that the reply must match, in Lark's notation",
+        help="grammar that the reply must match, in Lark's notation or GBNF",
         cli="--grammar",
         metavar="FILE",
         group=_TEXT,

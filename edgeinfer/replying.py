@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
@@ -80,7 +80,7 @@ class Replying(LoadedModel):
             choices: the reply must be one of these texts.
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar in Lark's notation.
+            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
@@ -129,7 +129,7 @@ class Replying(LoadedModel):
             choices: the reply must be one of these texts.
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
-            grammar: the reply must be a text of this grammar in Lark's notation.
+            grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
@@ -366,11 +366,8 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
         raise PromptError("The prompt is a list of messages, not a string.", hint)
-    try:
-        ids = list(prompt)
-    except TypeError:
-        ids = [prompt]  # type: ignore[list-item]  # it is refused below
-    if not all(map(is_integer, ids)):
+    ids = list(prompt) if isinstance(prompt, Iterable) else None
+    if ids is None or not all(map(is_integer, ids)):
         raise PromptError(
             f"The prompt is {shown(prompt)}, which is neither a string nor token ids.", "Pass one or the other."
         )

@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle; needs the `export` extra, knows nothing of decoding."""
+"""From a checkpoint to a bundle; knows nothing of decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from edgeinfer.errors import UsageError
 
 if find_spec("onnx") is None:
-    raise UsageError("Exporting needs the onnx package.", "pip install 'edgeinfer[export]'")
+    raise UsageError("Converting a checkpoint needs the onnx package, which is not there.", "pip install onnx")
 
 from edgeinfer.export.exporter import export_checkpoint
 from edgeinfer.export.options.config import ExportConfig

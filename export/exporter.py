@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle import (
@@ -20,6 +21,7 @@ from edgeinfer.bundle.kv_types import KV
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
+from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -49,8 +51,12 @@ def export_checkpoint(
         CheckpointError: files, tensors or configuration of the checkpoint.
         UnsupportedArchitectureError: no builder exists for it.
         StorageError: `out` exists, or cannot be written.
+        UsageError: what is asked for needs a package that is not installed.
     """
     config = config or ExportConfig()
+    if (config.calibration is not None or config.has_budget) and find_spec("scipy") is None:
+        message = "Calibrated rounding, and bits within a budget, need the scipy package."
+        raise UsageError(message, "pip install 'edgeinfer[export]'")
     if config.format == "gguf":
         from edgeinfer.export.gguf.route import export_gguf
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
@@ -148,6 +146,9 @@ def _programme(choices: Sequence[Choice], kept: list[list[int]], budget: int, sh
 
     It may exceed that by the solver's tolerance, a millionth.
     """
+    from scipy import sparse  # only here: most conversions need no scipy
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     columns = [choices[i].options[index] for i, indices in enumerate(kept) for index in indices]
     costs = np.array([option.cost for option in columns])
     sizes = np.array([option.nbytes for option in columns], np.float64)

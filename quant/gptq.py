@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
 
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import rtn
@@ -109,6 +108,8 @@ class _Gptq:
 
     def _divided(self, rows: Floats) -> Floats:  # (n, K')
         """Rows times the inverse of H."""
+        from scipy.linalg import solve_triangular  # only here: most conversions need no scipy
+
         right = np.ascontiguousarray(rows.T[self._order])
         right = solve_triangular(self._upper, right, check_finite=False, overwrite_b=True)
         right = solve_triangular(self._upper, right, trans="T", check_finite=False, overwrite_b=True)

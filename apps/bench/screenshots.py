@@ -3,8 +3,9 @@
     python -m edgeinfer.apps.bench.screenshots --models FOLDER --large NAME
     python -m edgeinfer.apps.bench.screenshots --report docs/results/report.html
 
-The folder's models are shown in the picker beside the built-in one, and `--large` is the one that is planned and loaded
-there: a model of some hundred megabytes, so that its plan has something to show. The conversations are the built-in
+The folder's models are shown in the picker beside the built-in one, another small one with "stories" in its name among
+them. `--large` is the one that is planned and loaded there: a model of some hundred megabytes, so that its plan has
+something to show. The conversations are the built-in
 model's own, but for one with Markdown and code, which that model cannot write. A report is taken in light and dark.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwright
 
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
@@ -60,11 +62,12 @@ for chunk in model.stream("Once upon a time", max_tokens=64):
 
 @contextlib.contextmanager
 def _app(*options: str | Path) -> Iterator[str]:
-    """The address of an app with no history."""
+    """The address of an app with no history, on a machine that has none of the hub's models."""
     with tempfile.TemporaryDirectory() as data:
         command = [sys.executable, "-m", "edgeinfer.apps.cli.main", "chat", "--no-window", "--data", data]
         command += map(str, options)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        own = os.environ | {"HF_HOME": f"{data}/hub", "XDG_DATA_HOME": f"{data}/home", "HF_HUB_OFFLINE": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own) as process:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
             try:
@@ -138,9 +141,15 @@ Shoot = Callable[[Page, str], None]
 def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
     """The start, conversations and the picker, in light and dark, wide and narrow."""
     with _app("--models", models, "--seed", "3") as address:
-        page = _page(browser, address)
-        _ready(page)
-        shoot(page, "start")
+        for dark, ending in ((True, "-dark"), (False, "")):
+            page = _page(browser, address, dark=dark)
+            _ready(page)
+            expect(page.locator(".offered .card").first).to_be_visible()
+            shoot(page, f"start{ending}")
+            page.get_by_role("button", name="See all").click()
+            expect(page.locator(".catalog-pane .card").first).to_be_visible()
+            shoot(page, f"catalog{ending}")
+            page.get_by_role("button", name="Close", exact=True).click()
         for text in _TALKS:
             page.keyboard.press("Control+Shift+O")
             _ask(page, text)
@@ -185,6 +194,57 @@ def _memory_short(browser: Browser, models: Path, large: str, shoot: Shoot) -> N
         shoot(page, "memory-short")
 
 
+_NOTES = """# The harbour
+
+The lighthouse stands at the end of the pier. Its keeper is called Ada, and she has a grey cat.
+The ferry leaves at nine and comes back at five. On Sundays it stays in the harbour.
+"""
+
+
+def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+    """A message with a file, before and after it is sent, and a reply that stopped at its length limit."""
+    files: list[FilePayload] = [
+        {"name": "harbour.md", "mimeType": "text/markdown", "buffer": _NOTES.encode()},
+        {
+            "name": "tides.csv",
+            "mimeType": "text/csv",
+            "buffer": b"day,high,low\nMonday,6:10,12:25\nTuesday,7:02,13:14\n",
+        },
+    ]
+    with _app("--seed", "5", "-n", "40") as address:
+        pages = [_page(browser, address, dark=dark) for dark in (True, False)]
+        for page in pages:
+            _ready(page)
+            page.get_by_label("Files to attach").set_input_files(files)
+            page.locator("#prompt").fill("Tell me a story about the keeper of the lighthouse.")
+            expect(page.locator(".chips-note")).to_contain_text("takes")
+            shoot(page, "attachment-dark" if page is pages[0] else "attachment")
+        pages[1].locator("#prompt").press("Enter")
+        _finished(pages[1])
+        expect(pages[1].locator(".mishap")).to_contain_text("length limit")
+        shoot(pages[1], "continue")
+        pages[0].goto(pages[1].url)
+        _finished(pages[0])
+        shoot(pages[0], "continue-dark")
+
+
+def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
+    """A chat of another model than the one that is loaded."""
+    with _app("--models", models, "--seed", "3") as address:
+        page = _page(browser, address)
+        _ready(page)
+        _ask(page, _TALKS[0])
+        page.keyboard.press("Control+Shift+O")
+        _pick(page, "stories")
+        page.locator("#load-button").click()
+        expect(page.locator("#models")).to_be_hidden()
+        _ready(page)
+        page.locator(".entry a").first.click()
+        expect(page.locator(".notice.other")).to_be_visible()
+        page.get_by_role("button", name="Chat settings").click()
+        shoot(page, "own-model")
+
+
 def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
     """A conversation that has used up the context."""
     with _app("--context", "256", "--seed", "3") as address:
@@ -195,7 +255,13 @@ def _context_full(browser: Browser, models: Path, large: str, shoot: Shoot) -> N
         shoot(page, "context-full")
 
 
-_SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (_chats, _memory_short, _context_full)
+_SCENES: tuple[Callable[[Browser, Path, str, Shoot], None], ...] = (
+    _chats,
+    _attached,
+    _own_model,
+    _memory_short,
+    _context_full,
+)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def _add_benchmark(commands: Subparsers, name: str, benchmark: Benchmark) -> Non
         commands, name, lambda args: _execute(benchmark, args), benchmark.description, help=benchmark.help
     )
     if benchmark.loads:
-        add_load_options(parser)
+        add_load_options(parser, converts=False)
         parser.advanced("--speculation", "--memory")
     parser.advanced(*add_declared(parser, benchmark.options))
     if benchmark.files:
@@ -80,7 +80,7 @@ def _execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     options = options_from(benchmark.options, args)
     out, written, drawn = (getattr(args, name, None) for name in ("out", "json", "svg"))
     _require_place(out, written, drawn)
-    model, load = (args.model, load_options(args)) if benchmark.loads else (None, {})
+    model, load = (args.model, load_options(args, converts=False)) if benchmark.loads else (None, {})
     with progress_bar() as bar:
         shown: dict[str, Any] = {} if bar is None else {"progress": bar}
         context = BenchContext(model, load, resolve, load_model, command=command_line(), **shown)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer import hub
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
+    as_flag,
     generation_options,
     load_model,
     load_options,
@@ -80,7 +82,7 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     given = generation_options(args)
     with load_model(args.model, load_options(args)) as model:
         options = {**CONVERSATIONAL, **_recommended(args.model), **given}
-        TerminalChat(model, system=system, options=options).run()
+        TerminalChat(model, system=system, options=options, say=as_flag).run()
     return 0
 
 
@@ -101,9 +103,10 @@ def _in_window(args: argparse.Namespace, system: str | None) -> int:
             hint = "pip install 'edgeinfer[desktop]', or chat in the terminal: edgeinfer chat --terminal"
             raise UsageError(message, hint) from error
         raise
-    loading, options = load_options(args), generation_options(args)
+    options = generation_options(args)
+    model, loading = prepared(args.model, load_options(args))
     given: dict[str, Any] = {"memory": loading.pop("memory", None), "context": loading.pop("context", None)}
-    given |= {"model": _local(args.model), "system": system, "options": options or None}
+    given |= {"model": _local(model), "system": system, "options": options or None}
     config = DesktopConfig(
         data=args.data,
         port=args.port or 0,

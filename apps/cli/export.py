@@ -22,15 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = (
-    "Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.\nNeeds the "
-    "extra: pip install 'edgeinfer[export]', or 'edgeinfer[export,gguf]' for --format gguf "
-    "(llama.cpp's).\n\nexamples:\n  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4\n  "
-    "edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration "
-    "text.txt\n  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers "
-    "auto:8\n  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-npu --static --static-context 2048\n  "
-    'edgeinfer run -m qwen "What is a quark?"\n'
-)
+_DESCRIPTION = """\
+Turn a Hugging Face checkpoint (safetensors) into a bundle that edgeinfer runs.
+edgeinfer run and chat convert a checkpoint by themselves; this makes a bundle to keep or give away. Calibration and
+budgets need pip install 'edgeinfer[export]', --format gguf needs 'edgeinfer[gguf]'.
+
+examples:
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen --bits 4
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-gguf --format gguf --type Q4_K_M --calibration text.txt
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct drafter --format gguf --prune-layers auto:8
+  edgeinfer export Qwen/Qwen2.5-0.5B-Instruct qwen-npu --static --static-context 2048
+  edgeinfer run -m qwen "What is a quark?"
+"""
 # Options that are fields of ExportConfig under the same name.
 _OPTIONS = (
     *("bits", "budget_bits", "target_size", "calibration", "calibration_tokens", "method"),

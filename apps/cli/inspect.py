@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_rows
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.bundle import Bundle, TensorEntry, open_bundle
@@ -49,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    bundle = open_bundle(hub.resolve(args.path))
+    bundle = open_bundle(hub.resolve(prepared(args.path, {})[0]))
     verified: Mapping[str, str] = {}
     if args.verify or args.accept:
         with progress_bar(enabled=not args.json) as progress:

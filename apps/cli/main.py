@@ -35,6 +35,7 @@ _GROUPS = {
         "serve": "serve a model to other programs through OpenAI's API",
     },
     "choose a model": {
+        "models": "list and remove models on this machine, or show a catalog of good ones",
         "pull": "download a model from the Hugging Face hub",
         "plan": "show whether a model fits in memory and how fast it runs",
         "inspect": "show what a model consists of",
@@ -49,6 +50,9 @@ _GROUPS = {
         "eval": "measure how well a model predicts a text",
         "tune": "find the fastest settings for this device",
         "devices": "list the devices that models can run on",
+    },
+    "set up": {
+        "completion": "complete commands, options and models in your shell",
     },
 }
 COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.items()}
@@ -67,7 +71,7 @@ edgeinfer runs language models on this machine, within a memory budget that you 
 
   edgeinfer run "Once upon a time"   a story, by the small built-in model
   edgeinfer chat                     a conversation, in a window or the browser
-  edgeinfer chat -m ORG/NAME         the same with a model of the Hugging Face hub
+  edgeinfer chat -m qwen3-0.6b       the same with a model of the catalog, or any of the hub (ORG/NAME)
 
 edgeinfer --help lists all commands.
 """
@@ -82,7 +86,7 @@ edgeinfer COMMAND --help explains a command; edgeinfer --version prints the vers
 
 
 def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
-    """Builds the parser of all commands, or of the command `only` if there is one of that name.
+    """Builds the parser of all commands, or of the command `only`.
 
     Args:
         beside: the other commands are there too, by their names alone.
@@ -93,7 +97,7 @@ def build_parser(only: str | None = None, *, beside: bool = False) -> Parser:
     parser.add_argument("--version", action="version", version=f"edgeinfer {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        if only not in COMMANDS or command == only:
+        if only in (None, command):
             import_module(f"edgeinfer.apps.cli.{command}").add_parser(commands)
         elif beside:
             commands.add_parser(command, help=COMMANDS[command])
@@ -140,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments after the program's name; None takes the process's own.
     """
+    if argv is None and "_ARGCOMPLETE" in os.environ:  # a shell asks how its line can go on
+        from edgeinfer.apps.cli.completion import complete
+
+        complete(build_parser)
     arguments = list(sys.argv[1:] if argv is None else argv)
     _prepare_streams()
     limit = address_limit() if argv is None else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import edgeinfer
 from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
 
 __all__ = [
+    "CONVERTING",
     "DRAFTING",
     "GENERATION",
     "LOADING",
@@ -45,6 +47,7 @@ MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
     "prefix_cache",
 )
+CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
@@ -55,17 +58,21 @@ GENERATION = tuple(name for name, option in options_of(GenerationConfig).items()
 def add_model_option(parser: Parser) -> None:
     """Adds -m."""
     text = (
-        "bundle directory, .gguf file, or hub id: ORG/NAME, or ORG/NAME:TYPE for GGUF files (default: "
-        "the small built-in story model)"
+        "catalog name (edgeinfer models --catalog), hub id ORG/NAME or ORG/NAME:TYPE, bundle or checkpoint "
+        "directory, or .gguf file (default: the small built-in story model)"
     )
     action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
-    parser.brief(action, "bundle, .gguf file or hub id (default: a small story model)")
+    parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
 
 
-def add_load_options(parser: Parser) -> None:
-    """Adds -m and the options of LoadConfig."""
+def add_load_options(parser: Parser, *, converts: bool = True) -> None:
+    """Adds -m and the options of LoadConfig.
+
+    Args:
+        converts: --bits is for a checkpoint that is converted, and not something of the command's own.
+    """
     add_model_option(parser)
-    add_options(parser, LoadConfig, LOADING)
+    add_options(parser, LoadConfig, (*LOADING, *CONVERTING) if converts else LOADING)
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -77,7 +84,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
         "json_schema": "JSON schema that the reply must match: a file, - for stdin, or the schema itself",
-        "grammar": "file with a grammar that the reply must match, in Lark's notation; - reads stdin",
+        "grammar": "file with a grammar that the reply must match, in Lark's notation or GBNF; - reads stdin",
         "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
     add_options(parser, ReplyOptions, help=help)
@@ -165,13 +172,16 @@ def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def load_options(args: argparse.Namespace) -> dict[str, Any]:
+def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str, Any]:
     """Returns the keyword arguments of edgeinfer.load that the user gave, checked before anything is loaded.
+
+    Args:
+        converts: as `add_load_options` took it.
 
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, LOADING)
+    options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
     LoadConfig.of(**options)
     return options
 
@@ -232,7 +242,8 @@ def as_flag(setting: Setting) -> str:
 
 
 def load_model(model: str | None, options: Mapping[str, Any]) -> Model:
-    """Loads a model; a bar shows when its weights have to be converted first. Errors as `edgeinfer.load`."""
+    """Loads a model; a bar shows when it has to be fetched or converted first. Errors as `edgeinfer.load`."""
+    model, options = prepared(model, options)
     with progress_bar() as progress:
         shown: dict[str, Any] = {} if progress is None else {"progress": progress}
         return edgeinfer.load(model, **options, **shown)

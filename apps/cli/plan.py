@@ -7,7 +7,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import edgeinfer
-from edgeinfer.apps.cli.options import DRAFTING, MEMORY, add_model_option, add_options, given_options
+from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.options import CONVERTING, DRAFTING, MEMORY, add_model_option, add_options, given_options
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.config import LoadConfig, format_size
@@ -28,7 +29,7 @@ does not fit.
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-_PLANNED = (*MEMORY, "native", "device", *DRAFTING)
+_PLANNED = (*MEMORY, *CONVERTING, "native", "device", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts"),
@@ -53,7 +54,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    plan = edgeinfer.plan(args.model, **given_options(args, _PLANNED))
+    model, options = prepared(args.model, given_options(args, _PLANNED))
+    plan = edgeinfer.plan(model, **options)
     if args.json:
         print_json(plan.to_dict())
     else:

@@ -18,8 +18,8 @@ from edgeinfer.apps.cli.options import (
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
-from edgeinfer.apps.terminal.app import cancel_on_interrupt
 from edgeinfer.apps.terminal.endings import CommandWords, ending
+from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 

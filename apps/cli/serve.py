@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
@@ -26,9 +27,6 @@ __all__ = ["add_parser", "execute"]
 _DESCRIPTION = """\
 Serve a model to other programs through the APIs that they know: OpenAI's (/v1), Ollama's (/api), Anthropic's
 (/v1/messages) and that of llama.cpp's server (/completion and others). Ctrl-C ends it.
-
-A request may name any model on this machine; the server then loads it in place of the one before, within the same
-budget. It never downloads one.
 
 Only programs of this machine reach it. To let others, bind it with --host and give it an API key, in a file or in
 EDGEINFER_API_KEY; there is no encryption: put a proxy in front for that.
@@ -46,7 +44,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--sse-ping-interval")
+    parser.advanced("--sse-ping-interval", "--idle-unload", "--verbose")
     add_load_options(parser)
     add_json_option(parser)
 
@@ -93,7 +91,8 @@ def execute(args: argparse.Namespace) -> int:
         from edgeinfer.apps.server.switching import ModelSwitch
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
-    options = load_options(args) | ({} if args.idle_unload is None else {"idle_unload": args.idle_unload})
+    name, options = prepared(args.model, load_options(args))
+    options |= {} if args.idle_unload is None else {"idle_unload": args.idle_unload}
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
@@ -105,10 +104,10 @@ def execute(args: argparse.Namespace) -> int:
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)
     announcement = _Announcement(args.json)
-    switch = ModelSwitch(host, args.model, options, queue=args.queue) if args.models == "on" else None
+    switch = ModelSwitch(host, name, options, queue=args.queue) if args.models == "on" else None
 
     async def load() -> None:
-        model = await host.load(args.model, options)
+        model = await host.load(name, options)
         if switch is not None:
             switch.opened = True
         announcement.show(model)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.library import Library, Planner, id_of, name_of
+from edgeinfer.apps.desktop.library import Library, Planner, canonical, id_of, name_of
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
 from edgeinfer.apps.desktop.words import error_view
@@ -159,6 +159,7 @@ class ModelControl:
 
     def _begin(self, choice: ModelChoice, *, default: bool = True, measure: bool = False) -> None:
         self.cancel()
+        choice = dataclasses.replace(choice, model=canonical(choice.model))
         self._wanted = choice
         self._loads += 1
         self._idle.clear()

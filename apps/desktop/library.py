@@ -7,6 +7,7 @@ another after it, by what the model takes; plans are corrected by as much."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "id_of", "model_of", "name_of"]
+__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "canonical", "id_of", "model_of", "name_of"]
 
 Source = Literal["built-in", "bundle", "gguf", "hub", "converted"]
 
@@ -60,6 +61,15 @@ class ListedModel:
 def model_of(id: str | None) -> str | None:
     """What `edgeinfer.load` takes for an id."""
     return None if id == BUILT_IN else id
+
+
+def canonical(model: str | None) -> str | None:
+    """The id under which the library lists a model that a name stands for; the name itself, where there is no other."""
+    with contextlib.suppress(EdgeInferError):
+        path = hub.local(model)
+        if model is not None and path is not None and (path.is_file() or path.is_relative_to(hub.models_folder())):
+            return str(path)
+    return model
 
 
 def id_of(model: str | None) -> str:
@@ -220,7 +230,7 @@ class Planner:
             alone = edgeinfer.plan(model, **given)
             # As the host would load it; where memory is short it makes do without what others need.
             roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel))
-            data = roomy.to_dict() | {"alternatives": alone.to_dict()["alternatives"]}
+            data = roomy.to_dict() | {"alternatives": [way.to_dict() for way in alone.useful_alternatives]}
             data["minimum_bytes"] = alone.minimum_bytes
             return _corrected(data, *self._excess(roomy), memory)
 

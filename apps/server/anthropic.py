@@ -21,6 +21,7 @@ from edgeinfer.openai.fields import Fields, limit, sampling
 from edgeinfer.openai.messages import Message, read_message
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
+from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
@@ -192,7 +193,7 @@ def _form(fields: Fields) -> dict[str, Any]:
     schema = inner.take("schema", dict, "a JSON Schema, an object")
     if kind != "json_schema" or schema is None:
         raise inner.wrong("type", kind, 'Give {"type": "json_schema", "schema": {...}}.')
-    return {"json_schema": schema}
+    return {"json_schema": closed(schema)}
 
 
 def _choice(fields: Fields, functions: Any) -> ToolChoice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgeinfer.apps.server.completions import CompletionKind
@@ -14,6 +15,8 @@ from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sam
 from edgeinfer.openai.figures import timings, token_text
 from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply
+from edgeinfer.openai.schemas import closed
+from edgeinfer.openai.text import is_id
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 __all__ = ["LLAMA_KINDS", "default_settings"]
@@ -52,8 +55,9 @@ class LlamaCompletion:
         fields.ignore_others()
         fields.end()
         self.ignored = tuple(fields.ignored)
-        self._prompts = [TextPrompt(prompt, options, fields=("prompt", "json_schema")) for prompt in prompts]
-        self._shown = [prompt if isinstance(prompt, str) else model.detokenize(prompt) for prompt in prompts]
+        self._asked = prompts
+        self._prompts = [TextPrompt("", options, fields=("prompt", "json_schema"))] * len(prompts)
+        self._shown: list[str] = []
         self._settings = {**default_settings(model.context), **_told(options)}
         self._name, self._context = model.info.name, model.context
         self._replies = [Reply() for _ in range(self.n)]
@@ -64,10 +68,16 @@ class LlamaCompletion:
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompts."""
-        self._prompts = [prompt.prepared(model) for prompt in self._prompts]
+        for place, prompt in enumerate(self._asked):
+            known = prompt if isinstance(prompt, str) else _ids(prompt, model)
+            self._shown.append(known if isinstance(known, str) else model.detokenize(known))
+            self._prompts[place] = replace(self._prompts[place], prompt=known).prepared(model)
+        self._asked = []
 
     def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
         """Begins a reply."""
+        if self._asked:
+            self.prepare(model)
         place, reply = divmod(index, self._each)
         return self._prompts[place].start(model, reply)[0]
 
@@ -200,7 +210,7 @@ def _options(fields: Fields) -> dict[str, Any]:
         options |= fields.checked("logit_bias", "logit_bias", _bias(bias))
     schema = fields.take("json_schema", dict, "a JSON Schema, an object")
     if schema is not None:
-        options["json_schema"] = schema
+        options["json_schema"] = closed(schema)
     return options | sampling(fields)
 
 
@@ -218,43 +228,50 @@ def _bias(value: Any) -> Any:
     return known
 
 
-def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[str | list[int]], bool]:
+_Prompt = str | list[int | str]
+
+
+def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[_Prompt], bool]:
     """The prompts, and whether they were sent as a list of them."""
     prompt = fields.any("prompt")
     if prompt is None:
         raise fields.missing("prompt", "Send text to continue.")
-    several = isinstance(prompt, list) and bool(prompt) and not any(map(_is_id, prompt))
+    several = isinstance(prompt, list) and bool(prompt) and not any(map(is_id, prompt))
     prompts = prompt if several else [prompt]
     if len(prompts) > MOST_REPLIES:
         raise fields.wrong("prompt", f"{len(prompts)} prompts", f"The limit is {MOST_REPLIES}.")
     return [_prompt(one, fields, model) for one in prompts], several
 
 
-def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> str | list[int]:
+def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> _Prompt:
+    """A text, or ids and texts in one another."""
     if isinstance(prompt, dict) and set(prompt) <= {"prompt_string", "multimodal_data"}:
         if prompt.get("multimodal_data"):
             message = "prompt has images or sound."
             raise RequestError(message, "This model reads text only.", param="prompt", code="unsupported_content")
         prompt = prompt.get("prompt_string")
     if prompt == "" and model.begin_ids:  # an empty text begins as the model's texts do
-        return model.begin_ids
+        return [*model.begin_ids]
     if isinstance(prompt, str) and prompt:
         return prompt
-    if not isinstance(prompt, list) or not prompt or not all(_is_id(part) or isinstance(part, str) for part in prompt):
+    if not isinstance(prompt, list) or not prompt or not all(is_id(part) or isinstance(part, str) for part in prompt):
         raise fields.wrong("prompt", prompt, _HINT)
+    if sum(isinstance(part, str) for part in prompt) > MOST_REPLIES:
+        raise fields.wrong("prompt", "a list of many texts", f"The limit is {MOST_REPLIES}.")
+    return prompt
+
+
+def _ids(parts: Sequence[int | str], model: ChatModel[Any]) -> list[int]:
+    """The ids of a prompt of ids and texts; only the first text gets a begin token."""
     ids: list[int] = []
-    for place, part in enumerate(prompt):
+    begin = model.begin_ids
+    for place, part in enumerate(parts):
         if isinstance(part, str):
             more = model.tokenize_prompt(part) if part else []
-            begin = model.begin_ids
             ids += more[len(begin) :] if place and begin and more[: len(begin)] == begin else more
         else:
             ids.append(part)
     return ids
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _entry(logprob: TokenLogprob) -> Event:

@@ -24,14 +24,16 @@ from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 
 __all__ = ["LlamaEndpoints"]
 
-# By path, what a model that generates text does not do, and what to do instead.
+# By path, what is said of it.
 _REFUSED = {
-    "/embeddings": ("has no embeddings", "Use another model."),
-    "/embedding": ("has no embeddings", "Use another model."),
-    "/rerank": ("does not rank texts", "Use another model."),
-    "/reranking": ("does not rank texts", "Use another model."),
-    "/infill": ("has no tokens for text between two others", "POST /completion continues a text."),
+    "/embeddings": "{name} generates text and has no embeddings.",
+    "/embedding": "{name} generates text and has no embeddings.",
+    "/rerank": "{name} generates text and cannot rerank documents.",
+    "/reranking": "{name} generates text and cannot rerank documents.",
+    "/infill": "{name} continues text and cannot fill in the middle.",
 }
+_COMPLETE = "POST /completion continues text."
+_OTHER = "Use another model."
 
 
 class LlamaEndpoints:
@@ -101,8 +103,9 @@ class LlamaEndpoints:
         """Says what the model does not do."""
         body = await read_json(request, self._service.security)
         async with self._service.use(body.get("model"), request.receive) as model:
-            reason, hint = _REFUSED[request.url.path.removeprefix("/v1")]
-            raise CapabilityError(f"{model.info.name} generates text and {reason}.", hint)
+            path = request.url.path.removeprefix("/v1")
+            hint = _COMPLETE if path == "/infill" else _OTHER
+            raise CapabilityError(_REFUSED[path].format(name=model.info.name), hint)
 
 
 def _slot(place: int, model: Model, *, processing: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from edgeinfer.openai.figures import entries, timings
 from edgeinfer.openai.messages import Message, read_messages
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece
+from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
@@ -181,8 +182,10 @@ class OllamaText(OllamaReply):
         return {"response": text}
 
 
-# By path, the field that says what is to be answered.
-_ASKING = {"/api/chat": "messages", "/api/generate": "prompt"}
+# By path, the field that says what is to be answered, and how it says nothing.
+_ASKING: Mapping[str, tuple[str, Any]] = {"/api/chat": ("messages", []), "/api/generate": ("prompt", "")}
+# What may stand in a request that asks for nothing.
+_BESIDE = {"model", "keep_alive", "stream", "options"}
 
 
 def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | None:
@@ -190,7 +193,9 @@ def _aside(service: Service, path: str, body: Mapping[str, Any]) -> Response | N
     seconds = keep_seconds(body.get("keep_alive"))
     if seconds is not None and service.switch is not None:
         service.switch.keep(None if math.isinf(seconds) else seconds)
-    if body.get(_ASKING[path]):
+    asking, nothing = _ASKING[path]
+    given = {name for name, value in body.items() if value is not None}
+    if body.get(asking) not in (None, nothing) or not given <= _BESIDE | {asking}:
         return None
     said = {"message": {"role": "assistant", "content": ""}} if path == "/api/chat" else {"response": ""}
     reason = "unload" if seconds == 0 else "load"
@@ -277,7 +282,7 @@ def _form(fields: Fields) -> dict[str, Any]:
         return {"json_object": True}
     if isinstance(value, str):
         raise fields.wrong("format", value, "Give json or a JSON Schema.")
-    return {"json_schema": value}
+    return {"json_schema": closed(value)}
 
 
 def _thinking(fields: Fields) -> dict[str, Any] | None:

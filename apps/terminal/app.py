@@ -1,70 +1,43 @@
-"""The terminal chat: reads lines, streams replies, obeys /commands; Ctrl-C cancels the reply that is running."""
+"""The terminal chat: reads messages, streams replies, obeys /commands."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
+import json
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
 
-from edgeinfer.config import format_size
+from edgeinfer.apps.terminal.endings import ChatWords, ending
+from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
+from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, UsageError, UserError
+from edgeinfer.options import nearest, options_of
+from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer import Chat, Model, Result
 
-__all__ = ["Cancellable", "Interrupt", "TerminalChat", "cancel_on_interrupt"]
+__all__ = ["TerminalChat"]
+
+_QUOTES = '"""'
+_FIRST, _MORE = "> ", "... "
 
 
-class Cancellable(Protocol):
-    """Something that can be asked to stop."""
+@dataclass(frozen=True)
+class Command:
+    """Something a line that begins with a slash asks for.
 
-    def cancel(self) -> None:
-        """Asks for the stop and returns at once."""
-
-
-class Interrupt:
-    """Whether Ctrl-C was pressed."""
-
-    pressed = False
-
-
-@contextlib.contextmanager
-def cancel_on_interrupt(stream: Cancellable) -> Iterator[Interrupt]:
-    """While open, the first Ctrl-C cancels `stream`, which then ends in good order; the second raises as usual.
-
-    Only the main thread receives signals; in any other this does nothing.
+    Attributes:
+        names: by which it is called, the first as help lists it.
+        argument: stands for what comes behind the name; empty where nothing does.
     """
-    state = Interrupt()
 
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        if state.pressed:
-            raise KeyboardInterrupt
-        state.pressed = True
-        stream.cancel()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield state
-        return
-    previous = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield state
-    finally:
-        signal.signal(signal.SIGINT, previous)
-
-
-_HELP = """\
-/help           this list
-/reset          forget the conversation, keep the system message
-/system TEXT    start over with another system message; without TEXT, with none
-/save PATH      write the conversation; to a name that ends in .session with the model's memory of it
-/load PATH      go on with a conversation that was saved
-/stats          tokens, speed and memory of the last reply
-/quit           leave (so does Ctrl-D); Ctrl-C stops a reply
-"""
+    names: tuple[str, ...]
+    argument: str
+    help: str
+    run: Callable[[str], None]
 
 
 class TerminalChat:
@@ -74,9 +47,10 @@ class TerminalChat:
         model: the loaded model; stays open.
         system: system message, or None.
         options: generation options of every reply, by their names in GenerationConfig.
-        read: gives the next line without its end, and raises EOFError after the last; None reads stdin.
+        read: shows a prompt, gives the next line without its end, and raises EOFError after the last; None reads stdin.
         out: where replies go.
         interactive: whether a person types: prompts are shown, and a mistake does not end the chat.
+        say: puts options that errors name into words.
     """
 
     def __init__(
@@ -85,68 +59,85 @@ class TerminalChat:
         *,
         system: str | None = None,
         options: Mapping[str, Any] | None = None,
-        read: Callable[[], str] | None = None,
+        read: Callable[[str], str] | None = None,
         out: TextIO | None = None,
         interactive: bool | None = None,
+        say: Callable[[Setting], str] = str,
     ) -> None:
         self._model = model
         self._chat: Chat = model.chat(system=system)
         self._options = dict(options or {})
         self._out = out or sys.stdout
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
-        self._read = read or (_keyboard() if self._interactive else _lines(sys.stdin).__next__)
+        self._read = read or (_keyboard() if self._interactive else _lines(sys.stdin))
+        self._say_setting = say
         self._last: Result | None = None
-        self._commands: dict[str, Callable[[str], None]] = {
-            "/help": self._show_help,
-            "/load": self._load,
-            "/reset": self._reset,
-            "/save": self._save,
-            "/stats": self._stats,
-            "/system": self._set_system,
-        }
+        self._leaving = False
+        self._commands = (
+            Command(("/?", "/help"), "", "this list", self._show_help),
+            Command(("/bye", "/exit", "/quit"), "", "leave (so does Ctrl-D); Ctrl-C stops a reply", self._leave),
+            Command(("/reset", "/clear"), "", "forget the conversation, keep the system message", self._reset),
+            Command(("/regen",), "", "another reply to the last message", self._regenerate),
+            Command(("/set",), "NAME VALUE", "an option of replies, such as temperature 0.3; alone: list", self._set),
+            Command(("/system",), "TEXT", "start over with this system message; alone: with none", self._set_system),
+            Command(("/show",), "", "the model, its context and the system message", self._show),
+            Command(("/stats",), "", "tokens, speed and memory of the last reply", self._stats),
+            Command(("/save",), "FILE", "write the conversation; to NAME.session with the model's cache", self._save),
+            Command(("/load",), "FILE", "go on with a conversation that was saved", self._load),
+        )
 
     def run(self) -> None:
-        """Talks until the input ends or /quit.
+        """Talks until the input ends or somebody leaves.
 
         Raises:
             UserError: a mistake in input that does not come from a person.
             KeyboardInterrupt: Ctrl-C while reading input that does not come from a person.
         """
         if self._interactive:
-            self._say("Type a message; /help lists commands, Ctrl-D leaves.")
-        while True:
+            self._say("Type a message; /? lists commands, Ctrl-D leaves.")
+        while not self._leaving:
             try:
-                line = self._read().strip()
+                text, is_command = self._next()
             except (EOFError, StopIteration):
                 break
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
-                self._say("\nCtrl-D or /quit leaves.")
+                self._say("\nCtrl-D or /bye leaves.")
                 continue
-            if line == "/quit":
-                return
-            if line:
-                self._answer(line)
+            if text:
+                self._answer(text, self._command if is_command else self._reply)
         if self._interactive:
             self._say("")
 
-    def _answer(self, line: str) -> None:
+    def _next(self) -> tuple[str, bool]:
+        """The next line, or the lines between triple quotes; and whether it is a command."""
+        line = self._read(_FIRST).strip()
+        if not line.startswith(_QUOTES):
+            return line, line.startswith("/")
+        lines = [line.removeprefix(_QUOTES)]
+        while not lines[-1].rstrip().endswith(_QUOTES):
+            try:
+                lines.append(self._read(_MORE))
+            except (EOFError, StopIteration):
+                break
+        return "\n".join(lines).rstrip().removesuffix(_QUOTES).strip(), False
+
+    def _answer(self, text: str, how: Callable[[str], None]) -> None:
         try:
-            if line.startswith("/"):
-                self._command(line)
-            else:
-                self._reply(line)
+            how(text)
         except UserError as error:
             if not self._interactive:
                 raise
-            self._say(f"error: {error}")
+            self._say(f"error: {error.told(self._say_setting)}")
 
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
-        if name not in self._commands:
-            raise UsageError(f"There is no command {name}.", "/help lists them.")
-        self._commands[name](argument.strip())
+        found = next((command for command in self._commands if name in command.names), None)
+        if found is None:
+            meant = nearest(name, [each for command in self._commands for each in command.names])
+            raise UsageError(f"There is no command {name}.", f"Did you mean {meant}?" if meant else "/? lists them.")
+        found.run(argument.strip())
 
     def _reply(self, text: str) -> None:
         written = ""
@@ -159,15 +150,67 @@ class TerminalChat:
             self._last = stream.result
         if not written.endswith("\n"):
             self._say("")
+        note = ending(self._last, self._options.get("max_tokens"), ChatWords())
+        if note and self._interactive:
+            self._say(note)
+        elif note:
+            sys.stderr.write(f"{note}\n")
         if interrupt.pressed and not self._interactive:
             raise KeyboardInterrupt
 
     def _show_help(self, _: str) -> None:
-        self._say(_HELP.rstrip())
+        rows = [(" ".join((", ".join(each.names), each.argument)).strip(), each.help) for each in self._commands]
+        rows.append((_QUOTES, "begins and ends a message of several lines"))
+        width = max(len(name) for name, _ in rows) + 2
+        self._say("\n".join(f"{name:<{width}}{text}" for name, text in rows))
+
+    def _leave(self, _: str) -> None:
+        self._leaving = True
 
     def _reset(self, _: str) -> None:
         self._chat.reset()
         self._say("The conversation starts over.")
+
+    def _regenerate(self, _: str) -> None:
+        before = self._chat.messages
+        if not before or before[-1]["role"] != "assistant":
+            raise UsageError("There is no reply yet.", "Write a message first.")
+        self._chat = self._model.chat(history=before[:-2])
+        self._reply(before[-2]["content"])
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        name = name.replace("-", "_")
+        if name == "system":
+            self._set_system(value.strip())
+        elif name:
+            self._set_option(name, value.strip())
+        else:
+            self._show_options()
+
+    def _set_option(self, name: str, value: str) -> None:
+        declared = options_of(GenerationConfig)
+        if name not in declared:
+            meant = nearest(name, declared)
+            hint = f"Did you mean {meant}?" if meant else "Such as: /set temperature 0.7"
+            raise UsageError(f"Replies have no option {name}.", hint)
+        options = {each: given for each, given in self._options.items() if each != name}
+        if value:
+            options[name] = value if declared[name].type is str else _parsed(value)
+        self._model.check(**options)
+        self._options = options
+        self._show_options()
+
+    def _show_options(self) -> None:
+        given = ", ".join(f"{name} {value}" for name, value in self._options.items())
+        self._say(f"Set: {given}." if given else "Nothing is set: replies go by the defaults.")
+
+    def _show(self, _: str) -> None:
+        info = self._model.info
+        self._say(f"{info.name}, {info.parameters / 1e6:,.0f}M parameters of {info.bits_per_weight:g} bits")
+        self._say(f"context {self._model.context} tokens, planned {format_size(self._model.plan.planned_bytes)}")
+        self._say(f"system message: {self._chat.system}" if self._chat.system else "no system message")
+        self._show_options()
 
     def _set_system(self, text: str) -> None:
         self._chat = self._model.chat(system=text or None)
@@ -202,17 +245,29 @@ class TerminalChat:
         self._out.flush()
 
 
-def _keyboard() -> Callable[[], str]:
+def _parsed(value: str) -> Any:
+    """A number, a truth value or a list as JSON writes it, else the text itself."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value)
+    return value
+
+
+def _keyboard() -> Callable[[str], str]:
     """Reads from a person, with line editing and history where the platform has readline."""
     with contextlib.suppress(ModuleNotFoundError):  # Windows has none; its console edits lines itself
         import readline  # noqa: F401  # importing it is what gives input() its history
-    return lambda: input("> ")
+    return input
 
 
-def _lines(source: TextIO) -> Iterator[str]:
+def _lines(source: TextIO) -> Callable[[str], str]:
+    lines = _checked(source)
+    return lambda prompt: next(lines)
+
+
+def _checked(source: TextIO) -> Iterator[str]:
     try:
         for line in source:
             line.encode("utf-8")
-            yield line
+            yield line.removesuffix("\n")
     except UnicodeError as error:
         raise PromptError("The input is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error

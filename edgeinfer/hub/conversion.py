@@ -6,6 +6,7 @@ What it fetched so far stays in the hub's cache and is not fetched again; what i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import subprocess
@@ -21,8 +22,11 @@ from typing import IO, Any
 import edgeinfer.errors
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
 from edgeinfer.hub.client import Progress
+from edgeinfer.hub.gguf_offers import Offer
 
-__all__ = ["FetchJob", "fetch"]
+__all__ = ["Choose", "FetchJob", "fetch"]
+
+Choose = Callable[[list[Offer]], str]
 
 _log = logging.getLogger("edgeinfer.hub")
 
@@ -46,6 +50,7 @@ class FetchJob:
         bits: of the conversion; None decides by memory.
         memory: budget that the model is to run in; None is what this machine has.
         bars: draw bars on stderr.
+        asks: tell what a repository of GGUF files offers, and take the one that is chosen.
     """
 
     name: str = ""
@@ -55,9 +60,15 @@ class FetchJob:
     bits: int | None = None
     memory: int | None = None
     bars: bool = False
+    asks: bool = False
 
 
-def fetch(job: FetchJob, progress: Progress | None = None, cancelled: Callable[[], bool] | None = None) -> Path:
+def fetch(
+    job: FetchJob,
+    progress: Progress | None = None,
+    cancelled: Callable[[], bool] | None = None,
+    choose: Choose | None = None,
+) -> Path:
     """Does it; returns the bundle's directory or the GGUF file.
 
     What is done is logged in a line.
@@ -65,13 +76,14 @@ def fetch(job: FetchJob, progress: Progress | None = None, cancelled: Callable[[
     Args:
         progress: called with a stage, and bytes or steps done and in all; an exception that it raises ends the work.
         cancelled: asked several times a second whether to stop.
+        choose: asked which of the types of a repository of GGUF files to take; returns its name.
 
     Raises:
         HubError, StorageError, ModelError, UsageError: as `edgeinfer.pull`.
         HubError: it was cancelled.
     """
     subject = job.name or job.directory
-    with _running(job) as (process, words):
+    with _running(dataclasses.replace(job, asks=choose is not None)) as (process, words):
         for said in _heard(process, subject, cancelled):
             if "path" in said:
                 return Path(said["path"])
@@ -79,6 +91,10 @@ def fetch(job: FetchJob, progress: Progress | None = None, cancelled: Callable[[
                 raise _error(said["error"])
             if "note" in said:
                 _log.info("%s", said["note"])
+            elif "offers" in said:
+                assert choose is not None and process.stdin is not None, "was asked for"
+                process.stdin.write(choose([Offer(**offer) for offer in said["offers"]]) + "\n")
+                process.stdin.flush()
             elif progress is not None:
                 progress(said["stage"], said["done"], said["total"])
         process.wait()

@@ -19,7 +19,7 @@ from edgeinfer.hub.cache import (
 )
 from edgeinfer.hub.catalog_models import catalog_model, similar_names
 from edgeinfer.hub.client import Progress
-from edgeinfer.hub.conversion import FetchJob, fetch
+from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import CheckpointSource, find_converted
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
@@ -37,6 +37,7 @@ def resolve(
     memory: int | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
+    choose: Choose | None = None,
 ) -> Path:
     """The local path of a bundle or GGUF file: the built-in model, an existing path, or one that is fetched.
 
@@ -50,6 +51,7 @@ def resolve(
         memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: asked several times a second whether to stop.
+        choose: asked which of the types of a repository of GGUF files to take; None takes the one that fits best.
 
     Raises:
         ModelError: no such path or name.
@@ -62,7 +64,7 @@ def resolve(
         raise UsageError(f"{bits} bits are not supported.", "Choose 2, 4, 8 or 32.")
     path = _found(model, bits)
     if path is None:
-        path = fetch(_job(model, bits, memory, progress), progress, cancelled)
+        path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)
     if bits is not None and not _is_converted(model, path):
         what = "a GGUF file" if path.is_file() else "a bundle"
         message = f"{'The built-in model' if model is None else model} is {what}, whose weights have their bits."
@@ -77,6 +79,7 @@ def update(
     bits: int | None = None,
     progress: Progress | None = None,
     cancelled: Callable[[], bool] | None = None,
+    choose: Choose | None = None,
 ) -> Path:
     """As `resolve`, and what is here of a hub model is brought up to date first.
 
@@ -86,7 +89,7 @@ def update(
     if existing(model) is not None or hub_name(model) is None:
         return resolve(model, bits=bits, progress=progress, cancelled=cancelled)
     job = _job(model, bits, None, progress)
-    return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled)
+    return fetch(dataclasses.replace(job, revision=revision, refresh=True), progress, cancelled, choose)
 
 
 def local(model: str | Path | None) -> Path | None:

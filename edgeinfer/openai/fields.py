@@ -10,6 +10,7 @@ from edgeinfer.config import REPLY_GROUPS, GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
+from edgeinfer.openai.schemas import closed
 from edgeinfer.option_groups import flat_options
 from edgeinfer.options import options_of
 from edgeinfer.version import VERSION
@@ -201,7 +202,11 @@ def sampling(fields: Fields) -> dict[str, Any]:
     bias = fields.any("logit_bias")
     if bias is not None:
         options |= fields.checked("logit_bias", "logit_bias", _by_id(bias))
-    return flat_options(fields.option("sampling") | options, REPLY_GROUPS)
+    inner = fields.any("sampling")
+    if isinstance(inner, Mapping) and "logit_bias" in inner:
+        inner = {**inner, "logit_bias": _by_id(inner["logit_bias"])}
+    together = {} if inner is None else fields.checked("sampling", "sampling", inner)
+    return flat_options(together | options, REPLY_GROUPS)
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
@@ -221,7 +226,7 @@ def form(fields: Fields, name: str) -> dict[str, Any]:
     if kind == "json_object":
         # llama.cpp's server takes a schema here too.
         schema = inner.take("schema", dict, "an object")
-        return {"json_object": True} if schema is None else {"json_schema": schema}
+        return {"json_object": True} if schema is None else {"json_schema": closed(schema)}
     if kind != "json_schema":
         raise inner.wrong("type", kind, "It must be text, json_object or json_schema.")
     # /v1/responses has no object in between. `strict` or not, nothing but what the schema allows is written.
@@ -229,7 +234,7 @@ def form(fields: Fields, name: str) -> dict[str, Any]:
     if schema is None:
         hint = 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
         raise inner.missing("json_schema.schema", hint)
-    return {"json_schema": schema}
+    return {"json_schema": closed(schema)}
 
 
 def usage_wanted(fields: Fields) -> bool:

@@ -65,7 +65,6 @@ OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "early_stopping": (False,),
     "include_reasoning": None,
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
     "min_tokens": (0,),
     "priority": None,
     "prompt_logprobs": (0,),

@@ -23,9 +23,10 @@ from edgeinfer.openai.fields import (
 from edgeinfer.openai.figures import timings, token_table, usage
 from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply
+from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 
-__all__ = ["TextCompletion"]
+__all__ = ["TextCompletion", "is_id"]
 
 # OpenAI's, where a request says nothing.
 _DEFAULT_LENGTH = 16
@@ -150,7 +151,7 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
     prompt = fields.take("prompt", (str, list), "a string, token ids, or a list of either")
     if prompt is None:
         raise fields.missing("prompt", "Send text to continue.")
-    several = isinstance(prompt, list) and prompt and not _is_id(prompt[0])
+    several = isinstance(prompt, list) and prompt and not is_id(prompt[0])
     prompts = prompt if several else [prompt]
     if len(prompts) > MOST_REPLIES:
         raise fields.wrong("prompt", f"{len(prompts)} prompts", f"The limit is {MOST_REPLIES}.")
@@ -159,13 +160,14 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
 
 
 def _prompt(prompt: Any, fields: Fields) -> str | list[int]:
-    if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt)))):
+    if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(is_id, prompt)))):
         raise fields.wrong("prompt", prompt, "Send a string, token ids, or a list of either; none may be empty.")
     return prompt
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_id(value: Any) -> bool:
+    """Whether a part of a prompt can be a token's id."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def _replies_each(fields: Fields, prompts: int) -> int:

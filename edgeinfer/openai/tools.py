@@ -14,6 +14,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
+from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import Dialect, ToolFormat
 from edgeinfer.runtime.sampling import json_rule
 
@@ -63,8 +64,7 @@ class ToolFunction:
     @property
     def arguments(self) -> Mapping[str, Any]:
         """The schema that arguments are held to: of an object that names its members, no others are taken."""
-        closed = "additionalProperties" not in self.parameters and "properties" in self.parameters
-        return {**self.parameters, "additionalProperties": False} if closed else self.parameters
+        return closed(self.parameters)
 
     def as_tool(self) -> dict[str, Any]:
         """As OpenAI's requests and chat templates have it."""

@@ -16,8 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from filelock import Timeout
@@ -40,7 +41,7 @@ from edgeinfer.hub.folder import (
     remove_converted,
     remove_leftovers,
 )
-from edgeinfer.hub.gguf_offers import best_offer, require_gguf
+from edgeinfer.hub.gguf_offers import best_offer, offers_in, require_gguf
 from edgeinfer.hub.ids import gguf_parts, parse_name
 from edgeinfer.tools.kv_calibration import calibrate_kv
 
@@ -49,7 +50,7 @@ __all__ = ["main"]
 _PROGRESS_S = 0.1
 _LOCK_SECONDS = 1.0
 # Graphs, manifest and tokenizer of a bundle.
-_SMALL_FILES_BYTES = 30_000_000
+_SMALL_FILES_BYTES = 15_000_000
 # What a disk should have beside what is written.
 _SPARE = 1.02
 
@@ -62,6 +63,16 @@ class _Run:
     progress: Progress
     note: Callable[[str], None]
     scratch: _Scratch
+    answers: SimpleQueue[str]
+
+    def chosen(self, found: Repository) -> str:
+        """Which GGUF model of a repository to take, ORG/NAME:TYPE."""
+        if self.job.asks:
+            _tell(offers=[asdict(offer) for offer in offers_in(found, self.job.memory)])
+            return self.answers.get()
+        offer = best_offer(found, self.job.memory)
+        self.note(f"Taking {offer.name} ({format_size(offer.bytes)}), the type that suits this machine's memory.")
+        return offer.name
 
 
 def _work(run: _Run) -> Path:
@@ -84,9 +95,7 @@ def _work(run: _Run) -> Path:
     if found.kind == "gguf":
         require_gguf(wanted)
         if name.tag is None:
-            offer = best_offer(found, job.memory)
-            wanted = offer.name
-            run.note(f"Taking {offer.name} ({format_size(offer.bytes)}), which fits the memory.")
+            wanted = run.chosen(found)
     _require_disk(wanted, _missing(found, wanted), 0, _hub_cache())
     return _pull(run, wanted, found)
 
@@ -188,7 +197,9 @@ def _bits(sizes: DecoderSizes, limit: int, note: Callable[[str], None], name: st
 
 
 def _pull(run: _Run, name: str, found: Repository | None) -> Path:
-    size = 0 if found is None else sum(found.fetched.values())
+    size = 0 if found is None else _missing(found, name)
+    if size:
+        run.note(f"Downloading {name} ({format_size(size)}).")
     counts: dict[str, tuple[int, int]] = {}
 
     def count(label: str, done: int, total: int) -> None:
@@ -278,7 +289,7 @@ class _Scratch:
 
 
 class _Teller:
-    """Writes lines of JSON, of progress not too many."""
+    """Writes lines of progress, not too many."""
 
     def __init__(self) -> None:
         self._told = 0.0
@@ -288,40 +299,47 @@ class _Teller:
         now = time.monotonic()
         if now - self._told >= _PROGRESS_S or stage != self._stage or done == total:
             self._told, self._stage = now, stage
-            self.tell(stage=stage, done=done, total=total)
+            _tell(stage=stage, done=done, total=total)
 
-    def note(self, text: str) -> None:
-        self.tell(note=text)
 
-    def error(self, error: EdgeInferError) -> None:
-        least = error.minimum_bytes if isinstance(error, BudgetError) else 0
-        said = {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "minimum_bytes": least}
-        self.tell(error=said)
+def _said(error: EdgeInferError) -> dict[str, Any]:
+    least = error.minimum_bytes if isinstance(error, BudgetError) else 0
+    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint, "minimum_bytes": least}
 
-    def tell(self, **said: Any) -> None:
-        sys.stdout.write(json.dumps(said) + "\n")
-        sys.stdout.flush()
+
+def _note(text: str) -> None:
+    _tell(note=text)
+
+
+def _tell(**said: Any) -> None:
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
 
 
 def main(text: str) -> int:
     """Does the job that is described; the last line tells the path or the error."""
     teller, scratch, finished = _Teller(), _Scratch(), threading.Event()
-    threading.Thread(target=_end_with_input, args=(finished, scratch), daemon=True).start()
+    answers: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_hear, args=(answers, finished, scratch), daemon=True).start()
     try:
-        path = _work(_Run(FetchJob(**json.loads(text)), teller.progress, teller.note, scratch))
+        path = _work(_Run(FetchJob(**json.loads(text)), teller.progress, _note, scratch, answers))
     except EdgeInferError as error:
         finished.set()
-        teller.error(error)
+        _tell(error=_said(error))
         return error.exit_code
     finished.set()
-    teller.tell(path=str(path))
+    _tell(path=str(path))
     return 0
 
 
-def _end_with_input(finished: threading.Event, scratch: _Scratch) -> None:
+def _hear(answers: SimpleQueue[str], finished: threading.Event, scratch: _Scratch) -> None:
+    """Takes lines of the input; when it ends, so does the program."""
     # Past Python's buffer, whose lock a thread that still reads would hold when the program ends.
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
+    heard = b""
+    while data := os.read(sys.stdin.fileno(), 1024):
+        *lines, heard = (heard + data).split(b"\n")
+        for line in lines:
+            answers.put(line.decode("utf-8"))
     # Who was told the outcome may close the input before this process has ended with its own code.
     if not finished.is_set():
         scratch.remove()

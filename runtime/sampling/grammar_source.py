@@ -16,6 +16,8 @@ __all__ = ["MAX_SOURCE", "grammar_source", "in_words", "json_rule"]
 
 MAX_SOURCE = 2**20  # characters of a schema, an expression or a grammar
 _MAX_REGEX = 4096  # the engine's time and memory grow with its square
+_MAX_GBNF = 2**16
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_DEPTH = 100  # of a schema's own text; llguidance's parser stops at 128
 _MESSAGE = 300
 # Last, because the last one counts: where a text is certain, its spelling in tokens is still the model's choice.
@@ -52,8 +54,24 @@ def grammar_source(config: GenerationConfig) -> str | None:
         return str(grammars[0]["lark_grammar"]) + _DIRECTIVE
     if config.grammar is not None:
         _check_size("grammar", config.grammar, MAX_SOURCE)
-        return config.grammar + _DIRECTIVE
+        return _as_lark(config.grammar) + _DIRECTIVE
     return None
+
+
+def _as_lark(grammar: str) -> str:
+    """A grammar in Lark's notation; llama.cpp's, GBNF, is translated."""
+    if _GBNF_RULE.search(grammar) is None:
+        return grammar
+    _check_size("grammar", grammar, _MAX_GBNF)
+    engine()
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # of whatever kind: it is the text's fault
+        reason = _clipped(" ".join(str(error).split()))
+        message = f"The grammar is not valid GBNF: {reason}."
+        raise GrammarError(message, "Correct it, or write it in Lark's notation.") from error
 
 
 def json_rule(schema: Mapping[str, Any] | str) -> str:

@@ -26,11 +26,6 @@ _SMALL = "trains or measures for minutes; a few steps show that the command is r
 _LONG = "trains for half a minute even at its smallest; tests/export/training run it"
 # Replaced wherever they are, in this order.
 INSTEAD = (
-    Rule(
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        "is on a network; a checkpoint in a folder is exported in the same way",
-        "CHECKPOINT",
-    ),
     Rule(" --steps 500", _SMALL, " --steps 2 --rows 2 --length 32"),
     Rule(" --kind medusa", _SMALL, " --kind medusa --steps 2 --rows 2 --length 32"),
     Rule(" --keep 0.75", _SMALL, " --keep 0.75 --steps 2 --rows 2"),
@@ -50,11 +45,9 @@ NOT_RUN = (
         for kind in ("drafter my-model my-drafter --text texts.jsonl", "sorted", "acceptance")
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
-    Rule("edgeinfer chat -m ORG/NAME-GGUF:Q4_K_M", "stands for any repository of the hub"),
 )
 # What pages presume that a reader has, by the page's path: names that `tests.docs.test_commands` lays out.
 HAS = {
-    "README.md": ("CHECKPOINT",),
     "docs/guide/devices.md": ("my-model", "CHECKPOINT"),
     "docs/guide/drafters.md": ("my-model", "my-drafter", "my-model-with-drafter", "CHECKPOINT", "texts.jsonl"),
     "docs/guide/gguf.md": ("CHECKPOINT", "model.gguf", "texts.txt"),

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import TIME_LIMIT, Child, command, edgeinfer, environment, interruptible_environment
+import edgeinfer
+from tests.cli import TIME_LIMIT, Child, command, environment, interruptible_environment
+from tests.cli import edgeinfer as run_here
 from tests.docs.commands import INSTEAD, NOT_RUN, Rule
 from tests.docs.pages import ROOT, Block
+from tests.hub_server import hub_environment
 
 __all__ = ["Reader"]
 
@@ -38,6 +41,7 @@ for line in sys.stdin:
         said = traceback.format_exc()
     print(json.dumps([out.getvalue(), said]), flush=True)
 """
+_ONLINE = {"HF_HUB_OFFLINE": "0"}
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -47,12 +51,13 @@ class Reader:
     Args:
         folder: empty but for that; commands run here, which is the process's current folder.
         patch: for the environment.
+        hub: address of what they take for the Hugging Face hub.
 
     Attributes:
         used: the rules of `tests.docs.commands` that were needed.
     """
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, hub: str) -> None:
         self.used: set[Rule] = set()
         self._folder = folder
         self._session: Child | None = None
@@ -65,8 +70,8 @@ class Reader:
             (scripts / name).chmod(0o755)
         patch.chdir(folder)
         patch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
-        for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "HF_HOME"):
-            patch.setenv(variable, str(folder.parent / variable.lower()))
+        for variable, value in hub_environment(hub, folder.parent).items():
+            patch.setenv(variable, value)
 
     def __enter__(self) -> Reader:
         return self
@@ -126,14 +131,13 @@ class Reader:
             self._serve(words[1:], place)
         elif words[:2] == ["edgeinfer", "chat"] and "--terminal" not in words and not _SHELL_SIGNS.search(line):
             self._open_app(words[1:])
-        elif words[0] == "edgeinfer" and "--memory" not in words and not _SHELL_SIGNS.search(line):
-            done = edgeinfer(*words[1:])
+        elif words[0] == "edgeinfer" and not needs_process(line, words):
+            done = run_here(*words[1:])
             assert done.returncode == 0, f"{place}: {line}\n{done.stderr.decode()}"
         else:
-            # A budget counts the whole process, which that of the tests would break.
             run = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", line],
-                env=environment(),
+                env=environment() | _ONLINE,
                 capture_output=True,
                 check=False,
                 timeout=TIME_LIMIT,
@@ -161,9 +165,17 @@ class Reader:
             assert "<title>edgeinfer" in page.read().decode()
 
     def _start(self, line: list[str]) -> Child:
-        child = self._running.enter_context(Child(line, interruptible_environment(), stdin=subprocess.PIPE))
+        child = self._running.enter_context(Child(line, interruptible_environment() | _ONLINE, stdin=subprocess.PIPE))
         self._running.callback(child.kill)
         return child
+
+
+def needs_process(line: str, words: list[str]) -> bool:
+    """Whether a command cannot be run in the process of the tests: a shell has to read it, its budget counts the whole
+    process, or it asks the hub, of which this process knows the usual address."""
+    names = {model.name for model in edgeinfer.catalog()}
+    of_hub = any(word in names or (word.count("/") == 1 and not Path(word).exists()) for word in words)
+    return "--memory" in words or of_hub or _SHELL_SIGNS.search(line) is not None
 
 
 def installs(words: list[str], place: str) -> None:

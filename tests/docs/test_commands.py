@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tests.docs.commands import HAS, INSTEAD, NOT_RUN
 from tests.docs.pages import ROOT, Page, pages
 from tests.docs.reader import Reader
 from tests.gguf_models import builtin_checkpoint, builtin_gguf
+from tests.hub_server import Hub, serving
 from tests.speculation import BUILTIN, needs_builtin
 
 STORIES = [
@@ -56,17 +57,27 @@ STAND_INS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """A hub with the models that pages name, each the built-in one."""
+    checkpoint = {path.name: path.read_bytes() for path in builtin_checkpoint().iterdir()}
+    repos = dict.fromkeys(("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-0.5B-Instruct"), checkpoint)
+    file = builtin_gguf("Q8_0").read_bytes()
+    with serving({**repos, "Qwen/Qwen3-0.6B-GGUF": {"Qwen3-0.6B-Q8_0.gguf": file}}) as started:
+        yield started
+
+
 @needs_builtin
 @pytest.mark.slow
 @pytest.mark.gguf
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_can_be_followed(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_can_be_followed(page: Page, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "reader"
     folder.mkdir()
     for name in HAS.get(name_of(page), ()):
         STAND_INS[name](folder / name)
-    with Reader(folder, monkeypatch) as reader:
+    with Reader(folder, monkeypatch, hub.url) as reader:
         for block in page.blocks:
             reader.follow(block)
 

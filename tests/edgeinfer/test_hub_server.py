@@ -132,7 +132,7 @@ def test_refusals(server: Hub, tmp_path: Path) -> None:
         "org/absent": "There is no org/absent on the hub",
         "org/broken": "The hub answered 500",
         "org/bundle --revision missing": "has no revision 'missing'",
-        "not_an_id": "is not a Hugging Face id",
+        "not_an_id": "nor a Hugging Face id",
     }
     done = edgeinfer(server.server_port, tmp_path, *(f"pull {arguments}" for arguments in refused))
     for (code, _, err), said in zip(done, refused.values(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -14,6 +14,7 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.terminal.app import TerminalChat
+from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, ContextLengthError, UserError
 from tests.cli import interruptible
 from tests.fakes import FakeStream
@@ -29,9 +30,12 @@ class FakeModel:
         self.log.append(("load", model, options))
         return self
 
-    def chat(self, system: str | None = None) -> Self:
-        self.log.append(("chat", system))
+    def chat(self, system: str | None = None, history: Sequence[dict[str, str]] = ()) -> Self:
+        self.log.append(("chat", system, list(history)) if history else ("chat", system))
         return self
+
+    def check(self, **options: Any) -> None:
+        GenerationConfig(**options)
 
     def stream(self, text: str, **options: Any) -> FakeStream:
         if text == "fail":
@@ -53,8 +57,9 @@ class FakeModel:
         return self
 
     @property
-    def messages(self) -> list[str]:
-        return ["one", "two"]
+    def messages(self) -> list[dict[str, str]]:
+        talk = (("system", "Be brief."), ("user", "one"), ("assistant", "two"))
+        return [{"role": role, "content": text} for role, text in talk]
 
     def __enter__(self) -> Self:
         return self
@@ -69,15 +74,16 @@ class FakeModel:
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
+    monkeypatch.setattr("edgeinfer.hub.resolve", lambda model, **_: Path(model))
     with interruptible():
         yield model
 
 
-def typing(*lines: str | type[BaseException]) -> Callable[[], str]:
+def typing(*lines: str | type[BaseException]) -> Callable[[str], str]:
     """A person at the keyboard, who presses Ctrl-D at the end."""
     waiting = iter([*lines, EOFError])
 
-    def read() -> str:
+    def read(prompt: str) -> str:
         line = next(waiting)
         if isinstance(line, str):
             return line
@@ -107,12 +113,13 @@ def test_commands(model: FakeModel) -> None:
         *("/help", "/stats", "hi", "/stats", "/reset", "/system Be brief.", "/system", "/save a b", "/load c d"),
         "/quit",
     )
-    assert "/reset          forget" in said
+    assert "/reset, /clear      forget" in said
+    assert "[context full; /reset starts over; -c for more]" in said
     assert "There is no reply yet." in said
     assert "prompt 5 tokens (3 cached), reply 3 tokens" in said
     assert "250.0 tokens per second" in said
     assert "Saved to a b." in said
-    assert "Loaded c d; 2 messages so far." in said
+    assert "Loaded c d; 3 messages so far." in said
     assert model.log[2:] == ["reset", ("chat", "Be brief."), ("chat", None), ("save", "a b"), ("load_chat", "c d")]
 
 
@@ -135,10 +142,46 @@ def test_a_fault_of_the_engine_ends_the_chat(model: FakeModel) -> None:
 
 def test_ctrl_c_stops_the_reply_and_the_chat_goes_on(model: FakeModel) -> None:
     said = talk(model, "interrupt", KeyboardInterrupt, "hello")
-    assert "You \n" in said
+    assert "You \n[stopped]\n" in said
     assert "You said interrupt" not in said
-    assert "Ctrl-D or /quit leaves." in said
+    assert "Ctrl-D or /bye leaves." in said
     assert "You said hello" in said
+
+
+def test_options_of_replies_are_set_while_talking(model: FakeModel) -> None:
+    said = talk(
+        model,
+        *(
+            "/set",
+            "/set temperature 0.3",
+            "/set top-p 0.5",
+            '/set stop ["a", "b"]',
+            "hi",
+            "/set temperature",
+            "/set seed",
+        ),
+        *("/set tempreture 1", "/set temperature hot", "/set system Be kind.", "/regn", "ho", "/bye", "never"),
+    )
+    assert "Set: seed 1." in said and "Set: seed 1, temperature 0.3, top_p 0.5, stop ['a', 'b']." in said
+    assert "Replies have no option tempreture. Did you mean temperature?" in said
+    assert "temperature='hot' is out of range." in said
+    assert "There is no command /regn. Did you mean /regen?" in said
+    options = {"seed": 1, "temperature": 0.3, "top_p": 0.5, "stop": ["a", "b"]}
+    assert model.log[1:] == [
+        ("stream", "hi", options),
+        ("chat", "Be kind."),
+        ("stream", "ho", {"top_p": 0.5, "stop": ["a", "b"]}),
+    ]
+
+
+def test_messages_of_several_lines_and_other_replies(model: FakeModel) -> None:
+    talk(model, '"""/reset', "  is", 'no command"""', "/regen", '"""open')
+    assert model.log[1:] == [
+        ("stream", "/reset\n  is\nno command", {"seed": 1}),
+        ("chat", None, [{"role": "system", "content": "Be brief."}]),
+        ("stream", "one", {"seed": 1}),
+        ("stream", "open", {"seed": 1}),
+    ]
 
 
 def test_ctrl_c_ends_the_chat_of_a_script(model: FakeModel) -> None:
@@ -152,7 +195,7 @@ def test_piped_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nyou\n"))
     line = "chat -m toy --system Hi --memory 1GB --temp 0.5 --terminal"
     assert main(line.split()) == 0
-    assert capsys.readouterr() == ("You said hello \nYou said you \n", "")
+    assert capsys.readouterr().out == "You said hello \nYou said you \n"
     assert model.log == [
         ("load", "toy", {"memory": 1_000_000_000}),
         ("chat", "Hi"),

@@ -145,6 +145,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]
         return fake_plan(options.get("memory"))
 
     monkeypatch.setattr(edgeinfer, "plan", plan, raising=False)
+    monkeypatch.setattr(hub, "resolve", lambda model, **_: Path(model))
     return calls
 
 
@@ -193,30 +194,37 @@ def test_plan_without_a_budget(planned: list[tuple[Any, dict[str, Any]]], capsys
 def test_pull(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
-    def pull(repo_id: str, **options: Any) -> Path:
-        calls.append((repo_id, options))
+    def update(name: str, *, revision: str | None, bits: int | None, **_: Any) -> Path:
+        calls.append((name, revision, bits))
         return bundle
 
-    monkeypatch.setattr(hub, "pull", pull)
-    assert main(["pull", "org/name", "--revision", "v2"]) == 0
+    monkeypatch.setattr(hub, "update", update)
+    monkeypatch.setattr(hub, "local", lambda name: bundle)
+    assert main(["pull", "org/name", "--bits", "8"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{bundle}\n"
-    assert "edgeinfer run -m org/name" in err
-    assert calls == [("org/name", {"revision": "v2", "progress": False})]
-    assert main(["pull", "org/name", "--json"]) == 0
+    assert "edgeinfer chat -m org/name" in err
+    assert main(["pull", "org/name", "--revision", "v2", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"repo": "org/name", "path": str(bundle), "kind": "bundle"}
     assert err == ""
+    assert calls == [("org/name", None, 8), ("org/name", "v2", None)]
+
+
+def test_pull_without_converting(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (bundle / "edgeinfer.json").unlink()
-    assert main(["pull", "org/name"]) == 0
+    monkeypatch.setattr(hub, "pull", lambda *_, **__: bundle)
+    assert main(["pull", "org/name", "--no-convert"]) == 0
     assert "edgeinfer export org/name name" in capsys.readouterr().err
 
 
 def test_pull_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def pull(repo_id: str, **options: Any) -> Path:
+    def update(name: str, **options: Any) -> Path:
         raise HubError("You are offline.", "Go online.")
 
-    monkeypatch.setattr(hub, "pull", pull)
+    monkeypatch.setattr(hub, "update", update)
     assert main(["pull", "org/name"]) == 3
     assert capsys.readouterr().err == "error: You are offline. Go online.\n"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from edgeinfer.apps.cli.options import GENERATION, LOADING
 from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
-from tests.cli import edgeinfer, refuses
+from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
 
 SCREEN_LINES, SCREEN_COLUMNS = 45, 80
 DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
@@ -60,15 +62,15 @@ def test_short_help_fits_a_screen_and_the_long_one_shows_all(parsers: list[Parse
 
 def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]) -> None:
     basic = ("--model", "--max-tokens", "--temperature", "--memory", "--context", "--threads", "--json-schema")
-    for command in ("run", "chat"):
-        assert main([command, "--help"]) == 0
+    for name in ("run", "chat"):
+        assert main([name, "--help"]) == 0
         text = capsys.readouterr().out
         for flag in (*basic, "--speculation"):
             assert f"{flag} " in text, flag
         for rare in ("--beams", "--verification", "--kv ", "--top-k", "--spec ", "--temp "):
             assert rare not in text, rare
-        assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {command} --help-all"
-        assert main([command, "--help-all"]) == 0
+        assert text.rstrip().splitlines()[-1] == f"All options: edgeinfer {name} --help-all"
+        assert main([name, "--help-all"]) == 0
         assert "--beams" in capsys.readouterr().out
 
 
@@ -125,3 +127,22 @@ def test_greeting_and_overview() -> None:
         assert f"  {name} " in overview and text in overview
     assert edgeinfer("help").stdout.decode() == overview
     assert edgeinfer("help", "devices").stdout == edgeinfer("devices", "--help").stdout
+
+
+@pytest.mark.slow
+def test_a_shell_completes_commands_options_values_and_models(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    for line, some in {
+        "edgeinfer ru": {"run"},
+        "edgeinfer run --json-s": {"--json-schema"},
+        "edgeinfer run --kv int": {"int8", "int4"},
+        "edgeinfer plan -m tal": {"tales"},
+        "edgeinfer bench spe": {"speed", "spec"},
+    }.items():
+        told = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
+        told |= {"COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "told")}
+        done = subprocess.run(command(), env=environment() | told, capture_output=True, check=False, timeout=TIME_LIMIT)
+        assert done.stdout == done.stderr == b""
+        assert {word.strip() for word in (tmp_path / "told").read_text().split("\n")} == some, line
+    for shell in ("bash", "zsh", "fish"):
+        assert b"edgeinfer" in edgeinfer("completion", shell).stdout

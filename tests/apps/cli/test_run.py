@@ -73,6 +73,7 @@ class FakeModel:
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModel]:
     model = FakeModel()
     monkeypatch.setattr(edgeinfer, "load", model.load, raising=False)
+    monkeypatch.setattr("edgeinfer.hub.resolve", lambda model, **_: Path(model))
     with interruptible():
         yield model
 

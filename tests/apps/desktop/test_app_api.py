@@ -298,6 +298,36 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         assert window.call("GET", f"/conversations/{second}")["choice"] == usual
 
 
+def test_models_that_can_be_had(window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    catalog = window.call("GET", "/catalog")
+    models = {model["name"]: model for model in catalog["models"]}
+    entry = models["qwen3-0.6b"]
+    assert (entry["repo"], entry["licence"], entry["path"]) == ("Qwen/Qwen3-0.6B", "Apache-2.0", None)
+    assert (
+        entry["fit"] in ("yes", "tight", "no") and entry["memory"] < entry["download"] < catalog["room"]["disk_bytes"]
+    )
+    picked = [models[name] for name in catalog["recommended"]]
+    assert len(picked) <= 3 and all(model["fit"] == "yes" for model in picked)
+    # What keeps one from the hub is told in the words of the window.
+    for path in ("/hub?search=qwen", "/offers?name=org/name"):
+        says = window.refused("GET", path, status=409, code="hub")
+        assert "edgeinfer models" not in says and "on this computer" in says
+    window.refused("GET", "/hub?search=", status=400, code="invalid")
+    for path, says in (
+        ("models/mine", "is not a whole path"),
+        (str(tmp_path / "none"), "There is no file or folder"),
+        (str(tmp_path), "contains no model that can be imported"),
+        (__file__, "is not a GGUF file"),
+    ):
+        assert says in window.refused("POST", "/models/import", {"path": path}, status=409, code="model")
+    mine = str(shutil.copytree(BUILTIN, tmp_path / "elsewhere"))
+    assert window.call("POST", "/models/import", {"path": f'"{mine}"'}) == {"id": mine}
+    assert mine in window.services.settings.now.recent
+    window.refused("POST", "/models/remove", {"id": mine}, status=409, code="model")
+    assert Path(mine).is_dir()
+
+
 def test_events_begin_with_the_present_state(window: Window) -> None:
     seen = []
     for kind, _ in window.events("/events"):

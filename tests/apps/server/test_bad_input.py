@@ -66,6 +66,7 @@ def error_of(answer: Any) -> dict[str, Any]:
         (TEXT, {}, "prompt"),
         (TEXT, {"prompt": {"a": 1}}, "prompt"),
         (TEXT, {"prompt": [-1]}, None),
+        (TEXT, {"prompt": [-1], "echo": True}, "prompt"),
         (TEXT, {"prompt": [10**9]}, None),
         (RESPONSES, {}, "input"),
         (RESPONSES, {"input": 3}, "input"),

@@ -1,4 +1,5 @@
-"""300 hostile requests over all routes and fields: each is refused in OpenAI's shape, and gives back what it took."""
+"""300 hostile requests over all routes and fields: each is refused in its protocol's shape, and gives back what it
+took."""
 
 from __future__ import annotations
 
@@ -26,6 +27,15 @@ BASES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "Hello", "max_output_tokens": 2},
 }
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+OPENAI = tuple(BASES)
+# Those of other servers, whose fields stand elsewhere or whose errors have another shape.
+OLLAMA, GENERATE, MESSAGES, LLAMA = "/api/chat", "/api/generate", "/v1/messages", "/completion"
+BASES |= {
+    OLLAMA: chat_body(stream=False),
+    GENERATE: {"prompt": "Once", "stream": False},
+    MESSAGES: chat_body(max_tokens=2),
+    LLAMA: {"prompt": "Once", "n_predict": 2},
+}
 # Bytes by which the process may have grown while any of them was answered: the largest body, and what is made of it.
 MOST_GROWTH = 60 * 1000**2
 
@@ -113,6 +123,48 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "previous_response_id": text,
         "instructions": lambda c: c.choice([3, [1], "dog " * 200_000]),
     },
+    OLLAMA: {
+        "messages": lambda c: c.choice([deep(c) or 1, [{"role": "tool", "content": deep(c)}], [[]] * 1000, "a",
+            [{"role": "user", "content": "dog " * 200_000}], [{"role": "user", "content": "a", "images": [text(c)]}]]),
+        "options": lambda c: c.choice(["a", [1], {"seed": "a"}, {"stop": ["b" * 1001]}, {"num_predict": "a"},
+            {"num_ctx": 1.5}, {"temperature": -1}, {"unknown": deep(c)}, {text(c)[:5000]: 1}]),
+        "format": lambda c: c.choice(["xml", 3, [1], {"type": "string", "pattern": "(?=a)b"}]),
+        "keep_alive": lambda c: c.choice(["soon", text(c), [], True]),
+        "model": lambda c: c.choice([3, text(c) + "x", "../../etc/passwd", "/etc/passwd", []]),
+        "tools": lambda c: c.choice(["all", [deep(c)] if deep(c) else [3], [{"type": "function"}]]),
+        "think": lambda c: c.choice([3, [], {}]),
+        "stream": lambda c: c.choice(["yes", 3]),
+    },
+    GENERATE: {
+        "prompt": lambda c: c.choice([3, [1], {}, "dog " * 200_000]),
+        "system": lambda c: c.choice([3, [1], "dog " * 200_000]),
+        "images": lambda c: [text(c)],
+        "template": text,
+        "context": lambda c: [1] * 1000,
+        "raw": lambda c: c.choice(["a", 3]),
+    },
+    MESSAGES: {
+        "messages": lambda c: c.choice([deep(c) or 1, [{"role": "system", "content": "a"}], [[]] * 1000, "a",
+            [{"role": "user", "content": [{"type": "image", "source": deep(c)}]}], [{"role": "user", "content": [3]}],
+            [{"role": "user", "content": [{"type": "text", "text": deep(c)}]}], [{"role": "user"}]]),
+        "system": lambda c: c.choice([3, [3], [{"type": "text"}], "dog " * 200_000]),
+        "max_tokens": lambda c: c.choice([0, "a", None, -1]),
+        "stop_sequences": lambda c: c.choice(["a", [3], ["a" * 1001], [f"s{i}" for i in range(17)]]),
+        "tools": lambda c: c.choice(["all", [{"name": "a" * 500, "input_schema": {}}], [{"type": "bash"}], [3]]),
+        "tool_choice": lambda c: c.choice(["any", {"type": "tool", "name": text(c)}, {"type": "x"}, {"type": "any"}]),
+        "output_config": lambda c: c.choice(["a", {"format": {"type": "x"}}, {"unknown": deep(c)}]),
+        "thinking": lambda c: c.choice(["a", 3]),
+    },
+    LLAMA: {
+        "prompt": lambda c: c.choice(["dog " * 200_000, [1] * 100_000, ["a"] * 129, [10**9], [-1], {"a": 1}, [[]], 3,
+            {"prompt_string": "a", "multimodal_data": [text(c)]}, [1, "dog " * 100_000], [None], deep(c) or 1]),
+        "n_cmpl": lambda c: c.choice([0, 129, "a"]),
+        "n_probs": lambda c: c.choice([21, -1, "a"]),
+        "n_predict": lambda c: c.choice(["a", 1.5, [], 2**63]),
+        "logit_bias": lambda c: c.choice([[1], [[1]], [["a", 1]], [[[1], 1]], {"a": 1}, [[i, 1] for i in range(5000)]]),
+        "json_schema": lambda c: c.choice(["a", [1], {"type": "x"}, {"minItems": deep(c) or 1, "type": "array"}]),
+        "grammar": lambda c: c.choice(["root ::= (", "root ::= " + "(" * 9000, "root ::= " + '"a" ' * 60_000, 3]),
+    },
     TOKENIZE: {"content": lambda c: c.choice([3, [], {}, "dog " * 200_000]), "unused": wrong},
     DETOKENIZE: {"tokens": lambda c: c.choice(["a", [1.5], [-1], [10**12], [[1]], [1] * 100_000, {}])},
 }  # fmt: skip
@@ -150,11 +202,11 @@ def hostile(seed: int) -> Iterator[tuple[str, bytes]]:
     """Paths and bodies, each of which is wrong in one way at least."""
     chance = random.Random(seed)
     for path in (*BASES, TOKENIZE, DETOKENIZE):
-        yield from ((path, raw) for raw in RAW[:: 1 if path == CHAT else 3])
+        yield from ((path, raw) for raw in RAW[:: 1 if path == CHAT else 6])
     while True:
-        path = chance.choice([CHAT, CHAT, TEXT, RESPONSES, TOKENIZE, DETOKENIZE])
+        path = chance.choice([CHAT, CHAT, TEXT, RESPONSES, OLLAMA, GENERATE, MESSAGES, LLAMA, TOKENIZE, DETOKENIZE])
         own = OF_ONE[path]
-        fields = own if path not in BASES or chance.random() < 0.6 else FIELDS
+        fields = own if path not in OPENAI or chance.random() < 0.6 else FIELDS
         name = chance.choice(sorted(fields))
         if name == "unused":  # what /tokenize ignores, it must not choke on; without content it refuses
             yield path, json.dumps({name: fields[name](chance)}).encode()
@@ -162,11 +214,21 @@ def hostile(seed: int) -> Iterator[tuple[str, bytes]]:
             yield path, json.dumps(BASES.get(path, {}) | {name: fields[name](chance)}).encode()
 
 
+def message_of(answer: httpx.Response, path: str) -> str:
+    """What is said of an error, in the shape of the path's protocol."""
+    if path in (OLLAMA, GENERATE):
+        return str(answer.json()["error"])
+    if path == MESSAGES:
+        assert answer.json()["type"] == "error"
+        return str(answer.json()["error"]["message"])
+    return str(error_of(answer)["message"])
+
+
 def check_refused(server: Local, path: str, body: bytes) -> None:
     answer = server.http.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
     shown = (path, body[:200])
     assert 400 <= answer.status_code < 500, (shown, answer.status_code, answer.text[:300])
-    message = error_of(answer)["message"]
+    message = message_of(answer, path)
     assert message and len(answer.content) < 3000, (shown, message[:300])
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import TokenizerError, UsageError
+from edgeinfer.errors import GrammarError, TokenizerError, UsageError
 from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source
 from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
 from edgeinfer.runtime.sampling.grammar_tokens import spelled
@@ -188,6 +188,16 @@ def test_only_the_end_follows_what_may_not_follow_and_an_end(byte_level: Tokeniz
         assert token in constraint.allowed()
         constraint.push(token)
     assert constraint.allowed().tolist() == [0, 1] and constraint.forced() == []
+
+
+def test_grammars_of_llama_cpp_are_translated(byte_level: Tokenizer) -> None:
+    grammar = '# either\nroot ::= "yes" | "no" ws\nws ::= [ \\t]+\n'
+    replies = [drawn(made(byte_level, grammar=grammar), (1,), seed) for seed in range(8)]
+    texts = {text_of(byte_level, reply) for reply in replies if reply is not None}
+    assert texts and all(re.fullmatch(r"yes|no[ \t]+", text) for text in texts)
+    for wrong in ("root ::= (", "root ::= [a", "root ::= " + "(" * 10_000, "root ::= missing"):
+        with pytest.raises(GrammarError):
+            made(byte_level, grammar=wrong)
 
 
 def test_what_is_certain_is_forced(byte_level: Tokenizer) -> None:

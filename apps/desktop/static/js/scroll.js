@@ -2,8 +2,11 @@
 
 const NEAR_PX = 72;
 
-/** Follows the foot of `box`, whose content is `inner`; `seen` is called when following starts or ends. */
-export function createFollower(box, inner, seen) {
+/**
+ * Follows the foot of `box`, whose content is `inner`; `seen` is called when following starts or ends, and nothing moves
+ * while `still()` holds.
+ */
+export function createFollower(box, inner, seen, still) {
   let following = true;
   const distance = () => box.scrollHeight - box.scrollTop - box.clientHeight;
   const set = (now) => {
@@ -37,10 +40,10 @@ export function createFollower(box, inner, seen) {
     { passive: true },
   );
   new ResizeObserver(() => {
-    if (following) toEnd();
+    if (following && !still()) toEnd();
   }).observe(inner);
   new ResizeObserver(() => {
-    if (following) toEnd();
+    if (following && !still()) toEnd();
   }).observe(box);
   return {
     toEnd() {

@@ -30,9 +30,12 @@ export function createThread() {
     hidden: true,
   });
   document.getElementById("dock").prepend(newest);
-  follower = createFollower(box, inner, (following) => {
-    newest.hidden = following;
-  });
+  // A start is read from its top; there is nothing newest in it.
+  const still = () => views.size === 0;
+  const seen = (following) => {
+    newest.hidden = following || still();
+  };
+  follower = createFollower(box, inner, seen, still);
   enableCopying(inner);
   follow(["conversation", "opening", "model", "catalog"], (state) => render(inner, state));
 }
@@ -47,9 +50,11 @@ export function editLast() {
 function render(inner, { conversation, opening, model, catalog }) {
   const shown = conversation ? path(conversation) : [];
   if (!shown.length) {
+    const left = views.size > 0;
     views = new Map();
     shownId = conversation?.id ?? null;
-    inner.replaceChildren(...(opening ? [] : [welcome(model, catalog)]));
+    showStart(inner, opening, model, catalog);
+    if (left) document.getElementById("thread").scrollTop = 0;
     return;
   }
   const moved = shownId !== conversation.id;
@@ -68,6 +73,16 @@ function render(inner, { conversation, opening, model, catalog }) {
     [...next.values()].map(({ element }) => element),
   );
   if (moved || lastBefore !== shown.at(-1).id) follower.toEnd();
+}
+
+let started = [];
+
+/** The start is made again only where it differs: somebody may have the focus on a button in it. */
+function showStart(inner, opening, model, catalog) {
+  const now = [opening, model?.status, model?.id, catalog];
+  if (inner.querySelector(":scope > .welcome") && now.every((value, place) => value === started[place])) return;
+  started = now;
+  inner.replaceChildren(...(opening ? [] : [welcome(model, catalog)]));
 }
 
 /** Puts elements in order without moving those that are in their place, which would lose focus and selections. */

@@ -1,0 +1,139 @@
+"""`edgeinfer models`: the models on this machine and those of the catalog; removes them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import edgeinfer
+from edgeinfer.apps.cli.output import print_json, print_note, print_table
+from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.config import format_size
+from edgeinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer import LocalModel
+    from edgeinfer.apps.cli.parser import Subparsers
+
+__all__ = ["add_parser", "execute"]
+
+_DESCRIPTION = """\
+List the models on this machine, with what they take, or the catalog of good models for devices; remove models.
+
+examples:
+  edgeinfer models
+  edgeinfer models --catalog
+  edgeinfer models rm qwen3-0.6b
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Adds the subcommand."""
+    parser = add_command(commands, "models", execute, _DESCRIPTION)
+    text = "list models to fetch instead, with the memory they need at 4 bits"
+    parser.add_argument("--catalog", action="store_true", help=text)
+    add_json_option(parser)
+    actions = parser.add_subparsers(title="remove", metavar="[rm NAME ...]")
+    text = "Remove models that were fetched or converted. Your own files elsewhere are never touched."
+    remove = add_command(actions, "rm", _remove, text, help="remove models")
+    remove.add_argument("names", nargs="+", metavar="NAME", help="as edgeinfer models lists it")
+    remove.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+    if args.catalog:
+        _show_catalog(args.json)
+    else:
+        _show_local(args.json)
+    return 0
+
+
+def _show_local(as_json: bool) -> None:
+    models = edgeinfer.list_models()
+    if as_json:
+        print_json({"models": [_facts(model) for model in models]})
+        return
+    rows = [
+        (
+            model.name,
+            format_size(model.bytes + model.source_bytes),
+            "cannot run" if model.memory is None else format_size(model.memory),
+            _ago(model.last_used),
+        )
+        for model in models
+    ]
+    print_table(rows, header=("name", "on disk", "least memory", "last used"))
+    for model in models:
+        if model.error is not None:
+            print_note(f"{model.name}: {model.error}")
+
+
+def _facts(model: LocalModel) -> dict[str, Any]:
+    used = None if model.last_used is None else model.last_used.isoformat(timespec="seconds")
+    return asdict(model) | {"path": str(model.path), "last_used": used}
+
+
+def _ago(when: datetime | None) -> str:
+    """How long ago, in words."""
+    if when is None:
+        return "never"
+    seconds = max(0, int((datetime.now(UTC) - when).total_seconds()))
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = seconds // length
+            return f"{count} {unit}{'' if count == 1 else 's'} ago"
+    return "just now"
+
+
+def _show_catalog(as_json: bool) -> None:
+    models = edgeinfer.catalog()
+    if as_json:
+        facts = [
+            {name: value for name, value in asdict(model).items() if name not in ("sizes", "file_bytes")}
+            | {"memory": model.memory, "download": model.download, "gguf": model.is_gguf}
+            for model in models
+        ]
+        print_json({"models": facts})
+        return
+    rows = [
+        (model.name, _short(model.parameters), format_size(model.memory), model.licence, model.purpose)
+        for model in models
+    ]
+    print_table(rows, header=("name", "parameters", "memory", "licence", "good for"))
+    print_note("Fetch and run one: edgeinfer chat -m NAME")
+
+
+def _short(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 0.95e9 else f"{parameters / 1e6:.0f}M"
+
+
+def _remove(args: argparse.Namespace) -> int:
+    here = edgeinfer.list_models()
+    for name in args.names:
+        if not args.yes and not _confirmed(name, here):
+            print_note(f"{name} stays.")
+            continue
+        print_note(f"Removed {name} ({format_size(edgeinfer.remove_model(name))}).")
+    return 0
+
+
+def _confirmed(name: str, here: list[LocalModel]) -> bool:
+    """Asks on a terminal.
+
+    Raises:
+        UsageError: there is none to ask on.
+    """
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError(f"There is no terminal to ask on whether to remove {name}.", "Add -y to remove it.")
+    found = [model for model in here if name in (model.name, str(model.path))]
+    what = name
+    if found:
+        size = format_size(sum(model.bytes for model in found))
+        source = sum(model.source_bytes for model in found)
+        rest = f" and the checkpoint it was converted from ({format_size(source)})" if source else ""
+        what = f"{name} ({size}){rest}"
+    return input(f"Remove {what}? [y/N] ").strip().lower() in ("y", "yes")

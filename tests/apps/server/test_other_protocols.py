@@ -1,0 +1,185 @@
+"""The APIs of llama.cpp's server, Ollama and Anthropic: answers and streams of the same text as OpenAI's, fields that
+are ignored with a warning, and errors as each protocol tells them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from edgeinfer.apps.server.ollama import keep_seconds
+from edgeinfer.errors import UsageError
+from tests.apps.server.served import MESSAGES, Local
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+MESSAGE = {"model": "small", "max_tokens": 12, "messages": MESSAGES}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Paris"]}},
+    "required": ["city"],
+}
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+
+
+def ok(answer: httpx.Response) -> Any:
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"] == "application/x-ndjson", answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Local) -> str:
+    """What the model answers to everybody."""
+    text: str = ok(server.post("/v1/chat/completions", {**MESSAGE}))["choices"][0]["message"]["content"]
+    return text
+
+
+def test_ollama(server: Local, expected: str) -> None:
+    options = {"num_predict": 12, "num_ctx": 10**6, "num_thread": 4, "mirostat": 1, "typical_p": 1.0}
+    chat = {"model": "small:latest", "messages": MESSAGES, "options": options}
+    answer = server.post("/api/chat", {**chat, "stream": False})
+    whole = ok(answer)
+    assert whole["message"] == {"role": "assistant", "content": expected}
+    assert (whole["model"], whole["done"], whole["done_reason"]) == ("small:latest", True, "length")
+    assert whole["eval_count"] == 12 and min(whole["total_duration"], whole["eval_duration"]) > 0
+    # A context that is too large cannot be had; what speaks of loading changes no text, and needs no word.
+    assert answer.headers["warning"] == '299 - "ignored: options.mirostat, options.num_ctx"'
+    *parts, last = lines(server.post("/api/chat", chat))
+    assert "".join(part["message"]["content"] for part in parts) == expected
+    assert last["done"] and last["message"]["content"] == "" and last["prompt_eval_count"] > 0
+    said = MESSAGES[0]["content"]
+    *parts, last = lines(server.post("/api/generate", {"model": "small", "prompt": said, "options": options}))
+    assert "".join(part["response"] for part in parts) == expected
+    raw = ok(
+        server.post(
+            "/api/generate", {"model": "small", "prompt": said, "raw": True, "stream": False, "options": options}
+        )
+    )
+    plain = ok(server.post("/v1/completions", {"prompt": said, "max_tokens": 12}))
+    assert raw["response"] == plain["choices"][0]["text"]
+    form = ok(server.post("/api/chat", {**chat, "format": WEATHER, "stream": False, "options": {}}))
+    assert form["done_reason"] == "stop" and json.loads(form["message"]["content"])["city"] in ("Rome", "Paris")
+    assert ok(server.post("/api/generate", {"model": "small"}))["done_reason"] == "load"
+    (listed,) = ok(server.get("/api/tags"))["models"]
+    assert len(listed["digest"]) == 64 and listed["size"] > 10**6
+    shown = ok(server.post("/api/show", {"model": listed["name"]}))
+    assert shown["capabilities"] == ["completion", "tools"] and "messages" in shown["template"]
+    (running,) = ok(server.get("/api/ps"))["models"]
+    assert running["name"] == listed["name"] and running["expires_at"] > "2100"
+
+
+def test_ollama_s_calls_are_answered(server: Local) -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    talk = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "tool_name": "weather", "content": "sunny"},
+        {"role": "tool", "content": "rainy"},
+    ]
+    body = {"model": "small", "messages": talk, "tools": [FUNCTION], "stream": False, "options": {"num_predict": 4}}
+    assert ok(server.post("/api/chat", body))["message"]["content"]
+
+
+def test_llama(server: Local) -> None:
+    asked = {"prompt": "Once upon", "n_predict": 12, "cache_prompt": True, "dry_multiplier": 0.8, "n_keep": 0}
+    answer = server.post("/completion", asked)
+    whole = ok(answer)
+    text = ok(server.post("/v1/completions", {"prompt": "Once upon", "max_tokens": 12}))["choices"][0]["text"]
+    assert (whole["content"], whole["stop_type"], whole["tokens_predicted"]) == (text, "limit", 12)
+    assert whole["timings"]["predicted_n"] == 12 and whole["generation_settings"]["n_predict"] == 12
+    assert answer.headers["warning"] == '299 - "ignored: dry_multiplier"'
+    *parts, last = events(server.post("/completion", {**asked, "stream": True}))
+    assert "".join(part["content"] for part in parts) == text and not any(part["stop"] for part in parts)
+    assert last["stop"] and last["content"] == ""
+    word = text.split()[-1]
+    ended = ok(server.post("/completion", {**asked, "stop": [word]}))
+    assert (ended["stop_type"], ended["stopping_word"]) == ("word", word)
+    several = ok(
+        server.post("/completion", {**asked, "prompt": ["Once upon", [5, "a"]], "n_probs": 2, "return_tokens": True})
+    )
+    assert several[0]["content"] == text and len(several) == 2
+    first = several[0]["completion_probabilities"][0]
+    assert first["id"] == several[0]["tokens"][0] and len(first["top_logprobs"]) == 2
+    grammar = ok(server.post("/completion", {**asked, "grammar": 'root ::= "yes" | "no"'}))
+    assert grammar["content"] in ("yes", "no") and grammar["stop_type"] == "eos"
+    prompt = ok(server.post("/apply-template", {"messages": MESSAGES}))["prompt"]
+    assert MESSAGES[0]["content"] in prompt and prompt != MESSAGES[0]["content"]
+    slots, props = ok(server.get("/slots")), ok(server.get("/props"))
+    assert len(slots) == props["total_slots"] and not any(slot["is_processing"] for slot in slots)
+    assert props["modalities"] == {"vision": False, "audio": False} and props["eos_token"] and props["model_path"]
+    meta = ok(server.get("/v1/models"))["data"][0]["meta"]
+    assert meta["n_vocab"] > 0 and meta["n_ctx_train"] >= meta["n_ctx"] and meta["size"] > 10**6
+    for path in ("/infill", "/v1/rerank", "/v1/embeddings", "/embedding", "/reranking"):
+        assert server.post(path, {}).status_code == 501, path
+
+
+def test_anthropic(server: Local, expected: str) -> None:
+    whole = ok(server.post("/v1/messages", MESSAGE))
+    assert whole["content"] == [{"type": "text", "text": expected}]
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert whole["usage"]["output_tokens"] == 12
+    answer = server.post("/v1/messages", {**MESSAGE, "stream": True})
+    told = events(answer)
+    kinds = [event["type"] for event in told]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event["delta"]["text"] for event in told if event["type"] == "content_block_delta") == expected
+    assert f"event: {kinds[0]}\n" in answer.text and "[DONE]" not in answer.text
+    word = expected.split()[-1]
+    ended = ok(server.post("/v1/messages", {**MESSAGE, "stop_sequences": [word]}))
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", word)
+    tool = {"name": "weather", "input_schema": WEATHER}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    called = ok(server.post("/v1/messages", {**MESSAGE, "max_tokens": 99, "tools": [tool], "tool_choice": choice}))
+    (block,) = called["content"]
+    assert called["stop_reason"] == "tool_use" and block["input"]["city"] in ("Rome", "Paris")
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "sunny"}]}
+    turns = [*MESSAGES, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    assert ok(server.post("/v1/messages", {**MESSAGE, "messages": turns, "tools": [tool]}))["content"]
+    plain = ok(server.post("/v1/messages/count_tokens", {"model": "small", "messages": MESSAGES}))["input_tokens"]
+    assert plain == whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+
+
+def test_errors_have_the_shape_of_their_protocol(server: Local) -> None:
+    image = {"role": "user", "content": "a", "images": ["AAAA"]}
+    block = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "file:///etc/passwd"}}]}
+    for path, body, status, said in (
+        ("/api/chat", {"model": "large", "messages": MESSAGES}, 404, "does not exist"),
+        ("/api/chat", {"messages": [image]}, 400, "images"),
+        ("/api/chat", {"messages": MESSAGES, "options": {"temprature": 1}}, 400, "Did you mean 'temperature'?"),
+        ("/api/generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("/api/generate", {"prompt": "a", "keep_alive": "soon"}, 400, "keep_alive"),
+        ("/api/pull", {"model": "a"}, 501, "edgeinfer pull"),
+        ("/api/embed", {"input": "a"}, 501, "embeddings"),
+        ("/api/nothing", {}, 404, "no path"),
+        ("/v1/messages", {"messages": MESSAGES}, 400, "max_tokens is missing"),
+        ("/v1/messages", {**MESSAGE, "messages": [block]}, 400, "not opened"),
+        ("/v1/messages", {**MESSAGE, "model": "large"}, 404, "does not exist"),
+    ):
+        answer = server.post(path, body)
+        assert answer.status_code == status, (path, answer.text)
+        told = answer.json()
+        message = told["error"] if path.startswith("/api/") else told["error"]["message"]
+        assert said in message and (path.startswith("/api/") or told["type"] == "error"), told
+
+
+def test_how_long_to_keep_a_model() -> None:
+    for value, seconds in ((None, None), (0, 0), ("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (-1, float("inf"))):
+        assert keep_seconds(value) == seconds
+    refused: tuple[Any, ...] = ("soon", "", True, [], "5m soon", "5" * 100)
+    for wrong in refused:
+        with pytest.raises(UsageError, match="keep_alive"):
+            keep_seconds(wrong)
