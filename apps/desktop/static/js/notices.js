@@ -89,7 +89,7 @@ function other(model, conversation) {
       ? `It uses ${described(own)}; now it is ${settingsOf(model.choice)}.`
       : `${model.name} is loaded. Loading ${described(own)} takes its place.`,
     button(same ? "Load it so" : `Load ${own.name}`, () => load(own), "primary"),
-    button(same ? "Keep the present ones" : `Go on with ${model.name}`, () => adopt(conversation.id, model.choice)),
+    button(same ? "Keep the current settings" : `Continue with ${model.name}`, () => adopt(conversation.id, model.choice)),
   );
 }
 
@@ -167,7 +167,7 @@ function scarce(model) {
   return notice(
     "full",
     "warning",
-    "Memory is short",
+    "Memory is low",
     model.warning,
     button("Models", () => openModels(model.id)),
   );
