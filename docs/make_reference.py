@@ -20,6 +20,8 @@ from edgeinfer.options import ConfigOption, options_of
 __all__ = ["write_reference"]
 
 _WIDTH = "100"
+# What everybody uses stands before the rest.
+_FIRST = ("load", "plan", "Model", "Chat", "Result", "EdgeInferError")
 
 
 def write_reference(folder: Path) -> None:
@@ -49,7 +51,7 @@ def _python() -> str:
 def _names(module: str, names: Iterable[str], level: str = "##") -> Iterator[str]:
     """Sections of functions, classes and errors."""
     home = importlib.import_module(module)
-    objects = {name: getattr(home, name) for name in names}
+    objects = {name: getattr(home, name) for name in sorted(names, key=lambda name: (name not in _FIRST, name))}
     errors = [name for name, value in objects.items() if inspect.isclass(value) and issubclass(value, BaseException)]
     classes = [name for name, value in objects.items() if inspect.isclass(value) and name not in errors]
     functions = [name for name, value in objects.items() if inspect.isroutine(value)]
@@ -81,7 +83,7 @@ def _options() -> str:
     parts = [
         "# Options",
         "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
-        "request. Where an older or shorter spelling exists, it is listed too.",
+        "request. Spellings of earlier versions go on working.",
     ]
     for title, configuration in (("Loading", LoadConfig), ("Generating", GenerationConfig)):
         parts.append(f"## {title}")
@@ -98,6 +100,7 @@ def _table(options: Iterable[ConfigOption]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for one in options:
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
+        flags += f" (before: {', '.join(f'`{flag}`' for flag in one.former_flags)})" if one.former_flags else ""
         wire = ", ".join(f"`{name}`" for name in one.wire)
         meaning = one.help.replace("|", "\\|")
         yield f"| `{one.name}` | {flags} | {wire} | {meaning[0].upper()}{meaning[1:]} |"

@@ -22,6 +22,7 @@ from edgeinfer.hub.ids import (
     literal,
     parse_name,
 )
+from edgeinfer.hub.resuming import fetch_large
 
 __all__ = ["Repository", "look_up", "pull"]
 
@@ -112,14 +113,17 @@ def pull(
     options: dict[str, Any] = {"cache_dir": cache_dir, "library_name": "edgeinfer", "tqdm_class": bar_class(progress)}
     found = look_up(repo_id, revision)
     if parsed.tag is not None:
-        return _pull_gguf(parsed, found, revision, options)
+        return _pull_gguf(parsed, found, revision, options, progress)
     with hub_errors(repo_id, revision):
         if found.kind == "bundle":
             path = Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=[MANIFEST], **options))
             # The same commit again, should the branch move in between; the cache names snapshots by commit.
-            revision, patterns = path.name, literal(listed_files(path / MANIFEST))
+            listed = listed_files(path / MANIFEST)
+            revision, patterns = path.name, literal(listed)
+            fetch_large(repo_id, path.name, {n: found.sizes.get(n, 0) for n in listed}, cache_dir, progress)
         elif found.kind == "checkpoint":
             patterns = [*CONFIG_PATTERNS, *WEIGHT_PATTERNS]
+            fetch_large(repo_id, found.commit, found.fetched, cache_dir, progress)
         else:
             models = ", ".join(sorted(filter(is_gguf_model, found.sizes)))
             hint = f"Name one by its type, such as {repo_id}:Q4_K_M. There are {models}."
@@ -137,9 +141,12 @@ def pull_config(repo_id: str, revision: str | None) -> Path:
         return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, **options))
 
 
-def _pull_gguf(name: HubName, found: Repository, revision: str | None, options: dict[str, Any]) -> Path:
+def _pull_gguf(
+    name: HubName, found: Repository, revision: str | None, options: dict[str, Any], progress: bool | Progress
+) -> Path:
     assert name.tag is not None, "whoever calls looked"
     parts = gguf_parts(name.repo_id, found.sizes, name.tag)
+    fetch_large(name.repo_id, found.commit, {n: found.sizes[n] for n in parts}, options["cache_dir"], progress)
     with hub_errors(name.repo_id, revision):
         patterns = literal(parts)
         folder = library().snapshot_download(name.repo_id, revision=revision, allow_patterns=patterns, **options)
