@@ -279,7 +279,7 @@ def test_a_device_is_measured(small_bundle: Path) -> None:
 
 @pytest.mark.usefixtures("brisk", "cache")
 def test_nothing_is_measured_in_a_context_that_is_too_small(small_bundle: Path) -> None:
-    with pytest.raises(UsageError, match="context of 32 tokens, there are 16"):
+    with pytest.raises(UsageError, match="context of 32 tokens, but there are 16"):
         edgeinfer.tools.tune_device(small_bundle, context=16)
     assert edgeinfer.tools.tune_device(small_bundle, context=32).parts["turn"].usual_ms > 0
 

@@ -99,7 +99,7 @@ def test_nothing_to_calibrate_by(make_family: Callable[..., Family]) -> None:
     with pytest.raises(UsageError, match="no text"):
         calibrate(backend, [[]], rope_of(bundle))
     quantized = ReferenceBackend(bundle, 64, kv="int8", kv_scales=calibrate(backend, TEXTS, rope_of(bundle)))
-    with pytest.raises(UsageError, match="float32 cache"):
+    with pytest.raises(UsageError, match="float32 KV cache"):
         calibrate(quantized, TEXTS, rope_of(bundle))
 
 

@@ -83,8 +83,8 @@ def test_bad_requests_are_refused_before_anything_is_measured(
     monkeypatch.setattr(devices, "Stopwatch", measured)
     (tmp_path / "blank").write_text(" \n")
     for says, options in (
-        ("usual settings", ("--profile", "off")),
-        ("usual settings", ("--profile", tmp_path / "x.json")),
+        ("default settings", ("--profile", "off")),
+        ("default settings", ("--profile", tmp_path / "x.json")),
         ("must be at least 1", ("--evaluations", "0")),
         ("contains no prompts", ("--text", tmp_path / "blank")),
     ):
