@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from edgeinfer.hub import CatalogModel, FoundModel, Offer, catalog, offers, search_hub
     from edgeinfer.installed import LocalModel, list_models, pull, remove_model
     from edgeinfer.model_facts import ModelFacts, describe, verify
+    from edgeinfer.option_types import GenerationOptions, LoadOptions
     from edgeinfer.reply_options import Sampling
     from edgeinfer.results import Chunk, Result
     from edgeinfer.searching import Search
@@ -74,10 +75,12 @@ __all__ = [
     "EdgeInferError",
     "FoundModel",
     "GenerationConfig",
+    "GenerationOptions",
     "GrammarError",
     "HubError",
     "InternalError",
     "LoadConfig",
+    "LoadOptions",
     "LocalModel",
     "MemoryPlan",
     "Model",
@@ -135,10 +138,12 @@ _HOMES = {
     "EdgeInferError": "errors",
     "FoundModel": "hub",
     "GenerationConfig": "config",
+    "GenerationOptions": "option_types",
     "GrammarError": "errors",
     "HubError": "errors",
     "InternalError": "errors",
     "LoadConfig": "config",
+    "LoadOptions": "option_types",
     "LocalModel": "installed",
     "MemoryPlan": "api",
     "Model": "api",

@@ -168,7 +168,7 @@ class ReducedCompute(ComputeSettings, OptionGroup):
         quality_floor: divergence in nats from the full model's predictions above which the full model takes over.
     """
 
-    mode: ClassVar = ("method", "compute")
+    mode: ClassVar[tuple[str, str] | None] = ("method", "compute")
 
     method: ComputeMethod = option("full", **_METHOD)
 

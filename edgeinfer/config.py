@@ -10,25 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
-from edgeinfer.drafting import (
-    DRAFTING_GROUP,
-    SPECULATION,
-    LoadDrafting,
-    ReplyDrafting,
-    Speculation,
-    drafters_in,
-)
+from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
-from edgeinfer.options import (
-    LARGEST_COUNT,
-    check_options,
-    option,
-    options_of,
-    require,
-    require_alone,
-    suggestion,
-)
+from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone, suggestion
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
 from edgeinfer.wording import Setting, shown
@@ -332,9 +317,11 @@ class LoadConfig(CacheOptions, LoadDrafting):
         """
         options = flat_options(options, LOAD_GROUPS)
         require_known("load option", options, options_of(cls), _OF_REPLIES)
-        for name in ("memory", "expert_memory", "prefix_cache"):
+        for name in ("memory", "expert_memory"):
             if options.get(name) not in (None, 0):
                 options[name] = _size_in_earnest(name, options[name])
+        if options.get("prefix_cache", 0) != 0:  # of few tokens of a small model it may be small
+            options["prefix_cache"] = parse_size(options["prefix_cache"])
         for name in ("draft_model", "profile"):
             if isinstance(options.get(name), Path):
                 options[name] = str(options[name])

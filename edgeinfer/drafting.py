@@ -151,7 +151,7 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
             distribution; "typical" is lossy.
     """
 
-    mode: ClassVar = ("drafters", "speculation")
+    mode: ClassVar[tuple[str, str] | None] = ("drafters", "speculation")
 
     drafters: str = option("auto", **SPECULATION)
 

@@ -88,5 +88,5 @@ def require_known(
     names = sorted(known)
     for name in given:
         if name not in names:
-            hint = (elsewhere or {}).get(name) or suggestion(name, names) + f"Known options: {', '.join(names)}."
-            raise UsageError(f"Unknown {kind} {name!r}.", hint)
+            hint = (elsewhere or {}).get(name) or suggestion(name, names) or f"Known options: {', '.join(names)}."
+            raise UsageError(f"Unknown {kind} {name!r}.", hint.strip())

@@ -22,6 +22,7 @@ __all__ = [
     "GenerationOptions",
     "JsonSchema",
     "LoadOptions",
+    "LoadOptionsButContext",
     "Prompt",
     "RareGenerationOptions",
     "RareLoadOptions",
@@ -174,11 +175,10 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
     """Options of loading that belong to `cache` or `speculation`, given by themselves."""
 
 
-class LoadOptions(RareLoadOptions, total=False):
-    """All options of loading; `edgeinfer.load` tells what each is."""
+class LoadOptionsButContext(RareLoadOptions, total=False):
+    """Options of loading for what chooses the context itself; `edgeinfer.load` tells what each is."""
 
     memory: int | str | None
-    context: int | None
     bits: int | None
     threads: int | None
     device: str | None
@@ -194,6 +194,12 @@ class LoadOptions(RareLoadOptions, total=False):
     prefill_chunk: int | None
     profile: str | Path | None
     idle_unload: float | None
+
+
+class LoadOptions(LoadOptionsButContext, total=False):
+    """All options of loading."""
+
+    context: int | None
 
 
 _NO_OPTIONS = frozenset({"self", "model", "prompt", "text", "messages", "stream", "progress", "rare"})

@@ -211,7 +211,7 @@ class Search(SearchSettings, OptionGroup):
         resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """
 
-    mode: ClassVar = ("method", "search")
+    mode: ClassVar[tuple[str, str] | None] = ("method", "search")
 
     method: SearchMethod = option("off", **_METHOD)
 

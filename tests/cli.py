@@ -108,9 +108,9 @@ class Child(subprocess.Popen[bytes]):
             self.kill()
 
 
-def start(*arguments: str | Path) -> Child:
+def start(*arguments: str | Path, stdin: int | None = None) -> Child:
     """Starts the command with its output piped."""
-    return Child(command(*arguments), interruptible_environment())
+    return Child(command(*arguments), interruptible_environment(), stdin)
 
 
 def interruptible_environment() -> dict[str, str]:

@@ -60,6 +60,7 @@ COMMANDS = {name: text for group in _GROUPS.values() for name, text in group.ite
 _ELSEWHERE = {
     **{"ask": "run", "generate": "run", "complete": "run", "talk": "chat", "ui": "chat", "app": "chat"},
     **{"server": "serve", "api": "serve", "download": "pull", "fetch": "pull", "get": "pull", "show": "inspect"},
+    **{"list": "models", "ls": "models", "catalog": "models --catalog", "rm": "models rm", "delete": "models rm"},
     **{"info": "inspect", "fit": "plan", "quantize": "export", "train": "distill", "benchmark": "bench"},
     **{"perplexity": "eval", "version": "--version"},
 }
@@ -69,11 +70,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GREETING = """\
 edgeinfer runs language models on this machine, within a memory budget that you set.
 
-  edgeinfer run "Once upon a time"   a story, by the small built-in model
-  edgeinfer chat                     a conversation, in a window or the browser
-  edgeinfer chat -m qwen3-0.6b       the same with a model of the catalog, or any of the hub (ORG/NAME)
+  edgeinfer run "Once upon a time"   tell a story with the small built-in model
+  edgeinfer chat                     chat in a window or the browser
+  edgeinfer chat -m qwen3-0.6b       the same with a real model, downloaded once
 
-edgeinfer --help lists all commands.
+edgeinfer models --catalog shows more models; edgeinfer --help lists all commands.
 """
 _ABOUT = """\
 usage: edgeinfer COMMAND [options]

@@ -35,8 +35,8 @@ stories.
 
 examples:
   edgeinfer run "Once upon a time"
-  edgeinfer run -m my-bundle "What is a quark?" --memory 600MB
-  cat notes.txt | edgeinfer run -m my-bundle -p "Summarize:"
+  edgeinfer run -m qwen3-0.6b "What is a quark?" --memory 1GB
+  cat notes.txt | edgeinfer run -m qwen3-0.6b -p "Summarize:"
 """
 # Tokens unless -n says otherwise: enough for nearly every answer, which ends by itself; a text that is continued may
 # never end.
@@ -98,8 +98,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _prompt(args: argparse.Namespace) -> str:
     """What the user gave, joined by empty lines: words or -p, then -f, then what is piped in."""
-    if len(args.words) > 1:
-        raise _too_many(args.words)
+    if len(args.words) > 1 or (args.words and _is_model(args.words[0])):
+        raise _not_a_prompt(args.words)
     if args.words and args.prompt is not None:
         raise UsageError("There are two prompts.", "Give one, with -p or without.")
     parts = [utf8(args.words[0] if args.words else args.prompt, "The prompt")] if args.words or args.prompt else []
@@ -122,9 +122,15 @@ def _not_typed() -> bool:
     return sys.stdin is not None and not sys.stdin.isatty()
 
 
-def _too_many(words: list[str]) -> UsageError:
-    rest = " ".join(words[1:])
-    if "/" in words[0] or Path(words[0]).exists():
+def _is_model(word: str) -> bool:
+    from edgeinfer import hub  # not for --help's sake
+
+    return len(word.split()) == 1 and hub.catalog_model(word) is not None
+
+
+def _not_a_prompt(words: list[str]) -> UsageError:
+    rest = " ".join(words[1:]) or "Hello"
+    if "/" in words[0] or Path(words[0]).exists() or _is_model(words[0]):
         return UsageError("Models are named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
     return UsageError("The prompt must be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
 

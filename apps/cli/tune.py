@@ -133,9 +133,8 @@ def _prompts(args: argparse.Namespace) -> list[str] | None:
 def _tune_device(args: argparse.Namespace, options: dict[str, Any]) -> DeviceTuning | None:
     """Tunes the device's settings; returns None if the backend has none."""
     with progress_bar() as bar:
-        shown = {} if bar is None else {"progress": bar}
         try:
-            return edgeinfer.tools.tune_device(args.model, quick=args.quick, out=args.out, **options, **shown)
+            return edgeinfer.tools.tune_device(args.model, quick=args.quick, out=args.out, progress=bar, **options)
         except CapabilityError:
             return None
 

@@ -16,7 +16,7 @@ from edgeinfer.hub.cache import (
     is_checkpoint,
     remove_cached,
 )
-from edgeinfer.hub.catalog_models import CatalogModel, catalog
+from edgeinfer.hub.catalog_models import CatalogModel, catalog, catalog_model
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
 from edgeinfer.hub.gguf_offers import Offer, offers
@@ -35,6 +35,7 @@ __all__ = [
     "cached",
     "cached_models",
     "catalog",
+    "catalog_model",
     "converted_models",
     "find",
     "find_checkpoint",

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import CapabilityError, DeviceError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
+from edgeinfer.option_types import LoadOptions
 from edgeinfer.results import DeviceFacts, DeviceLimits
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine
@@ -96,7 +97,7 @@ def tune_device(
     quick: bool = False,
     out: str | Path | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> DeviceTuning:
     """Measures a model with other threads, processors, weights and chunks than the usual, and keeps what is faster.
 
@@ -108,7 +109,7 @@ def tune_device(
         quick: measure for seconds instead of minutes; smaller gains are not found then.
         out: a file to write the settings to, for `load(profile=...)`; None keeps them for this user.
         progress: called with what is measured, steps done and at most to do.
-        options: fields of LoadConfig, as `load` takes them; what is given there is not tuned.
+        options: as `load` takes them; what is given there is not tuned.
 
     Raises:
         CapabilityError: there is nothing to tune about the model's backend.
@@ -117,7 +118,7 @@ def tune_device(
     """
     if options.get("profile") is not None:
         raise UsageError("Tuning starts from the default settings.", "Leave profile out.")
-    config = LoadConfig.of(**options | {"profile": OFF})
+    config = LoadConfig.of(**{**options, "profile": OFF})
     started, busy = time.perf_counter(), load_average()
     bundles = Bundles.open(model, config)
     names = tunable(bundles.choice)
@@ -129,7 +130,7 @@ def tune_device(
     return _result(found, threads, busy, time.perf_counter() - started, path)
 
 
-def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
+def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> bool:
     """Drops what `tune_device` kept of a model for this user; whether there was anything.
 
     Args:
@@ -139,7 +140,7 @@ def forget_tuning(model: str | Path | None = None, **options: Any) -> bool:
         ModelError: the model is missing or damaged.
         StorageError: it cannot be dropped.
     """
-    config = LoadConfig.of(**options | {"profile": OFF})
+    config = LoadConfig.of(**{**options, "profile": OFF})
     return forget_profile(digest_of(choose_backend(open_bundle(resolve(model)), config), config))
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from edgeinfer.api import Model, load
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub import resolve
+from edgeinfer.option_types import LoadOptionsButContext
 from edgeinfer.runtime.text.vocabularies import vocabulary_difference
 from edgeinfer.tools.predictions import Evaluation, Predictor, compare_predictions, read_predictions
 
@@ -29,7 +30,7 @@ def evaluate(
     tokens: int | None = None,
     top: int = 10,
     progress: Callable[[str, int, int], None] | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptionsButContext],
 ) -> Evaluation:
     """Reads texts with a model, and side by side with a reference, a few tokens at a time.
 
@@ -41,7 +42,7 @@ def evaluate(
         tokens: most to read in all.
         top: most likely tokens whose overlap is counted.
         progress: called with a stage, tokens read and tokens to read.
-        options: fields of LoadConfig for `model`; the reference takes the defaults.
+        options: of `load` for `model`; the reference takes the defaults.
 
     Raises:
         ModelError: as `edgeinfer.load`; or the tokens of the two models are not the same.
@@ -56,9 +57,9 @@ def evaluate(
     if bundle is not None and compared is not None:
         _check_same_tokens(bundle, compared)
     length = context or min([_LONGEST, *(each.manifest.geometry.max_positions for each in (bundle, compared) if each)])
-    plain = {"context": length, "speculation": "off", "remember": False}
+    plain: dict[str, Any] = {"context": length, "speculation": "off", "remember": False}
     with ExitStack() as opened:
-        ours = _loaded(opened, model, bundle, plain | options)
+        ours = _loaded(opened, model, bundle, {**plain, **options})
         windows = _first(_windows(ours, texts, length), tokens)
         if not windows:
             raise UsageError("There is no text to read.", "Use a text of at least two tokens.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from edgeinfer.api import Model
 from edgeinfer.config import GenerationConfig
+from edgeinfer.option_types import GenerationOptions
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.tuning import measure
@@ -81,12 +82,14 @@ def compare_fewer_experts(model: Model, tokens: Sequence[int], count: int) -> Fe
         return compare_experts(parts.engine, tokens, count)
 
 
-def read_reply(model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Any) -> ReplyReading:
+def read_reply(
+    model: Model, prompt: Sequence[int], reply: Sequence[int], **options: Unpack[GenerationOptions]
+) -> ReplyReading:
     """How a reply of given tokens is predicted in a way of computing less, against the whole model; empties the
     cache.
 
     Args:
-        options: fields of ComputeOptions.
+        options: as `Model.generate` takes them, of which those of `compute` count.
 
     Raises:
         UsageError: no prompt, a reply of fewer than two tokens, or an option that is unknown or out of range.

@@ -118,14 +118,14 @@ def test_groups_are_their_options_and_what_is_given_by_itself_goes_first() -> No
 
 WRONG: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: LoadConfig.of(memroy="1GB"), "'memroy'", "Did you mean 'memory'?"),
-    (lambda: LoadConfig.of(temperature=1), "'temperature'", "pass it to generate()"),
+    (lambda: LoadConfig.of(temperature=1), "'temperature'", "generate()"),
     (lambda: LoadConfig.of(cache={"kw": "int8"}), "Unknown option of Cache 'kw'", "Known options: kv,"),
     (lambda: LoadConfig.of(cache="int8"), "'int8' cannot be used as Cache", "a mapping"),
-    (lambda: LoadConfig.of(speculation={"verification": "typical"}), "'verification'", "pass it to generate()"),
+    (lambda: LoadConfig.of(speculation={"verification": "typical"}), "'verification'", "generate()"),
     (lambda: LoadConfig.of(device="cudaa"), "'cudaa'", "Did you mean 'cuda'?"),
     (lambda: GenerationConfig.of(temprature=1), "'temprature'", "Did you mean 'temperature'?"),
-    (lambda: GenerationConfig.of(threads=1), "'threads'", "pass it to edgeinfer.load()"),
-    (lambda: GenerationConfig.of(speculation={"remember": False}), "'remember'", "pass it to edgeinfer.load()"),
+    (lambda: GenerationConfig.of(threads=1), "'threads'", "edgeinfer.load()"),
+    (lambda: GenerationConfig.of(speculation={"remember": False}), "'remember'", "edgeinfer.load()"),
     (lambda: GenerationConfig.of(speculation="copi"), "'copi'", "Did you mean 'copy'?"),
     (lambda: GenerationConfig.of(search="bean"), "'bean'", "Did you mean 'beam'?"),
     (lambda: edgeinfer.Search("beam", beams=99), "beams=99", "from 1 to 16"),

@@ -79,6 +79,7 @@ def test_typical_uses_work(tmp_path: Path) -> None:
             uses.stream_as_openai,
         ):
             use(model)
+        uses.share_options(model)
         uses.save_a_conversation(model, tmp_path)
         asyncio.run(uses.generate_beside_a_loop(model))
         asyncio.run(uses.stream_beside_a_loop(model))

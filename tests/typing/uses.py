@@ -88,6 +88,11 @@ def print_a_stream(model: Model) -> None:
     assert stream.result.finish_reason in ("stop", "length")
 
 
+def share_options(model: Model) -> None:
+    options: edgeinfer.GenerationOptions = {"max_tokens": 8, "search": "beam", "beams": 2, "seed": 1}
+    assert model.generate(PROMPT, **options).token_ids == model.stream(PROMPT, **options).complete().token_ids
+
+
 def talk(model: Model) -> None:
     chat: Chat = model.chat("You are brief.", history=[{"role": "user", "content": "Hello"}])
     print(chat.send("Tell me a story.", max_tokens=8, temperature=0.7).text)

@@ -175,12 +175,62 @@ def test_prompt_from_stdin(model: FakeModel, monkeypatch: pytest.MonkeyPatch) ->
     assert model.prompts[0][0] == "día"
 
 
+def test_what_is_piped_in_is_the_prompt_or_stands_behind_it(model: FakeModel, tmp_path: Path) -> None:
+    file, schema = tmp_path / "file.txt", '{"type": "object"}'
+    file.write_text("From a file.")
+    for line, piped, prompt in (
+        (["Hi"], b"", "Hi"),
+        ([], b"Hi\n", "Hi"),
+        (["Sum up:"], b"One\n\nTwo\n", "Sum up:\n\nOne\n\nTwo"),
+        (["-p", "Sum up:"], b"Notes\n", "Sum up:\n\nNotes"),
+        (["-p", "Sum up:", "-f", str(file)], b"Notes", "Sum up:\n\nFrom a file.\n\nNotes"),
+        (["-p", "Sum up:", "-f", "-"], b"Notes", "Sum up:\n\nNotes"),
+        (["Who?", "--json-schema", "-"], schema.encode(), "Who?"),
+    ):
+        assert run("run", *line, stdin=piped).returncode == 0
+        assert model.prompts.pop()[0] == prompt
+    refuses(2, "There is no prompt.", run("run"))
+    refuses(2, "stdin can be read once only.", run("run", "-f", "-", "--grammar", "-", stdin=b"x"))
+    refuses(2, "Did you mean: edgeinfer run -m qwen3-0.6b", run("run", "qwen3-0.6b"))
+
+
+@pytest.mark.slow
+def test_a_pipe_that_stays_silent_is_named() -> None:
+    with start("run", "-p", "Hi", "-c", "0x", stdin=subprocess.PIPE) as process:  # refused before it is read
+        assert process.wait(TIME_LIMIT) == 2
+    with start("run", "-m", "no-such-model", "-p", "Hi", stdin=subprocess.PIPE) as process:
+        assert process.stderr is not None and process.stdin is not None
+        assert process.stderr.readline().startswith(b"Reading more of the prompt from stdin")
+        process.stdin.close()
+        assert process.wait(TIME_LIMIT) == 3
+
+
+def test_forms_of_replies_come_from_files(model: FakeModel, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "choices.txt").write_text("red\n\ngreen grey\n")
+    (tmp_path / "yes.lark").write_text('start: "yes"')
+    for line, options in (
+        (["--json-schema", str(tmp_path / "schema.json")], {"json_schema": '{"type": "integer"}'}),
+        (["--json-schema", '{"type": "null"}'], {"json_schema": '{"type": "null"}'}),
+        (["--choices", str(tmp_path / "choices.txt"), "--choice", "x"], {"choices": ("x", "red", "green grey")}),
+        (["--grammar", str(tmp_path / "yes.lark")], {"grammar": 'start: "yes"'}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--json-object", "--ignore-eos"], {"json_object": True, "ignore_eos": True}),
+        (["--logit-bias", "4=1", "--logit-bias", "5=-2.5"], {"logit_bias": {4: 1.0, 5: -2.5}}),
+        (["--stop-token-ids", "4,5"], {"stop_token_ids": (4, 5)}),
+    ):
+        assert main(["run", "Hi", *line]) == 0
+        assert model.prompts.pop()[1] == options | {"max_tokens": 128}
+    for wrong in (["--json-schema", "missing"], ["--stop-token-ids", "a"], ["--logit-bias", "4"], ["--choices", "no"]):
+        assert main(["run", "Hi", *wrong]) == 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["run"],
         ["run", "-p", "Hi", "-f", "does-not-exist.txt"],
-        ["run", "-p", "Hi", "--bits", "4"],
+        ["run", "-p", "Hi", "--bitts", "4"],
         ["run", "-p", "Hi", "-n", "many"],
         ["run", "-p", "Hi", "-n", "0"],
         ["run", "-p", "Hi", "-t", "0"],
