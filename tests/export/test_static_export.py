@@ -127,7 +127,7 @@ def test_broken_blocks_stay_float32(tmp_path: Path, caplog: pytest.LogCaptureFix
     config = ExportConfig(bits=4, keep_small=False, static=SHAPES)
     with caplog.at_level(logging.WARNING, "edgeinfer"):
         bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "static", config))
-    assert "layers.0.mlp.down has 172 columns, no multiple of 32: it stays float32" in caplog.text
+    assert "layers.0.mlp.down has 172 columns, which is not a multiple of 32; it stays float32" in caplog.text
     assert {t.bits for t in bundle.manifest.tensors if t.name.startswith("layers.")} == {32}
     assert bundle.manifest.tensor("embed").bits == 8
 
