@@ -29,6 +29,7 @@ __all__ = ["main", "take", "take_report"]
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)
+_PATIENCE_MS = 60_000
 _LOADED = "#model-button .dot.ready"
 _TALKS = (
     "Tell me a story about a lighthouse.",
@@ -104,7 +105,7 @@ def _ask(page: Page, text: str) -> None:
 
 
 def _finished(page: Page) -> None:
-    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false", timeout=60_000)
+    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
 
 
 def _planned(page: Page) -> None:
@@ -154,6 +155,7 @@ def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
             page.keyboard.press("Control+Shift+O")
             _ask(page, text)
         page.get_by_role("button", name="Regenerate").last.click()
+        expect(page.locator(".branches").last).to_have_text("2/2")
         _finished(page)
         shoot(page, "conversation-light")
         here = page.url
@@ -230,10 +232,10 @@ def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
 
 def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
     """A chat of another model than the one that is loaded."""
-    with _app("--models", models, "--seed", "3") as address:
+    with _app("--models", models, "--seed", "3", "-n", "150") as address:
         page = _page(browser, address)
         _ready(page)
-        _ask(page, _TALKS[0])
+        _ask(page, _TALKS[-1])
         page.keyboard.press("Control+Shift+O")
         _pick(page, "stories")
         page.locator("#load-button").click()
@@ -274,6 +276,8 @@ def _browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if found is None:
         raise UsageError("There is no browser.", f"Install one of {', '.join(_BROWSERS)}.")
+    # Plans and replies take seconds where the machine is busy.
+    expect.set_options(timeout=_PATIENCE_MS)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser

@@ -65,7 +65,8 @@ class LlamaEndpoints:
         data = {
             "model": dataclasses.asdict(model.info),
             "model_alias": service.names(model)[-1],
-            "model_path": "" if loaded is None else str(loaded.path),
+            # Its own name there; where it lies on this machine is nobody's to read.
+            "model_path": "" if loaded is None else loaded.path.name,
             "context": model.context,
             "plan": model.plan.to_dict(),
             "total_slots": service.host.parallel,

