@@ -19,7 +19,7 @@ from edgeinfer.options import ConfigOption, options_of
 
 __all__ = ["write_reference"]
 
-_WIDTH = "100"
+_WIDTH = "88"
 # What everybody uses stands before the rest.
 _FIRST = ("load", "plan", "Model", "Chat", "Result", "EdgeInferError")
 
@@ -85,25 +85,29 @@ def _options() -> str:
         "An option has one name: `draft_max` in Python is `--draft-max` on the command line and `draft_max` in a "
         "request. Spellings of earlier versions go on working.",
     ]
-    for title, configuration in (("Loading", LoadConfig), ("Generating", GenerationConfig)):
+    for title, configuration, asked in (("Loading", LoadConfig, False), ("Generating", GenerationConfig, True)):
         parts.append(f"## {title}")
         groups: dict[str, list[ConfigOption]] = {}
         for declared in options_of(configuration).values():
             groups.setdefault(declared.group or "Python and requests only", []).append(declared)
         for group, options in groups.items():
-            parts += [f"### {group[0].upper()}{group[1:]}", "\n".join(_table(options))]
+            parts += [f"### {group[0].upper()}{group[1:]}", "\n".join(_table(options, asked=asked))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(options: Iterable[ConfigOption]) -> Iterator[str]:
-    yield "| Python | command line | request | meaning |"
-    yield "|---|---|---|---|"
+def _table(options: Iterable[ConfigOption], *, asked: bool) -> Iterator[str]:
+    """Rows of options; those of loading are no fields of requests."""
+    yield f"| Python | command line |{' request |' if asked else ''} meaning |"
+    yield "|---|---|---|" + ("---|" if asked else "")
     for one in options:
         flags = ", ".join(f"`{flag}`" for flag in one.flags)
         flags += f" (before: {', '.join(f'`{flag}`' for flag in one.former_flags)})" if one.former_flags else ""
         wire = ", ".join(f"`{name}`" for name in one.wire)
         meaning = one.help.replace("|", "\\|")
-        yield f"| `{one.name}` | {flags} | {wire} | {meaning[0].upper()}{meaning[1:]} |"
+        # The help is that of the flag, which turns the option off.
+        negated = any(flag.startswith("--no-") for flag in one.flags)
+        meaning = f"`False`: {meaning}" if negated else f"{meaning[0].upper()}{meaning[1:]}"
+        yield f"| `{one.name}` | {flags} |{f' {wire} |' if asked else ''} {meaning} |"
 
 
 def _commands() -> dict[str, str]:

@@ -75,7 +75,9 @@ def test_every_page_is_in_the_site(site: Path) -> None:
 
 def test_the_reference_has_every_name_option_and_command(site: Path) -> None:
     python = (site / "reference" / "python.html").read_text("utf-8")
-    for name in edgeinfer.__all__:
+    tools = {f"tools.{name}" for name in edgeinfer.tools.__all__}
+    assert len(tools) > 10
+    for name in {*edgeinfer.__all__, *tools} - {"tools"}:
         assert f'id="edgeinfer.{name}"' in python, name
     options = (site / "reference" / "options.html").read_text("utf-8")
     for configuration in (LoadConfig, GenerationConfig):
