@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from tests.waiting import wait_until
+
 __all__ = ["Picture", "Terminal", "draw"]
 
 _COLUMNS, _LINES = 88, 48
 _SHELL_PROMPT, _CHAT_PROMPT = "$", ">"
-_PATIENCE_SECONDS = 180
 # rich asks the web for a font; a picture must do without.
 _WEB_FONT = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
 
@@ -107,14 +107,11 @@ class Terminal:
         self._tmux("kill-server")
 
     def _await(self, before: str = "") -> None:
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < end:
-            time.sleep(0.3)
+        def prompted() -> bool:
             shown = self.shown()
-            last = shown.rpartition("\n")[2].strip()
-            if shown != before and last in (_SHELL_PROMPT, _CHAT_PROMPT):
-                return
-        raise TimeoutError(f"The terminal shows no prompt after {_PATIENCE_SECONDS} s:\n{self.shown()}")
+            return shown != before and shown.rpartition("\n")[2].strip() in (_SHELL_PROMPT, _CHAT_PROMPT)
+
+        wait_until(prompted, "a prompt in the terminal")
 
     def _tmux(self, *arguments: str) -> str:
         line = ["tmux", "-L", self._socket, *arguments]
