@@ -6,6 +6,7 @@ wrong with it, or nothing.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -58,9 +59,10 @@ def _bounded() -> None:
         import resource
     except ImportError:  # Windows; the time is limited from outside
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, limit in ((resource.RLIMIT_CPU, _SECONDS), (resource.RLIMIT_AS, _BYTES), (resource.RLIMIT_CORE, 0)):
+        # macOS knows the limit of memory and does not keep it; what is started there is bounded in time alone.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(kind, (limit, limit))
 
 
 class _Bytes:

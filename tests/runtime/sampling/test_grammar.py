@@ -19,7 +19,7 @@ from tokenizers import decoders, models
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError, TokenizerError, UsageError
-from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source
+from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source, grammar_trial
 from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
 from edgeinfer.runtime.sampling.grammar_tokens import spelled
 from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TokenizerLike
@@ -390,3 +390,18 @@ def test_the_engine_may_be_missing(monkeypatch: pytest.MonkeyPatch, byte_level: 
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(UsageError, match=r"edgeinfer\[structured\]"):
         made(byte_level, json_object=True)
+
+
+def test_grammars_are_tried_where_the_system_keeps_no_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS refuses to set one."""
+    resource = pytest.importorskip("resource")
+    kept = []
+
+    def set_limit(kind: int, limits: tuple[int, int]) -> None:
+        if kind == resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+        kept.append(kind)
+
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    grammar_trial._bounded()
+    assert kept == [resource.RLIMIT_CPU, resource.RLIMIT_CORE]
