@@ -62,7 +62,7 @@ def resolve(
         UsageError: `bits` of what is no checkpoint.
     """
     if bits not in (None, *_BITS):
-        raise UsageError(f"{bits} bits are not possible.", "Choose 2, 4, 8 or 32.")
+        raise UsageError(f"{bits} bits are not supported.", "Choose 2, 4, 8 or 32.")
     path = _found(model, bits)
     if path is None:
         path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)
@@ -128,7 +128,7 @@ def find_checkpoint(source: str | Path) -> Path:
     """
     path = find(source)
     if is_bundle(path):
-        raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
+        raise ModelError(f"{source} is already a bundle.", f"Run it: edgeinfer run -m {source}")
     return path
 
 
