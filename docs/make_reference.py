@@ -9,7 +9,7 @@ import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import edgeinfer
 from edgeinfer.apps.cli.main import build_parser
@@ -73,7 +73,7 @@ def _directive(kind: str, name: str, value: Any) -> str:
         lines.append("   :members:")
         if dataclasses.is_dataclass(value):
             lines.append(f"   :exclude-members: {', '.join(field.name for field in dataclasses.fields(value))}")
-        else:
+        elif not is_typeddict(value):  # whose keys are the options, listed elsewhere, and whose methods are dict's
             lines.append("   :inherited-members:")
     return "\n".join(["```{eval-rst}", *lines, "```"])
 

@@ -6,13 +6,12 @@ into tokens and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 from edgeinfer.chat import Chat
 from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
@@ -35,6 +34,9 @@ from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["MemoryPlan", "Model", "TokenStream", "aload", "load", "plan"]
 
@@ -117,6 +119,8 @@ async def aload(
     Args:
         model, progress, options: as `load` takes them; `progress` is called on another thread.
     """
+    import asyncio  # it takes 4 MB, which programs without an event loop are spared
+
     loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
     try:
         return await asyncio.shield(loading)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk, Result
+
+if TYPE_CHECKING:
+    # asyncio takes 4 MB, which a program without an event loop is spared: it is imported where there is one.
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
 
 __all__ = ["AsyncTokenStream", "ReplyThread"]
 
@@ -25,6 +28,8 @@ class ReplyThread:
 
     def run(self, work: Callable[[], None]) -> None:
         """Does the work once what was asked for before is done."""
+        from concurrent.futures import ThreadPoolExecutor
+
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, "edgeinfer-replies")
@@ -42,6 +47,8 @@ class _Production:
     """A reply as its thread makes it. It does not know who reads it, so that a reader who is gone is noticed."""
 
     def __init__(self, start: Callable[[], TokenStream], loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
         self.queue: asyncio.Queue[Chunk | BaseException | None] = asyncio.Queue()
         self.stream: TokenStream | None = None
         self._start = start
@@ -143,6 +150,8 @@ class AsyncTokenStream:
         return self
 
     async def __anext__(self) -> Chunk:
+        import asyncio
+
         if self._ended:
             raise StopAsyncIteration
         if self._production is None:

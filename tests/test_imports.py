@@ -285,6 +285,11 @@ def test_import_is_light() -> None:
     assert len(found) < 30
 
 
+def test_a_model_brings_in_nothing_for_event_loops_or_errors() -> None:
+    """They take 4 MB of a budget that may be small."""
+    assert not modules_after("import edgeinfer; edgeinfer.load(remember=False)") & {"asyncio", "ssl", "difflib"}
+
+
 def test_a_command_imports_no_other() -> None:
     found = modules_after("import edgeinfer.apps.cli.main as main; main.build_parser('run')")
     assert "edgeinfer.apps.cli.run" in found

@@ -20,7 +20,8 @@ class _Notes(logging.Handler):
     """Shows what is fetched and converted as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print_note(record.getMessage())
+        # Straight to stderr, which a bar that is shown has taken over: the line appears above it.
+        sys.stderr.write(f"{record.getMessage()}\n")
 
 
 _NOTES = _Notes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from edgeinfer.errors import (
     TemplateError,
     UsageError,
 )
+from edgeinfer.options import nearest
 
 __all__ = ["Kinds", "RequestError", "error_body", "status_and_code", "unknown_model"]
 
@@ -70,9 +70,9 @@ def unknown_model(name: str, known: Sequence[str] = ()) -> RequestError:
     Args:
         known: names that are.
     """
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
+    close = nearest(name, known)
     listed = ", ".join(known[:_NAMED]) + (", ..." if len(known) > _NAMED else "")
-    hints = [f"Did you mean {close[0]!r}?"] if close else [f"Models here: {listed}."] if known else []
+    hints = [f"Did you mean {close!r}?"] if close else [f"Models here: {listed}."] if known else []
     hint = " ".join([*hints, "GET /v1/models lists what is served."])
     message = f"The model {name[:_LONGEST_NAME]!r} does not exist here."
     return RequestError(message, hint, param="model", code="model_not_found", status=404)

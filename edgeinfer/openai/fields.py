@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
 from edgeinfer.openai.schemas import closed
 from edgeinfer.option_groups import flat_options
-from edgeinfer.options import options_of
+from edgeinfer.options import nearest, options_of
 from edgeinfer.version import VERSION
 from edgeinfer.wording import shown
 
@@ -157,8 +156,8 @@ class Fields:
             RequestError: something is left.
         """
         for name in self._left:
-            close = difflib.get_close_matches(name[:_LONGEST], sorted(self._known), n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out; the OpenAI API reference lists fields."
+            close = nearest(name, sorted(self._known))
+            hint = f"Did you mean {close!r}?" if close else "Leave it out; the OpenAI API reference lists fields."
             message = f"Unknown field {shown(self._where + name)}."
             raise RequestError(message, hint, param=self._where + name)
 
@@ -180,8 +179,6 @@ IGNORED = (
     "store",
     "user",
 )
-# Characters of a name that others are compared with.
-_LONGEST = 40
 MOST_REPLIES = 128  # OpenAI's, as the next
 MOST_ALTERNATIVES = 20
 # With which the same seed gives the same text.

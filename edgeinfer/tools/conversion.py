@@ -53,6 +53,10 @@ _LOCK_SECONDS = 1.0
 _SMALL_FILES_BYTES = 15_000_000
 # What a disk should have beside what is written.
 _SPARE = 1.02
+_MOST_TRIES = 100
+# Where a model takes less of the memory than this, its cache is not made small. Finding scales takes as long as
+# converting, a minute for 0.6 billion parameters on two cores; `edgeinfer tune` does it later.
+_AMPLE = 0.5
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,18 @@ def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
         folder = origin.folder or _pull(run, source.name, origin.repository)
         source.record()
         run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
-        _export(run, source, folder, place, bits)
+        is_tight = sizes.memory(bits) > room(job.memory) * _AMPLE
+        _export(run, source, folder, place, bits, is_tight=is_tight)
         _remove_former(source, bits, place)
         return place
 
 
-def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
-    """Converts beside the place and renames, so that half of a bundle is never found."""
+def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int, *, is_tight: bool) -> None:
+    """Converts beside the place and renames, so that half of a bundle is never found.
+
+    Args:
+        is_tight: the cache may have to be small, so scales for that are found too.
+    """
     from edgeinfer.export import ExportConfig, export_checkpoint
 
     stage = f"Converting {source.name} to {bits} bits"
@@ -146,9 +155,10 @@ def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits
         bundle = inside / "bundle"
         name = source.name.rpartition("/")[2] if source.directory is None else source.directory.name
         export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)
-        with contextlib.suppress(EdgeInferError):  # a model that cannot run here goes without scales for small caches
+        if is_tight:
             stage = f"Fitting small caches to {source.name}"
-            calibrate_kv(bundle, progress=progress)
+            with contextlib.suppress(EdgeInferError):  # what cannot run here goes without
+                calibrate_kv(bundle, progress=progress)
         with storage_errors(place):
             sync_tree(bundle)
             bundle.rename(place)
@@ -284,8 +294,11 @@ class _Scratch:
 
     def remove(self) -> None:
         """Removes it if it is there."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        folder, tries = self._folder, 0
+        # Another thread may just have put a file into it; it finds no place for many more.
+        while folder is not None and folder.exists() and tries < _MOST_TRIES:
+            shutil.rmtree(folder, ignore_errors=True)
+            tries += 1
 
 
 class _Teller:

@@ -72,6 +72,7 @@ FIELDS: dict[str, set[str] | None] = {
     "experts": None,
     "compute": None,
     "search": None,
+    "stop_string": None,
     "model": {
         "name",
         "architecture",
@@ -172,7 +173,7 @@ import edgeinfer
 memory = None
 if sys.argv[2] == "tight":
     try:
-        edgeinfer.load(sys.argv[1], memory=1)
+        edgeinfer.load(sys.argv[1], memory="1MB")
     except edgeinfer.EdgeInferError as error:
         memory = error.minimum_bytes
 model = edgeinfer.load(sys.argv[1], memory=memory)

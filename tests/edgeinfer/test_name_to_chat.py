@@ -185,6 +185,13 @@ def converting(user: User, prelude: str, **job: Any) -> list[dict[str, Any]]:
         return [json.loads(line) for line in process.stdout]
 
 
+def test_the_default_installation_suffices(user: User) -> None:
+    absent = "scipy", "torch", "transformers", "safetensors", "llama_cpp", "gguf", "starlette", "llguidance"
+    said = converting(user, f"import sys; sys.modules |= dict.fromkeys({absent})")
+    assert Path(said[-1]["path"]).parts[-2:] == tuple(BUNDLE.split("/")), said
+    assert {step["stage"].split()[0] for step in said if "stage" in step} == {"Downloading", "Converting"}
+
+
 @pytest.mark.parametrize(
     ("prelude", "says"),
     [
@@ -258,7 +265,8 @@ def test_a_directory_is_converted_once_and_again_when_it_changes(user: User, che
     folder.mkdir()
     for path in checkpoint.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    assert user.run("run", "-m", str(folder), "Hello", "-n", "2", "--bits", "8").returncode == 0
+    assert user.run("run", "-m", str(folder), "Hello", "-n", "2", "--bits", "8", "--memory", "300MB").returncode == 0
+    assert list((user.home / "data").rglob("kv_scales.json")), "a small budget may need a small cache"
     first = user.written()
     assert any("/8-bit-" in path for path in first)
     assert "Converting" not in user.run("run", "-m", str(folder), "Hello", "-n", "2").stderr
@@ -275,6 +283,7 @@ def test_a_terminal_is_asked_which_type_and_a_pipe_is_told(user: User) -> None:
     assert done.returncode == 0, done.stderr
     assert "Taking org/gguf:Q4_K_M" in done.stderr
     assert user.hub.served == ["toy-Q4_K_M.gguf"]
+    assert "Run it: edgeinfer chat -m org/gguf\n" in done.stderr, "the type that was taken is found again by the name"
     shown = on_terminal(user, "pull", "org/gguf", answers=lambda text: b"Q2_K\n" if "Which one?" in text else None)
     assert "recommended" in shown
     assert user.hub.served[1:] == ["toy-Q2_K.gguf"]

@@ -147,16 +147,15 @@ class LlamaModel:
 
     def _check_memory(self, path: Path) -> None:
         lib = self.lib
+        recurrent = "Hybrid and recurrent models (LFM2, Mamba, Qwen3.5) are not supported yet"
         kinds = {
-            "is recurrent": lib.llama_model_is_recurrent,
-            "mixes attention with recurrent layers": lib.llama_model_is_hybrid,
-            "generates by diffusion": lib.llama_model_is_diffusion,
-            "has an encoder": lib.llama_model_has_encoder,
+            recurrent: (lib.llama_model_is_recurrent, lib.llama_model_is_hybrid),
+            "Models that write by diffusion are not supported": (lib.llama_model_is_diffusion,),
+            "Models with an encoder are not supported": (lib.llama_model_has_encoder,),
         }
-        for what, is_so in kinds.items():
-            if is_so(self._pointer):
-                message = f"{path} {what}, which is not supported yet: its cache cannot be cut."
-                raise BundleError(message, "Use a decoder that consists of attention layers.")
+        for what, asked in kinds.items():
+            if any(is_so(self._pointer) for is_so in asked):
+                raise BundleError(f"{what}: {path}.", "Choose another, such as those of: edgeinfer models --catalog")
 
     def drop_pages(self) -> None:
         """Lets go of the file's pages, which come back when they are read."""
