@@ -333,7 +333,7 @@ def test_models_that_can_be_had(window: Window, tmp_path: Path, monkeypatch: pyt
     for path, says in (
         ("models/mine", "is not a whole path"),
         (str(tmp_path / "none"), "There is no file or folder"),
-        (str(tmp_path), "holds no model that can be imported"),
+        (str(tmp_path), "contains no model that can be imported"),
         (__file__, "is not a GGUF file"),
     ):
         assert says in window.refused("POST", "/models/import", {"path": path}, status=409, code="model")

@@ -61,7 +61,7 @@ function createParts() {
   const system = h("textarea", {
     class: "textarea",
     rows: 4,
-    placeholder: "How the model should behave. Empty says nothing.",
+    placeholder: "Tells the model how to behave. Leave it empty for none.",
     "aria-label": "System prompt",
   });
   const toDefaults = { type: "button", class: "button", onclick: () => save({ options: RESET }) };
