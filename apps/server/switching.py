@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import edgeinfer
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.errors import BudgetError, EdgeInferError, UsageError
 from edgeinfer.openai.errors import RequestError
@@ -152,7 +153,8 @@ class ModelSwitch:
         try:
             # What a client wished for the one before is not meant for this one.
             self._keep_s = None
-            await self._host.load(source, self._options if source == self.source else self._others)
+            options = self._options if source == self.source else await asyncio.to_thread(self._fitting, source)
+            await self._host.load(source, options)
         except EdgeInferError as caught:
             error = _told(caught)
         except Exception as caught:  # whatever it is, who waits must hear of it
@@ -166,6 +168,13 @@ class ModelSwitch:
                 self._waiting.remove(request)
                 self._refuse(request, error)
         self._advance()
+
+    def _fitting(self, source: str | None) -> dict[str, Any]:
+        """Options for another model than the served one, whose context may be smaller."""
+        context = self._others.get("context")
+        if context is None:
+            return self._others
+        return {**self._others, "context": min(context, edgeinfer.describe(source).context)}
 
     def _grant(self, source: str | None) -> None:
         for request in [request for request in self._waiting if request.source == source]:

@@ -77,6 +77,9 @@ class ChatPrompt:
 
     def prepared(self, model: ChatModel[Any]) -> ChatPrompt:
         """The same with its tokens made; errors as `start`."""
+        if model.chat_template_text is None:
+            message, hint = f"{model.info.name} has no chat template.", "Send a text to /v1/completions instead."
+            raise RequestError(message, hint, param=self.fields[0], code="template_rejected")
         with self._naming():
             ids = model.tokenize_chat(
                 self.tools.messages(self.messages),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import DeviceError
 from edgeinfer.runtime.devices.contract import CPU_PROVIDER, Device
+from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -65,7 +66,9 @@ def require(device: Device) -> None:
 def device_error(device: Device, reason: object) -> DeviceError:
     """What is raised where a device fails."""
     first = next(iter(str(reason).strip().splitlines()), "no reason given").rstrip(".")
-    return DeviceError(f"The device {device.name} ({device.provider}) fails: {first}.", "Use --device cpu.")
+    return DeviceError(
+        f"The device {device.name} ({device.provider}) fails: {first}.", "Use " + Setting("device", "cpu") + "."
+    )
 
 
 def plugin_devices(device: Device) -> list[Any]:

@@ -7,6 +7,7 @@ from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.runtime.devices.contract import CPU, Device, DeviceEntry, Graphs
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
+from edgeinfer.wording import Setting
 
 __all__ = ["choose_device", "runs"]
 
@@ -44,15 +45,18 @@ def _asked_for(config: LoadConfig, graphs: Graphs) -> Device:
     if not is_installed(device):
         how = "beside onnxruntime" if entry.beside else "in place of onnxruntime, in an environment of its own"
         message = f"The device {device.name} is not installed here."
-        raise DeviceError(message, f"Install {entry.package} {how}, or use --device cpu.")
+        raise DeviceError(message, f"Install {entry.package} {how}, or use " + Setting("device", "cpu") + ".")
     if graphs == "none":
         message = f"This model runs on an engine of its own, not on {device.name}."
-        raise DeviceError(message, "Use --device cpu, or a bundle that edgeinfer exported itself.")
+        raise DeviceError(message, "Use " + Setting("device", "cpu") + ", or a bundle that edgeinfer exported itself.")
     if not runs(device, graphs):
         message = f"The device {device.name} runs only graphs of fixed shapes, and this bundle has none."
-        raise DeviceError(message, "Export it again with --static, or use --device cpu.")
+        raise DeviceError(message, "Export it again with --static, or use " + Setting("device", "cpu") + ".")
     if missing := _missing(device, config, graphs):
-        raise UsageError(f"The device {device.name} has no {missing}.", "Leave that option out, or use --device cpu.")
+        raise UsageError(
+            f"The device {device.name} has no {missing}.",
+            "Leave that option out, or use " + Setting("device", "cpu") + ".",
+        )
     return device
 
 

@@ -16,6 +16,7 @@ from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
+from edgeinfer.wording import Setting
 
 __all__ = ["SEARCH_KINDS", "make_search"]
 
@@ -68,7 +69,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
-        raise UsageError(message, "Load the model with overflow='stop'.")
+        raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
     if kind.branches and not parts.backend.capabilities.branches:
         message = f"The {parts.backend.name} backend cannot keep several texts in one cache, as search={name!r} does."
         hint = "Use a natively exported bundle, a context no longer than its sliding window, or search='momentum'."
@@ -78,8 +79,15 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 
 def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
-        message = f"search={name!r} draws several texts, and without sampling all are the same."
-        raise UsageError(message, "Set a temperature above 0 (--temp 0.7), and leave out top_k=1.")
+        message = f"search={name!r} draws several texts, which are all the same without sampling."
+        raise UsageError(
+            message,
+            "Set "
+            + Setting("temperature", 0.7)
+            + " or another value above 0, and leave out "
+            + Setting("top_k", 1)
+            + ".",
+        )
     plain = GenerationConfig()
     options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
     asked = [option for option in options if getattr(config, option) != getattr(plain, option)]

@@ -137,7 +137,7 @@ def test_the_tune_command_finds_scales_too(
 def test_models_without_quantized_caches(tmp_path: Path) -> None:
     path = make_bigram_bundle(tmp_path / "bigrams")
     assert not edgeinfer.tools.tune_kv(path)
-    with pytest.raises(UsageError, match="no graphs for quantized caches"):
+    with pytest.raises(UsageError, match="no graphs for quantized KV caches"):
         edgeinfer.tools.calibrate_kv(path)
     with pytest.raises(UsageError, match="no scales"):
         edgeinfer.tools.measure_kv(path, STORIES)

@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.wording import Setting
 
 __all__ = ["CachedExpertsBackend"]
 
@@ -47,7 +48,7 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         parts = None if inner.pages is None else inner.pages.experts()
         if not parts or not (can.layer_skip and can.hidden):
             hint = "Export it in the native layout with quantized experts, or load it with other weights."
-            raise CapabilityError("The experts of this model cannot be left out of memory.", hint)
+            raise CapabilityError("The experts of this model cannot be loaded on demand.", hint)
         super().__init__(inner)
         assert decoder.moe is not None and inner.pages is not None, "there are experts"
         self._pages = inner.pages
@@ -59,7 +60,9 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
-            raise CapabilityError(message, "Stream the weights (--weights streamed), or give more memory.")
+            raise CapabilityError(
+                message, "Stream the weights with " + Setting("weights", "streamed") + ", or use more memory."
+            )
         self._pages.small_pages()
         self._pages.release()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from edgeinfer.config import format_size
 from edgeinfer.errors import StorageError
+from edgeinfer.wording import Setting
 
 __all__ = ["make_room", "private_folder", "processor_key", "used"]
 
@@ -69,7 +70,9 @@ def make_room(folder: Path, size: int) -> None:
     most = min(_MOST_BYTES, int(_MOST_SHARE * (free + sum(taken.values()))))
     if size > most:
         message = f"Packed weights need {format_size(size)} in {folder.parent}, which may take {format_size(most)}."
-        raise StorageError(message, "Free some space, or load with weights packed in memory (--weights packed).")
+        raise StorageError(
+            message, "Free some space, or pack the weights in memory with " + Setting("weights", "packed") + "."
+        )
     for other in sorted(others, key=_touched):
         if sum(taken.values()) + size <= most:
             return

@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardIn
 from edgeinfer.runtime.speculation.drafters.contract import Context, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.wording import Setting
 
 __all__ = [
     "BitsDrafter",
@@ -239,7 +240,9 @@ class ExpertsDrafter(SelfDrafter):
         counts = target.capabilities.expert_counts
         if self._count not in counts:
             message = f"This model cannot draft with {count} experts for each token."
-            raise UsageError(message, f"Choose one of {', '.join(map(str, counts))} (--draft-experts).")
+            raise UsageError(
+                message, f"Choose one of {', '.join(map(str, counts))} for " + Setting("draft_experts") + "."
+            )
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
