@@ -12,6 +12,7 @@ from edgeinfer.hub.cache import (
     BUILTIN,
     builtin,
     cached_gguf,
+    cached_models,
     cached_snapshot,
     existing,
     is_bundle,
@@ -179,7 +180,11 @@ def _found(model: str | Path | None, bits: int | None) -> Path | None:
     if converted is not None:
         return converted.path
     path = cached_snapshot(name.repo_id)
-    return path if path is not None and is_bundle(path) else None
+    if path is not None:
+        return path if is_bundle(path) else None
+    # Of a repository of GGUF files the type that was chosen before, if that is clear.
+    ggufs = [model.path for model in cached_models() if model.repo_id == name.repo_id and model.kind == "gguf"]
+    return ggufs[0] if len(ggufs) == 1 and name.bits is None else None
 
 
 def _is_converted(model: str | Path | None, path: Path) -> bool:

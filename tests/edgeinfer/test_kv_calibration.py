@@ -102,7 +102,10 @@ def test_a_model_that_cannot_run_here_is_exported_without(
 
     monkeypatch.setattr("edgeinfer.tools.kv_calibration.choose_layout", fails)
     assert export(checkpoint, tmp_path / "out") == 0
-    assert "No scales for int8 and int4 caches: It cannot be run. Try elsewhere." in capsys.readouterr().err
+    assert (
+        "Skipped the calibration of int8 and int4 KV caches: It cannot be run. Try elsewhere."
+        in capsys.readouterr().err
+    )
     assert read_kv_scales(open_bundle(tmp_path / "out")) is None
 
 

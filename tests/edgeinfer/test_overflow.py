@@ -39,7 +39,7 @@ def test_a_text_goes_on_and_says_what_was_lost(policy: str) -> None:
 @needs_builtin
 def test_without_a_policy_a_long_text_is_refused() -> None:
     with load_eager(context=64, remember=False) as model:
-        with pytest.raises(ContextLengthError, match="--overflow window"):
+        with pytest.raises(ContextLengthError, match="overflow='window'"):
             model.generate(STORY * 4)
         assert model.generate("Once", max_tokens=2).overflow.policy == "stop"
 
