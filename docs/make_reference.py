@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, is_typeddict
 
 import edgeinfer
-from edgeinfer.apps.cli.main import build_parser
+from edgeinfer.apps.cli.main import COMMANDS, build_parser
 from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
@@ -115,9 +115,9 @@ def _commands() -> dict[str, str]:
     os.environ["COLUMNS"] = _WIDTH  # as argparse asks for it
     pages = {}
     rows = []
-    for name, parser, summary in _subcommands(build_parser()):
+    for name, parser in _subcommands(build_parser()):
         pages[f"commands/{name}.md"] = "\n\n".join(_help_of(f"edgeinfer {name}", parser)) + "\n"
-        rows.append(f"| [`edgeinfer {name}`](commands/{name}.md) | {summary} |")
+        rows.append(f"| [`edgeinfer {name}`](commands/{name}.md) | {COMMANDS[name]} |")
     parts = [
         "# Commands",
         "`edgeinfer COMMAND --help` shows what most people need, `--help-all` everything that is listed here.",
@@ -130,14 +130,13 @@ def _commands() -> dict[str, str]:
 def _help_of(command: str, parser: Parser, level: int = 1) -> Iterator[str]:
     yield f"{'#' * level} {command}"
     yield f"```text\n{parser.format_help_all().strip()}\n```"
-    for name, below, _ in _subcommands(parser):
+    for name, below in _subcommands(parser):
         yield from _help_of(f"{command} {name}", below, level + 1)
 
 
-def _subcommands(parser: argparse.ArgumentParser) -> Sequence[tuple[str, Parser, str]]:
-    """The commands below one, in the order of its help, with what it says of each."""
+def _subcommands(parser: argparse.ArgumentParser) -> Sequence[tuple[str, Parser]]:
+    """The commands below one, in the order of its help."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            said = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            return [(name, below, said[name]) for name, below in action.choices.items() if name in said]
+            return list(action.choices.items())
     return ()

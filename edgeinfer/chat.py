@@ -79,7 +79,7 @@ class Chat:
         turns = _read_history(history)
         if turns and turns[0]["role"] == "system":
             if system is not None:
-                raise UsageError("There are two system messages.", "Leave out `system`, or that of the history.")
+                raise UsageError("There are two system messages.", "Leave out `system`, or the one in the history.")
             system = turns.pop(0)["content"]
         self.system = system
         self._turns: list[dict[str, str]] = turns
@@ -165,8 +165,8 @@ class Chat:
 
     def _stream(self, text: str, options: Mapping[str, Any]) -> TokenStream:
         if not isinstance(text, str):
-            hint = "Give a text; a conversation from before is given to model.chat(history=...)."
-            raise PromptError(f"The message is {shown(text)}, which is no text.", hint)
+            hint = "Pass a string; an earlier conversation goes to model.chat(history=...)."
+            raise PromptError(f"The message is {shown(text)}, which is not a string.", hint)
         if not text.strip():
             raise PromptError("The message is empty.", "Write something.")
         asked = {"role": "user", "content": text}
@@ -227,9 +227,9 @@ class Chat:
         try:
             data = json.loads(text())
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"{source} cannot be read: {error}.", "Give a file written by Chat.save.") from error
+            raise UsageError(f"{source} cannot be read: {error}.", "Use a file written by Chat.save.") from error
         if not _is_saved_chat(data):
-            raise UsageError(f"{source} is not a saved conversation.", "Give a file written by Chat.save.")
+            raise UsageError(f"{source} is not a saved conversation.", "Use a file written by Chat.save.")
         chat = cls(model, data["system"])
         chat._turns = data["turns"]
         return chat
@@ -241,7 +241,7 @@ def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         given = message if isinstance(message, Mapping) else {}
         role, content = given.get("role"), given.get("content")
         if role not in _ROLES or not isinstance(content, str) or (role == "system" and index):
-            hint = 'Give {"role": "user" or "assistant", "content": a text}; one with "system" may come first.'
+            hint = 'Write {"role": "user" or "assistant", "content": "..."}; a "system" message may come first.'
             raise UsageError(f"history[{index}] is {shown(message)}.", hint)
         turns.append({"role": str(role), "content": content})
     return turns

@@ -318,8 +318,8 @@ class TokenStream:
         ]
         for text, ids in zip(self._config.choices, choices, strict=True):
             if max(ids, default=0) >= vocabulary:
-                message = f"The choice {text!r} holds a token id outside the model's vocabulary of {vocabulary}."
-                raise UsageError(message, "Leave it out, or spell it in another way.")
+                message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
+                raise UsageError(message, "Leave it out, or spell it differently.")
         return ChoiceConstraint(choices, end_ids)
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:

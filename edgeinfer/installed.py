@@ -111,7 +111,9 @@ def remove_model(name: str) -> int:
         places = [place for place in _places() if place.hub_id in wanted and place.origin == "converted"]
     cached = [model for model in hub.cached_models() if model.name in wanted and model.kind == "checkpoint"]
     if not places and not cached:
-        raise ModelError(f"There is no model {name} on this machine.", "See edgeinfer.list_models() for their names.")
+        raise ModelError(
+            f"There is no model {name} on this machine.", "Their names: edgeinfer models, or edgeinfer.list_models()."
+        )
     for place in places:
         if place.origin not in ("converted", "hub"):
             if place.origin == "built-in":

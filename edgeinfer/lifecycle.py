@@ -214,7 +214,7 @@ class ModelLifecycle:
             path = _place()
             save(parts, path)
         except StorageError as error:
-            _log.info("The conversation is not put aside while the model is away. %s", error.message)
+            _log.info("The conversation could not be saved while the model was unloaded. %s", error.message)
             return
         self._aside = path
         # Called when the program ends, unless it was called before.
@@ -226,7 +226,7 @@ class ModelLifecycle:
                 with open_session(self._aside) as session:
                     resume(parts, session)
             except EdgeInferError as error:
-                _log.info("What was put aside is lost, and evaluated again. %s", error.message)
+                _log.info("The saved conversation is lost and will be evaluated again. %s", error.message)
             self._forget_aside()
             self._aside = None
 
@@ -293,10 +293,10 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
     kind = engine.backend.cache.snapshot(0, 0)
     obstacles = {
         "they are another model's": session.origin.model != parts.origin.model,
-        "the model ran in another way": session.origin.run != parts.origin.run,
-        "the cache is of another type": (session.kv, session.scales) != (kind.kv, kind.scales),
+        "the model ran with other settings": session.origin.run != parts.origin.run,
+        "the KV cache has another data type": (session.kv, session.scales) != (kind.kv, kind.scales),
         "the context is smaller": len(session.tokens) > engine.backend.cache.capacity,
-        "there are no such tokens": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
+        "its token ids are not in the vocabulary": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
     }
     reason = next((reason for reason, met in obstacles.items() if met), None)
     if reason is None and session.tokens:
@@ -305,5 +305,5 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
         except (BackendError, UsageError) as error:
             reason = error.message.rstrip(".")
     if reason is not None:
-        _log.warning("The rows in %s are evaluated again: %s.", session.path, reason)
+        _log.warning("The conversation in %s will be evaluated again: %s.", session.path, reason)
     return reason is None

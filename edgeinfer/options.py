@@ -254,7 +254,7 @@ def require_few(name: str, values: Sized, most: int) -> None:
         UsageError: there are more.
     """
     if len(values) > most:
-        raise UsageError(Setting(name) + f" has {len(values)} entries.", Setting(name) + f" can have {most} at most.")
+        raise UsageError(Setting(name) + f" has {len(values)} entries.", Setting(name) + f" can have at most {most}.")
 
 
 def require_alone(names: Sequence[str]) -> None:

@@ -218,7 +218,7 @@ class ReplyOptions(SamplingOptions):
     )
     parse_special: bool | None = option(
         None,
-        help="treat special tokens spelled out in the prompt as special tokens (default: in -p and -f, not in chats)",
+        help="treat special tokens spelled out in the prompt as special tokens (default: only with --raw)",
         cli="--parse-special",
         group=_TEXT,
     )

@@ -364,9 +364,11 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         PromptError: it holds something else.
     """
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        hint = "Give messages to create_chat_completion() or stream_chat(), or talk to model.chat()."
-        raise PromptError("The prompt is a list of messages, not a text.", hint)
+        hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
+        raise PromptError("The prompt is a list of messages, not a string.", hint)
     ids = list(prompt) if isinstance(prompt, Iterable) else None
     if ids is None or not all(map(is_integer, ids)):
-        raise PromptError(f"The prompt is {shown(prompt)}, which is neither a text nor token ids.", "Give either.")
+        raise PromptError(
+            f"The prompt is {shown(prompt)}, which is neither a string nor token ids.", "Pass one or the other."
+        )
     return ids

@@ -161,7 +161,7 @@ def _most_tokens(parts: ModelParts) -> int:
 
 
 def _too_long(size: int, most: int) -> ContextLengthError:
-    message = f"The prompt has {size} characters, far more than {most} tokens, which is what the model takes."
+    message = f"The prompt has {size} characters, far more than the {most} tokens that the model takes."
     return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
 
 

@@ -86,7 +86,7 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         if self.streams not in STREAMS:
-            raise UsageError(f"streams={self.streams!r} is not possible.", f"Choose one of {', '.join(STREAMS)}.")
+            raise UsageError(f"streams={self.streams!r} is not supported.", f"Choose one of {', '.join(STREAMS)}.")
 
 
 def default_tokens(weights: int) -> int:
@@ -168,7 +168,7 @@ def calibrate(
 
 def _check(spec: DecoderSpec, texts: Sequence[Ints]) -> None:
     if not texts or not all(len(text) for text in texts):
-        raise UsageError("There is no text to calibrate with.", "Give a text of a few paragraphs.")
+        raise UsageError("There is no text to calibrate with.", "Use a text of a few paragraphs.")
     low, high = (int(f(f(text) for text in texts)) for f in (min, max))
     if low < 0 or high >= spec.vocab_size:
         message = f"Token {low if low < 0 else high} is outside the model's vocabulary of {spec.vocab_size}."

@@ -4,7 +4,7 @@ A full product of parameters says little more than its pairs do (most faults dep
 
 - the fast tier, which plain `pytest` runs, takes two cases of each test, or one row of a long table, so that every
   value is met if there are as few values as that; tests of modules marked `matrix` take all pairs of values, the test
-  being a value too, and quick tests marked `every_case` take all of their rows;
+  being a value too (all values with `strength=1`), and quick tests marked `every_case` take all of their rows;
 - the rest of a set in which every pair of values is met, and every row of every table, has the mark `more_cases`;
 - what is left of a product has the mark `exhaustive`, and runs on demand.
 
@@ -39,8 +39,10 @@ def divide(items: Sequence[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             modules[item.nodeid.partition("::")[0]].append(item)
     for cases in modules.values():
-        matrix = any(item.get_closest_marker("matrix") for item in cases)
-        fast = set(cover([{*values_of(item), name_of(item)} for item in cases])) if matrix else set()
+        marks = [mark for item in cases if (mark := item.get_closest_marker("matrix"))]
+        matrix = bool(marks)
+        strength = marks[0].kwargs.get("strength", 2) if marks else 2
+        fast = set(cover([{*values_of(item), name_of(item)} for item in cases], strength)) if matrix else set()
         functions: defaultdict[Value, list[int]] = defaultdict(list)
         for number, item in enumerate(cases):
             functions[name_of(item)].append(number)

@@ -46,20 +46,22 @@ class ComputeBenchOptions:
     data: Path | None = option(
         "--data PATH", default=None, group=_READ, help=f"folder with {_TEXT} to read and tales_dialogues/ to answer"
     )
-    stories: int = option("--stories N", rare=True, default=24, help="stories to read")
-    questions: int = option("--questions N", rare=True, default=6, help="questions of each kind")
-    quick: bool = option("--quick", default=False, help="a third of the stories and questions, and fewer levels")
+    stories: int = option("--stories N", rare=True, default=24, help="number of stories to read")
+    questions: int = option("--questions N", rare=True, default=6, help="number of questions of each kind")
+    quick: bool = option("--quick", default=False, help="use a third of the stories and questions, and fewer levels")
     checkpoint: Path | None = option(
         "--checkpoint PATH",
         default=None,
         group=_EXPANDED,
-        help="a small Llama checkpoint (Hugging Face, safetensors), instead of -m",
+        help="small Llama checkpoint (Hugging Face, safetensors) to use instead of -m",
     )
     draft_checkpoint: Path | None = option(
-        "--draft-checkpoint PATH", rare=True, default=None, help="the same, instead of --draft-model"
+        "--draft-checkpoint PATH", rare=True, default=None, help="checkpoint to use instead of --draft-model"
     )
-    expand: int | None = option("--expand FACTOR", default=None, help="times as wide, and twice as deep")
-    work: Path | None = option("--work PATH", rare=True, default=None, help="where these files are kept")
+    expand: int | None = option(
+        "--expand FACTOR", default=None, help="factor by which the checkpoint is widened; it also gets twice as deep"
+    )
+    work: Path | None = option("--work PATH", rare=True, default=None, help="folder for these files")
 
     def __post_init__(self) -> None:
         if min(self.stories, self.questions) < 1:

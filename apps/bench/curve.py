@@ -48,10 +48,10 @@ class CurveConfig:
         "--sizes LIST",
         default=(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16),
         group="passes",
-        help="numbers of tokens, separated by commas",
+        help="comma-separated numbers of tokens per pass",
     )
-    past: int = option("-d", "--n-depth N", default=64, help="tokens that precede the pass")
-    repeats: int = option("-r", "--repetitions N", default=9, help="visits to each size")
+    past: int = option("-d", "--n-depth N", default=64, help="number of tokens in the KV cache before the pass")
+    repeats: int = option("-r", "--repetitions N", default=9, help="number of measurements per size")
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1 or self.past < 0 or self.repeats < 1:

@@ -41,10 +41,12 @@ _WORK, _BUDGETS, _PEERS = "workload", "budgets", "other engines, measured the sa
 class PlansOptions:
     """Which plans are drawn."""
 
-    runs: int = option("--runs N", default=200, help="plans, a process each")
-    seed: int = option("--seed N", default=0, help="of what is drawn")
-    shapes: tuple[str, ...] = option("--shapes LIST", default=SIZES, help="random models, besides the built-in one")
-    work: Path | None = option("--work PATH", default=None, help="where these are kept; the largest takes 3 GB")
+    runs: int = option("--runs N", default=200, help="number of plans, each in its own process")
+    seed: int = option("--seed N", default=0, help="random seed")
+    shapes: tuple[str, ...] = option(
+        "--shapes LIST", default=SIZES, help="shapes of random models, besides the built-in one"
+    )
+    work: Path | None = option("--work PATH", default=None, help="folder for these models; the largest takes 3 GB")
     no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
 
 
@@ -52,10 +54,12 @@ class PlansOptions:
 class BudgetOptions:
     """Under which budgets a model is run."""
 
-    steps: int = option("--steps N", default=8, group=_BUDGETS, help="budgets, evenly spaced")
-    rounds: int = option("--rounds N", default=3, help="processes for each; figures are their medians")
+    steps: int = option("--steps N", default=8, group=_BUDGETS, help="number of budgets, evenly spaced")
+    rounds: int = option("--rounds N", default=3, help="number of processes per budget, whose medians are reported")
     halvings: int = option(
-        "--halvings N", default=4, help="further budgets, nearer and nearer to the smallest that keeps the speed"
+        "--halvings N",
+        default=4,
+        help="number of further budgets, halving towards the smallest one that keeps the speed",
     )
     no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
 
@@ -70,21 +74,19 @@ class SpecMemoryOptions(BudgetOptions):
         group=_WORK,
         help="folder with tales_dialogues/, mtbench/ and others (default: a dozen built-in prompts)",
     )
-    categories: tuple[str, ...] | None = option(
-        "--categories LIST", default=None, help="only these, or all of a source"
-    )
-    per_category: int = option("--per-category N", default=4, help="prompts of each category")
-    max_tokens: int = option("-n", "--max-tokens N", default=96, help="tokens of a reply")
+    categories: tuple[str, ...] | None = option("--categories LIST", default=None, help="categories or sources to use")
+    per_category: int = option("--per-category N", default=4, help="number of prompts per category")
+    max_tokens: int = option("-n", "--max-tokens N", default=96, help="reply length in tokens")
 
 
 @dataclass(frozen=True)
 class SmallestOptions(BudgetOptions):
     """And which engines are measured beside it."""
 
-    llamacpp: Path | None = option("--llamacpp FILE", default=None, group=_PEERS, help="a GGUF file for llama.cpp")
-    genai: Path | None = option("--genai PATH", default=None, help="a model for onnxruntime-genai")
+    llamacpp: Path | None = option("--llamacpp FILE", default=None, group=_PEERS, help="GGUF file for llama.cpp")
+    genai: Path | None = option("--genai PATH", default=None, help="model for onnxruntime-genai")
     genai_python: str | None = option(
-        "--genai-python PATH", default=None, help="interpreter that has onnxruntime-genai"
+        "--genai-python PATH", default=None, help="Python interpreter that has onnxruntime-genai"
     )
 
 
@@ -92,8 +94,8 @@ class SmallestOptions(BudgetOptions):
 class ChatLoopOptions:
     """How long the chats are."""
 
-    turns: int = option("--turns N", default=200, help="turns of both chats together")
-    max_tokens: int = option("-n", "--max-tokens N", default=32, help="tokens of a reply")
+    turns: int = option("--turns N", default=200, help="total number of turns in both chats")
+    max_tokens: int = option("-n", "--max-tokens N", default=32, help="reply length in tokens")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class CacheTypesOptions:
         default=None,
         help="bundle directory or hub id ORG/NAME (default: the small built-in story model)",
     )
-    stories: int = option("--stories N", default=40, help="how many, from the end")
+    stories: int = option("--stories N", default=40, help="number of stories, counted from the end")
 
 
 def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
@@ -176,12 +178,8 @@ MEMORY = (
     Benchmark(
         "memory plans",
         "random plans against what is measured",
-        """\
-Random plans: are they kept, and how near are they to what is measured?
-
-example:
-  edgeinfer bench memory plans --runs 20 --shapes tiny,15m
-""",
+        "Make random plans, and check whether they are kept and how close they are to measured "
+        "memory.\n\nexample:\n  edgeinfer bench memory plans --runs 20 --shapes tiny,15m\n",
         PlansOptions,
         _run_plans,
         plans_section,

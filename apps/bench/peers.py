@@ -78,35 +78,36 @@ class PeersOptions:
         "--checkpoint PATH",
         rare=True,
         default=None,
-        help="a trained checkpoint (Hugging Face, safetensors) besides --models, or instead of the default ones",
+        help="trained checkpoint (Hugging Face, safetensors) in addition to --models, or instead of its default",
     )
     pythons: tuple[tuple[str, str], ...] = option(
         "--python ENGINE=PATH",
         default=(),
         action="append",
         type=_python,
-        help="an interpreter that has an engine; may be given several times",
+        help="Python interpreter that has an engine; can be repeated",
     )
-    threads: int = option("-t", "--threads N", default=1, help="threads of every engine")
-    context: int = option("-c", "--context N", default=1024, help="tokens of cache")
-    prompt: int = option("-p", "--n-prompt N", default=512, group=_TIMED, help="tokens of the prompt")
-    reply: int = option("-n", "--n-gen N", default=128, help="tokens of the reply")
+    threads: int = option("-t", "--threads N", default=1, help="number of threads for every engine")
+    context: int = option("-c", "--context N", default=1024, help="context window in tokens")
+    prompt: int = option("-p", "--n-prompt N", default=512, group=_TIMED, help="prompt length in tokens")
+    reply: int = option("-n", "--n-gen N", default=128, help="reply length in tokens")
     budgets: tuple[int, ...] = option(
         "--budgets LIST",
         default=BUDGETS,
         type=_budgets,
-        help="memory limits, as 250MB or, in megabytes, 250; none leaves them out (default: 250,350,500,700,1000)",
+        help="comma-separated memory limits, such as 250MB, or 250 in megabytes; none skips them (default: "
+        "250,350,500,700,1000)",
     )
-    repeats: int = option("--repeats N", default=5, help="starts of, and visits to, every engine and test")
-    rounds: int = option("--rounds N", rare=True, default=3, help="processes of every engine and budget")
+    repeats: int = option("--repeats N", default=5, help="number of starts and measurements per engine and test")
+    rounds: int = option("--rounds N", rare=True, default=3, help="number of processes per engine and budget")
     patience: float = option(
         "--patience SECONDS",
         rare=True,
         default=120.0,
-        help="limit for a process within a budget, which may take very long",
+        help="time limit for a process within a budget",
     )
-    quick: bool = option("--quick", default=False, help="one of each: figures to be looked at, not to be kept")
-    work: Path | None = option("--work PATH", rare=True, default=None, group="files", help="where model files are kept")
+    quick: bool = option("--quick", default=False, help="measure everything once, for a rough impression")
+    work: Path | None = option("--work PATH", rare=True, default=None, group="files", help="folder for model files")
 
     @property
     def config(self) -> PeersConfig:

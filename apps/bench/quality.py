@@ -59,71 +59,77 @@ class QualityOptions:
         default=(),
         group=_MODELS,
         action="append",
-        help="bundle directory, .gguf file or hub id; may be given several times",
+        help="bundle directory, .gguf file or hub id; can be repeated",
     )
     reference: str | None = option(
-        "--reference MODEL", default=None, help="what the models are compared with (default: the first of them)"
+        "--reference MODEL", default=None, help="model to compare with (default: the first one)"
     )
     checkpoints: tuple[Path, ...] = option(
         "--checkpoint PATH",
         default=(),
         action="append",
         type=Path,
-        help="export this in fewer bits, and compare with it in 32; may be given several times",
+        help="checkpoint to export with fewer bits and to compare with its 32-bit export; can be repeated",
     )
     bits: tuple[str, ...] = option(
         "--bits LIST",
         default=("8", "4"),
-        help="of --checkpoint: 8, 4, 2, and 4small, 2small where layers of few weights are not kept wider",
+        help="bits for --checkpoint: 8, 4 or 2, or 4small or 2small to quantize small layers like the others",
     )
     budgets: tuple[float, ...] = option(
         "--budget-bits LIST",
         rare=True,
         default=(),
         type=_budgets,
-        help="mean bits per weight that an integer programme spends by a calibration text; needs --text or --data",
+        help="average bits per weight, allocated by integer programming with a calibration text; needs --text "
+        "or --data",
     )
     methods: tuple[str | None, ...] = option(
         "--methods LIST",
         default=(None,),
         type=names,
-        help="of quantizing --bits: rtn, hqq; awq, gptq, which need --text or --data (default: the exporter's choice)",
+        help="quantization methods for --bits: rtn, hqq, or with --text or --data awq, gptq (default: the "
+        "exporter's choice)",
     )
     types: tuple[str, ...] = option(
         "--types LIST",
         default=(),
-        help="of llama.cpp, as Q4_0,Q4_K_M, with importance by a calibration text; needs --text or --data",
+        help="llama.cpp types, such as Q4_0,Q4_K_M, with an importance matrix from a calibration text; needs "
+        "--text or --data",
     )
     kv: tuple[str, ...] | None = option(
         "--kv LIST",
         default=None,
-        help="types of caches, with the first of --bits (default: none; of the built-in model int8,int4)",
+        help="KV cache data types to measure with the first of --bits (default: none, for the built-in model "
+        "int8,int4)",
     )
     group_sizes: tuple[int | None, ...] = option(
         "--group-sizes LIST",
         rare=True,
         default=(None,),
         type=numbers,
-        help="of --checkpoint's weights: 32, 64, 128 (default: the exporter's choice)",
+        help="group sizes for --checkpoint: 32, 64, 128 (default: the exporter's choice)",
     )
     layouts: tuple[str | None, ...] = option(
         "--layouts LIST",
         rare=True,
         default=(None,),
         type=names,
-        help="of --checkpoint's weights: native, portable (default: the best there is)",
+        help="layouts for --checkpoint: native, portable (default: the best available)",
     )
     data: Path | None = option(
         "--data PATH", default=None, group=_READ, help=f"folder with {_TEXT} to read and tales_dialogues/ to answer"
     )
-    text: Path | None = option("--text FILE", default=None, help="stories to read, between <|endoftext|>")
-    stories: int = option("--stories N", default=40, help="how many, from the end")
-    skip: int = option("--skip N", rare=True, default=0, help="stories left out at the end")
-    calibration: int = option("--calibration N", default=200, help="stories from the beginning to calibrate by")
-    calibration_tokens: int | None = option(
-        "--calibration-tokens N", rare=True, default=None, help="of these stories (default: 16384)"
+    text: Path | None = option("--text FILE", default=None, help="text to read, with <|endoftext|> between stories")
+    stories: int = option("--stories N", default=40, help="number of stories, counted from the end")
+    skip: int = option("--skip N", rare=True, default=0, help="number of stories to skip at the end")
+    calibration: int = option(
+        "--calibration N", default=200, help="number of stories at the beginning to calibrate with"
     )
-    questions: int = option("--questions N", default=5, help="questions of each kind, 0 for none")
+    calibration_tokens: int | None = option(
+        "--calibration-tokens N", rare=True, default=None, help="number of calibration tokens (default: 16384)"
+    )
+    questions: int = option("--questions N", default=5, help="number of questions of each kind; 0 for none")
 
     def __post_init__(self) -> None:
         if self.reference and not self.models:

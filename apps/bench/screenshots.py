@@ -104,6 +104,11 @@ def _ask(page: Page, text: str) -> None:
     _finished(page)
 
 
+def _new_chat(page: Page) -> None:
+    page.keyboard.press("Control+Shift+O")
+    expect(page.locator("article.assistant")).to_have_count(0)
+
+
 def _finished(page: Page) -> None:
     expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
 
@@ -128,7 +133,7 @@ def _pick(page: Page, model: str) -> None:
 
 def _write(page: Page) -> None:
     """A conversation with what the built-in model cannot write, put there as its reply."""
-    page.keyboard.press("Control+Shift+O")
+    _new_chat(page)
     _ask(page, "How does a memory budget work?")
     page.get_by_role("button", name="Edit", exact=True).last.click()
     page.get_by_role("textbox", name="Edit the reply").fill(_WRITTEN)
@@ -152,7 +157,7 @@ def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
             shoot(page, f"catalog{ending}")
             page.get_by_role("button", name="Close", exact=True).click()
         for text in _TALKS:
-            page.keyboard.press("Control+Shift+O")
+            _new_chat(page)
             _ask(page, text)
         page.get_by_role("button", name="Regenerate").last.click()
         expect(page.locator(".branches").last).to_have_text("2/2")
@@ -236,7 +241,7 @@ def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None
         page = _page(browser, address)
         _ready(page)
         _ask(page, _TALKS[-1])
-        page.keyboard.press("Control+Shift+O")
+        _new_chat(page)
         _pick(page, "stories")
         page.locator("#load-button").click()
         expect(page.locator("#models")).to_be_hidden()

@@ -62,11 +62,9 @@ class SpecOptions:
         "--modes LIST",
         default=(PLAIN, "auto"),
         group=_WORK,
-        help="off, auto, or drafters joined by +, separated by commas; off is always measured",
+        help="comma-separated modes: off, auto, or drafters joined by +; off is always measured",
     )
-    control: bool = option(
-        "--control", rare=True, default=False, help="measure off twice: how far it is from itself is noise"
-    )
+    control: bool = option("--control", rare=True, default=False, help="measure off twice, to show the noise")
     data: Path | None = option(
         "--data PATH",
         default=None,
@@ -74,33 +72,40 @@ class SpecOptions:
         "(default: a dozen built-in prompts)",
     )
     categories: tuple[str, ...] | None = option(
-        "--categories LIST", rare=True, default=None, help="only these, or all of a source: tales/retell,gsm8k"
+        "--categories LIST", rare=True, default=None, help="categories or sources to use, such as tales/retell,gsm8k"
     )
-    per_category: int = option("--per-category N", default=4, help="prompts of each category")
+    per_category: int = option("--per-category N", default=4, help="number of prompts per category")
     warm_up: int = option(
-        "--warm-up N", rare=True, default=0, help="further prompts of each that drafters learn from first, untimed"
+        "--warm-up N",
+        rare=True,
+        default=0,
+        help="number of further prompts per category that drafters learn from first, untimed",
     )
-    max_tokens: int = option("-n", "--max-tokens N", default=128, help="tokens of a reply")
-    repeats: int = option("--repeats N", rare=True, default=3, help="a prompt's figure is their median")
-    temperature: float = option("--temp", "--temperature T", default=0.0, help="0 takes the likeliest token each time")
-    seed: int = option("--seed N", rare=True, default=0, help="of the replies where --temp is above 0")
+    max_tokens: int = option("-n", "--max-tokens N", default=128, help="reply length in tokens")
+    repeats: int = option(
+        "--repeats N", rare=True, default=3, help="number of measurements per prompt, whose median is reported"
+    )
+    temperature: float = option(
+        "--temp", "--temperature T", default=0.0, help="sampling temperature; 0 always picks the likeliest token"
+    )
+    seed: int = option("--seed N", rare=True, default=0, help="random seed for replies with a temperature above 0")
     checkpoint: Path | None = option(
-        "--checkpoint PATH", default=None, group=_FILES, help="a small Llama checkpoint (Hugging Face, safetensors)"
+        "--checkpoint PATH", default=None, group=_FILES, help="small Llama checkpoint (Hugging Face, safetensors)"
     )
     expand: str | None = option(
         "--expand SHAPE",
         default=None,
         nargs="?",
         const="qwen2.5-0.5b",
-        help="measure the checkpoint cost-expanded to this shape (qwen2.5-0.5b), instead of -m",
+        help="measure the checkpoint expanded to the cost of this shape (qwen2.5-0.5b) instead of -m",
     )
-    bits: int = option("--bits", default=4, choices=(4, 8), help="bits of the bundle that --expand makes")
+    bits: int = option("--bits", default=4, choices=(4, 8), help="bits per weight of the bundle that --expand makes")
     llamacpp: bool = option(
         "--llamacpp",
         default=False,
-        help="measure llama.cpp too, on the checkpoint in Q4_0: plainly and with its prompt lookup",
+        help="also measure llama.cpp on the checkpoint in Q4_0, with and without its prompt lookup",
     )
-    work: Path | None = option("--work PATH", rare=True, default=None, help="where these files are kept")
+    work: Path | None = option("--work PATH", rare=True, default=None, help="folder for these files")
     rebuild: bool = option("--rebuild", rare=True, default=False, help="export the bundle again")
 
     def __post_init__(self) -> None:

@@ -97,24 +97,30 @@ class SpeedConfig:
         "--n-prompt LIST",
         default=(512,),
         group=_TESTS,
-        help="lengths of prompts, separated by commas; 0 for none",
+        help="comma-separated prompt lengths in tokens; 0 for none",
     )
-    replies: tuple[int, ...] = option("-n", "--n-gen LIST", default=(128,), help="lengths of replies; 0 for none")
+    replies: tuple[int, ...] = option(
+        "-n", "--n-gen LIST", default=(128,), help="comma-separated reply lengths in tokens; 0 for none"
+    )
     both: Sequence[tuple[int, int]] = option(
         "-pg P,N",
         default=(),
         action="append",
         type=_pair,
-        help="a prompt and a reply timed together; may be given several times",
+        help="lengths of a prompt and a reply to time together; can be repeated",
     )
     depths: tuple[int, ...] = option(
-        "-d", "--n-depth LIST", default=(0,), help="tokens that precede them, in tests of their own each"
+        "-d", "--n-depth LIST", default=(0,), help="comma-separated numbers of tokens in the KV cache before each test"
     )
-    repeats: int = option("-r", "--repetitions N", default=5, help="timed visits to each test")
+    repeats: int = option("-r", "--repetitions N", default=5, help="number of measurements per test")
     output: str = option(
-        "-o", "--output", default="md", choices=("md", "csv", "json", "jsonl"), help="md, csv, json or jsonl"
+        "-o",
+        "--output",
+        default="md",
+        choices=("md", "csv", "json", "jsonl"),
+        help="output format: md, csv, json or jsonl",
     )
-    out: Path | None = option("--out FILE", default=None, help="write to a file instead of stdout")
+    out: Path | None = option("--out FILE", default=None, help="file to write to instead of stdout")
 
     def __post_init__(self) -> None:
         if self.repeats < 1:

@@ -95,7 +95,7 @@ def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
     if args.type is None and not args.prune_layers:
         raise UsageError("There is nothing to change.", "Add --type TYPE or --prune-layers LAYERS.")
     if args.threads is not None and args.threads < 1:
-        raise UsageError(f"{args.threads} threads are not possible.", "Give 1 or more.")
+        raise UsageError(f"{args.threads} threads are not valid.", "Use at least 1.")
     if args.out.suffix.lower() != _GGUF:
         raise UsageError(f"{args.out} does not end in {_GGUF}.", f"Call it {args.out}{_GGUF}.")
     if args.out.exists() and not args.force:

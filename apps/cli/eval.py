@@ -148,5 +148,5 @@ def _divergence_rows(divergence: Divergence) -> list[tuple[str, ...]]:
 def _agreement_rows(divergence: Divergence) -> list[tuple[str, ...]]:
     figures: dict[str, Any] = divergence.to_dict()
     same = f"{figures['same_top']:.2%} ± {figures['same_top_standard_error']:.2%}"
-    shared = (f"{divergence.top} likeliest shared", f"{figures['top_overlap']:.2%}")
+    shared = (f"overlap of the {divergence.top} likeliest", f"{figures['top_overlap']:.2%}")
     return [("same next token", same), shared, ("KL divergence", f"{divergence.mean:.6f} nats")]

@@ -207,7 +207,7 @@ def _memory_rows(gguf: GgufFile, context: int) -> list[tuple[str, str]]:
     rows = [("weights", format_size(gguf.tensor_bytes))]
     tokens = min(_EXAMPLE_TOKENS, context)
     for kv, per_token in _kv_bytes(gguf).items():
-        shown = "not possible: a head is not a multiple of its blocks"
+        shown = "not supported: a head is not a multiple of its blocks"
         if per_token is not None:
             shown = f"{per_token:,} bytes per token, {format_size(per_token * tokens)} for {tokens:,}"
         rows.append((f"KV cache {kv}", shown))

@@ -55,9 +55,9 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _add_prompt_options(parser: Parser) -> None:
-    group = parser.add_argument_group("prompt; text piped in is put behind it")
+    group = parser.add_argument_group("prompt, followed by any piped text")
     group.add_argument("words", nargs="*", metavar="PROMPT", help="prompt to answer")
-    group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt, as an option")
+    group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt as an option")
     group.add_argument("-f", "--file", metavar="FILE", help="UTF-8 file to add to the prompt; - reads stdin")
     group.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     form = group.add_mutually_exclusive_group()
@@ -107,7 +107,7 @@ def _prompt(args: argparse.Namespace) -> str:
         parts.append(read_stdin() if args.file == "-" else read_text(Path(args.file)))
     given = bool(parts) or args.prompt is not None
     if args.file == "-" and reads_stdin(args):
-        raise UsageError("stdin can be read once only.", "Put one of what is to come from it into a file.")
+        raise UsageError("stdin can be read only once.", "Put one of the two into a file.")
     if args.file != "-" and not reads_stdin(args) and (is_piped() if given else _not_typed()):
         parts.append(read_stdin(waiting="Reading more of the prompt from stdin; < /dev/null leaves it out."))
     prompt = "\n\n".join(part for part in parts if part)
@@ -131,8 +131,8 @@ def _is_model(word: str) -> bool:
 def _not_a_prompt(words: list[str]) -> UsageError:
     rest = " ".join(words[1:]) or "Hello"
     if "/" in words[0] or Path(words[0]).exists() or _is_model(words[0]):
-        return UsageError("A model is named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
-    return UsageError("The prompt has to be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
+        return UsageError("Models are named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
+    return UsageError("The prompt must be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
 
 
 def _answers(args: argparse.Namespace, model: Model) -> bool:

@@ -49,7 +49,7 @@ def read_text(path: Path) -> str:
                 os.set_blocking(handle, True)
             return read_stream(file, str(path))
     except OSError as error:
-        raise PromptError(f"Cannot read {path}: {error.strerror}.", "Give an existing text file.") from error
+        raise PromptError(f"Cannot read {path}: {error.strerror}.", "Name an existing text file.") from error
 
 
 def is_piped() -> bool:
@@ -82,7 +82,7 @@ def read_stdin(waiting: str = "") -> str:
     try:
         return read_stream(sys.stdin.buffer, "stdin")
     except OSError as error:
-        raise PromptError(f"Cannot read stdin: {error.strerror or error}.", "Give the prompt with -p.") from error
+        raise PromptError(f"Cannot read stdin: {error.strerror or error}.", "Pass the prompt with -p.") from error
     finally:
         note.cancel()
 
@@ -95,7 +95,7 @@ def read_paragraphs(path: Path) -> list[str]:
     """
     paragraphs = [p.strip() for p in re.split(r"\n\s*\n", read_text(path)) if p.strip()]
     if not paragraphs:
-        raise PromptError(f"{path} has no text.", "Give a file with some paragraphs.")
+        raise PromptError(f"{path} contains no text.", "Use a file with a few paragraphs.")
     return paragraphs
 
 

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.desktop.library import BUILT_IN, model_of
+from edgeinfer.apps.desktop.library import id_of, model_of, name_of
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
@@ -124,4 +124,8 @@ def _settings_view(settings: AppSettings) -> dict[str, Any]:
     """Returns the settings that the window shows."""
     data = asdict(settings)
     del data["recent"], data["unfinished"]
-    return data | {"options": dict(settings.options), "model": settings.model or BUILT_IN}
+    return data | {
+        "options": dict(settings.options),
+        "model": id_of(settings.model),
+        "model_name": name_of(settings.model),
+    }

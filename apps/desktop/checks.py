@@ -75,7 +75,7 @@ def check_text(text: str, name: str) -> str:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            message = f"{name} has half of a surrogate pair, which is no character."
+            message = f"{name} contains half of a surrogate pair, which is not a character."
             raise UsageError(message, "Send text in UTF-8.") from error
     return text
 

@@ -35,11 +35,11 @@ _IN_TEXT = frozenset("\t\n\f\r\x1b")
 _REFUSALS = {
     "locked": ("is protected by a password.", "Save a copy without the password and attach that."),
     "damaged": ("is damaged, or not a PDF that can be read.", "Open it in another program and save it again."),
-    "memory": ("needs too much memory to be read.", "Save its text as a text file and attach that."),
+    "memory": ("needs too much memory to be read.", "Save its text in a text file and attach that."),
     "slow": (f"could not be read within {_PDF_SECONDS:.0f} seconds.", "Attach a part of it."),
     "pages": ("has {pages:,} pages; at most {most:,} are read.", "Attach a part of it."),
     "long": (f"has more than {MOST_CHARACTERS:,} characters of text, which is the most.", "Attach a part of it."),
-    "empty": ("has no text: its pages are pictures.", "Attach a copy that went through text recognition."),
+    "empty": ("contains no text: its pages are images.", "Attach a copy that went through text recognition."),
 }
 
 

@@ -103,7 +103,7 @@ class Downloads:
         """
         for state in list(self._states.values()):
             if state.id == id and state.status == "running":
-                raise ConflictError(f"{id} is being downloaded already.", "Wait for it, or cancel it.")
+                raise ConflictError(f"{id} is already being downloaded.", "Wait for it, or cancel it.")
             if state.id == id:
                 self._set(dataclasses.replace(state, status="dismissed"))
         state = Download(uuid.uuid4().hex, id)

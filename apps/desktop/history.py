@@ -178,7 +178,7 @@ class History:
         with self._database.transaction() as connection:
             done = connection.execute("DELETE FROM conversations WHERE id = ?", (id,))
             if done.rowcount == 0:
-                raise NotFoundError("There is no such conversation.", "It may have been deleted already.")
+                raise NotFoundError("There is no such conversation.", "It may already have been deleted.")
 
     def ask(
         self, id: str, parent: str | None, content: str, files: Sequence[str] = (), choice: ModelChoice | None = None
@@ -312,7 +312,7 @@ class History:
                 (m.id, conversation, m.parent, m.role, m.content, m.created, m.status, *ended, holder),
             )
         except sqlite3.IntegrityError as error:  # deleted meanwhile, by another window
-            raise NotFoundError("There is no such conversation any more.", "Open another.") from error
+            raise NotFoundError("This conversation no longer exists.", "Open another.") from error
         for attachment in m.attachments:
             attachments.insert(connection, m.id, attachment)
 

@@ -78,8 +78,18 @@ def id_of(model: str | None) -> str:
 
 
 def name_of(model: str | None) -> str:
-    """What people call a model whose files have not been read: the last part of its path or id."""
-    return hub.BUILTIN if model is None else model.replace("\\", "/").rstrip("/").rpartition("/")[2]
+    """What people call a model whose files have not been read: the last part of its path or id; of a converted one, of
+    what it was converted from."""
+    if model is None:
+        return hub.BUILTIN
+    path = Path(model)
+    if path.parent.parent == hub.models_folder():
+        path = path.parent
+    return path.name.rpartition("--")[2] if path.parent == hub.models_folder() else _last_part(model)
+
+
+def _last_part(model: str) -> str:
+    return model.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 class Library:

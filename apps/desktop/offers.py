@@ -106,7 +106,7 @@ def importable(path: str) -> Path:
         return found
     if not hub.is_bundle(found) and not hub.is_checkpoint(found):
         hint = "Choose the folder that has config.json and model.safetensors, or a .gguf file."
-        raise ModelError(f"{found} holds no model that can be imported.", hint)
+        raise ModelError(f"{found} contains no model that can be imported.", hint)
     return found
 
 

@@ -88,10 +88,10 @@ class AppSettings:
         _require(self.theme is None or self.theme in THEMES, "theme", f"one of {', '.join(THEMES)}, or null")
         context = options_of(LoadConfig)["context"].range
         _require(context is not None and context.holds(self.context), "context", f"{context}, or null")
-        _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a text, or null")
+        _require(self.model is None or (isinstance(self.model, str) and bool(self.model)), "model", "a string, or null")
         check_name(self.model or "", "model")
         text = isinstance(self.system, str) and len(self.system) <= _LONGEST_SYSTEM
-        _require(text, "system", f"a text of at most {_LONGEST_SYSTEM:,} characters")
+        _require(text, "system", f"a string of at most {_LONGEST_SYSTEM:,} characters")
         check_text(self.system, "system")
         _require(isinstance(self.options, Mapping), "options", "an object")
         object.__setattr__(self, "options", checked_options(self.options))

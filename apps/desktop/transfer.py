@@ -177,7 +177,7 @@ def _files(entry: dict[str, Any]) -> tuple[Attachment, ...]:
 
 def _text(data: dict[str, Any], name: str) -> str:
     value = data.get(name, "")
-    _require(isinstance(value, str), f"{name} must be a text")
+    _require(isinstance(value, str), f"{name} must be a string")
     return str(value)
 
 

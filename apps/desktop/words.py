@@ -19,8 +19,11 @@ _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"Accept its terms at (\S+?),? .*auth login", r"Accept its terms at \1 and sign in to Hugging Face here."),
         (r"private.*auth login", "If it is private, sign in to Hugging Face on this computer first."),
         (r"auth login", "Sign in to Hugging Face on this computer, then try again."),
-        (r"edgeinfer\[gguf\]|llama-cpp-python", "This installation lacks llama.cpp, which is an addition of its own."),
-        (r"edgeinfer\[desktop\]|pip install", "This installation lacks a part that this needs."),
+        (
+            r"edgeinfer\[gguf\]|llama-cpp-python",
+            "This installation does not include llama.cpp, which is a separate add-on.",
+        ),
+        (r"edgeinfer\[desktop\]|pip install", "This installation does not include a part that is needed here."),
         (r"edgeinfer pull", "Download it first."),
         (r"edgeinfer models --catalog|list_models\(\)", "Choose one under Models."),
         (r"edgeinfer export", "Import it under Models."),
@@ -28,7 +31,7 @@ _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"--memory|\bmemory=|--kv\b", "Choose a larger memory budget under Models."),
         (r"--context|\bcontext=|(?<!\S)-c \d", "Choose another context under Models."),
         (r"Unset it", "It is set where edgeinfer was started."),
-        (r"`|(?<!\S)--?[a-z]|\bedgeinfer [a-z]+ |\bpip\b", ""),
+        (r"`|(?<!\S)--?[a-z]|\b[a-z_]+=\S|\bedgeinfer [a-z]+ |\bpip\b", ""),
     )
 )
 # A sentence ends where the next one begins, not at the dots of names and numbers.

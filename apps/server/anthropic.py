@@ -29,7 +29,7 @@ from edgeinfer.results import Chunk, Result
 __all__ = ["ANTHROPIC_KINDS", "MessagesReply", "count_tokens"]
 
 _IGNORED = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "inference_geo", "speed")
-_HINT = "Blocks of type text, tool_use and tool_result are taken; files and addresses are not opened."
+_HINT = "Blocks of type text, tool_use and tool_result are supported; files and URLs are not opened."
 # Where the whole answer would be told, blocks of thought are left out, as no model is told again what one thought.
 _THOUGHT = ("thinking", "redacted_thinking")
 
@@ -217,7 +217,7 @@ def _tool(tool: Any, place: int) -> dict[str, Any]:
     kind = inner.text("type")
     if kind not in (None, "custom"):
         message = f"tools[{place}] is of type {kind!r}."
-        hint = "Only functions of the client's own can be called."
+        hint = "Only the client's own functions can be called."
         raise RequestError(message, hint, param=f"tools[{place}].type", code="unsupported_tool")
     function = {name: inner.any(name) for name in ("name", "description")}
     function["parameters"] = inner.any("input_schema")
@@ -248,7 +248,7 @@ def _message(message: Any, where: str) -> list[Message]:
     if isinstance(content, str):
         return [read_message({"role": role, "content": content}, where)]
     if not isinstance(content, list) or not content:
-        raise RequestError(f"{where}.content is missing.", "Give a text or blocks.", param=f"{where}.content")
+        raise RequestError(f"{where}.content is missing.", "Send a string or blocks.", param=f"{where}.content")
     made: list[Message] = []
     text, calls = "", []
     for place, block in enumerate(content):

@@ -109,7 +109,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         hint = "Try GET /v1/models or POST /v1/chat/completions."
         refusal = RequestError(f"There is no path {request.url.path!r}.", hint, status=404, code="not_found")
     elif error.status_code == 405:
-        message = f"{request.method} is not possible on this path."
+        message = f"{request.method} is not supported on this path."
         hint = f"Use {allowed.get('Allow', 'another')}."
         refusal = RequestError(message, hint, status=405, code="method_not_allowed")
     else:

@@ -111,7 +111,7 @@ class InfoEndpoints:
         body = await read_json(request, self._service.security, most=self._service.most_body())
         content, special, parse = body.get("content"), body.get("add_special", False), body.get("parse_special", True)
         if not isinstance(content, str):
-            raise RequestError("content is not a text.", 'Send {"content": "..."}.', param="content")
+            raise RequestError("content is not a string.", 'Send {"content": "..."}.', param="content")
         if not isinstance(special, bool):
             raise RequestError("add_special is not true or false.", "Leave it out.", param="add_special")
         if not isinstance(parse, bool):

@@ -23,7 +23,7 @@ __all__ = ["LLAMA_KINDS", "default_settings"]
 
 _SEEDS = 2**64
 _ANY_SEED = 2**32 - 1
-_HINT = "Give a text, token ids, or a list of either; none may be empty."
+_HINT = "Send a string, token ids, or a list of either; none may be empty."
 
 
 class LlamaCompletion:
@@ -235,7 +235,7 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> tuple[list[_Prompt], bool
     """The prompts, and whether they were sent as a list of them."""
     prompt = fields.any("prompt")
     if prompt is None:
-        raise fields.missing("prompt", "Give a text to go on with.")
+        raise fields.missing("prompt", "Send text to continue.")
     several = isinstance(prompt, list) and bool(prompt) and not any(map(is_id, prompt))
     prompts = prompt if several else [prompt]
     if len(prompts) > MOST_REPLIES:

@@ -28,11 +28,11 @@ __all__ = ["LlamaEndpoints"]
 _REFUSED = {
     "/embeddings": "{name} generates text and has no embeddings.",
     "/embedding": "{name} generates text and has no embeddings.",
-    "/rerank": "{name} generates text and does not rank any.",
-    "/reranking": "{name} generates text and does not rank any.",
-    "/infill": "{name} goes on with a text and does not fill in what is missing inside of one.",
+    "/rerank": "{name} generates text and cannot rerank documents.",
+    "/reranking": "{name} generates text and cannot rerank documents.",
+    "/infill": "{name} continues text and cannot fill in the middle.",
 }
-_COMPLETE = "POST /completion goes on with a text."
+_COMPLETE = "POST /completion continues text."
 _OTHER = "Use another model."
 
 

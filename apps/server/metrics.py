@@ -127,7 +127,7 @@ class Metrics:
             ("requests_processing", "Replies in progress.", load.running),
             ("requests_deferred", "Replies that wait in the queue.", load.waiting),
             ("n_tokens_max", "Most tokens of prompt and reply together so far.", self._most_tokens),
-            ("context_tokens", "Tokens of prompt and reply that the model holds.", load.context),
+            ("context_tokens", "Context window in tokens.", load.context),
             ("process_resident_bytes", "Memory of the process now.", psutil.Process().memory_info().rss),
         ]
         for name, meaning, value in plain:

@@ -162,7 +162,7 @@ class OllamaText(OllamaReply):
         text, system = fields.text("prompt") or "", fields.text("system") or ""
         raw = fields.flag("raw") or model.chat_template_text is None
         fields.only("images", ([],), _TEXT_ONLY)
-        fields.only("suffix", ("",), "This model writes what follows a text, not what stands between two.")
+        fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
         fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
         fields.only("context", ([],), "Send the conversation to /api/chat.")
         variables = _thinking(fields)
@@ -234,7 +234,9 @@ def keep_seconds(value: Any) -> float | None:
         elif text and not _PART.sub("", text):
             seconds = sign * sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
     if seconds is None:
-        raise RequestError("keep_alive is not a duration.", 'Give seconds, or a text such as "5m".', param="keep_alive")
+        raise RequestError(
+            "keep_alive is not a duration.", 'Send seconds, or a string such as "5m".', param="keep_alive"
+        )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds
 
 

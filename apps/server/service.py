@@ -83,7 +83,7 @@ class Service:
             ClientGoneError: the client hung up.
         """
         if name is not None and not isinstance(name, str):
-            raise RequestError("model is not a text.", "GET /v1/models lists what is served.", param="model")
+            raise RequestError("model is not a string.", "GET /v1/models lists what is served.", param="model")
         if self.switch is None or not self.switch.opened:
             yield self._loaded(name)
             return
@@ -169,8 +169,8 @@ class Service:
 
 _HINTS = {
     "empty": ("No model is loaded.", "Load one first.", "no_model"),
-    "loading": ("The model is loading.", "Try again in a moment; GET /health tells how far it is.", "model_loading"),
-    "failed": ("The model could not be loaded.", "GET /health tells why.", "model_failed"),
+    "loading": ("The model is loading.", "Try again in a moment; GET /health shows the progress.", "model_loading"),
+    "failed": ("The model could not be loaded.", "GET /health shows why.", "model_failed"),
 }
 
 

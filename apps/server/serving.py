@@ -166,7 +166,9 @@ def _bind(host: str, port: int) -> socket.socket:
         # Where a name has addresses of both kinds, the older: every client tries it.
         found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"There is no interface {host}.", "Give an address or a name of this machine.") from error
+        raise UsageError(
+            f"{host} is not an address of this machine.", "Give an address or a name of this machine."
+        ) from error
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     bound = socket.socket(family, kind, protocol)
     try:
@@ -187,9 +189,7 @@ def _refused(host: str, port: int, error: OSError) -> UsageError:
         return UsageError(f"Port {port} of {host} is in use.", "Stop what uses it, or give another with --port.")
     if error.errno == errno.EACCES:
         return UsageError(f"Port {port} is not yours to use.", "Give one above 1023 with --port.")
-    return UsageError(
-        f"Cannot bind to {host}: {error.strerror}.", "Give an address of this machine, such as 127.0.0.1."
-    )
+    return UsageError(f"Cannot bind to {host}: {error.strerror}.", "Use one of its addresses, such as 127.0.0.1.")
 
 
 _INVALID = error_body(RequestError("This is not a valid HTTP request.", code="invalid_http"))[1]

@@ -108,9 +108,9 @@ def convert_bundle(
 
 def _require_other(bundle: Bundle, layout: Layout) -> None:
     if layout == bundle.manifest.layout:
-        raise UsageError(f"{bundle.path} stores the {layout} layout already.", "Use it as it is.")
+        raise UsageError(f"{bundle.path} already has the {layout} layout.", "Use it as it is.")
     if layout not in bundle.layouts:
-        message = f"{bundle.path} has no quantized weights that could be laid out otherwise."
+        message = f"{bundle.path} has no quantized weights whose layout could change."
         raise UsageError(message, "Use it as it is, or export it again with fewer bits.")
 
 

@@ -172,7 +172,7 @@ def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
     kv_heads = _per_layer(gguf, key, layers) if key in gguf.metadata else heads
     if not max(heads) or not max(kv_heads):
         hint = "edgeinfer runs decoders with attention."
-        raise BundleError(f"{gguf.path} holds a model without attention heads.", hint)
+        raise BundleError(f"{gguf.path} contains a model without attention heads.", hint)
     pairs = zip(heads, kv_heads, strict=True)
     if any(of_keys and (of_queries < of_keys or of_queries % of_keys) for of_queries, of_keys in pairs):
         raise damaged(gguf.path, "the number of query heads is not a multiple of that of key heads")

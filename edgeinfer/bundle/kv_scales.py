@@ -72,7 +72,9 @@ class KVScales:
             UsageError: there are none for it.
         """
         if kv not in self.layers:
-            raise UsageError(f"There are no scales for a cache of {kv}.", f"Choose one of {', '.join(self.layers)}.")
+            raise UsageError(
+                f"There are no scales for a KV cache of type {kv}.", f"Choose one of {', '.join(self.layers)}."
+            )
         return self.layers[kv]
 
     def digest(self, kv: str) -> str:

@@ -14,6 +14,7 @@ from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.wording import Setting
 
 __all__ = ["NESTED", "add_figures", "exit_figure", "nest_drafter", "nested_drafter", "trained_depths"]
 
@@ -38,12 +39,12 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
     ours, theirs = open_bundle(target), open_bundle(drafter)
     for bundle in (ours, theirs):
         if bundle.header is not None:
-            hint = "Give it with --draft-model when the model is loaded."
+            hint = "Load it beside the model with " + Setting("draft_model") + "."
             raise UsageError(
                 f"{bundle.path} is a GGUF model, which can neither contain a drafter nor be one in a bundle.", hint
             )
     if theirs.manifest.drafters:
-        raise UsageError(f"{drafter} has a drafter itself.", "Give the one that it was made from.")
+        raise UsageError(f"{drafter} itself contains a drafter.", "Use the model that it was made from.")
     with write_bundle(out, replace_existing=replace_existing) as work:
         for name in ours.manifest.files:
             if not name.startswith(f"{NESTED}/"):

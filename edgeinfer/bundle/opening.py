@@ -109,7 +109,7 @@ def add_file(bundle: Bundle, name: str, data: bytes) -> Bundle:
     outer = bundle.path.resolve().parent
     if (outer / MANIFEST).is_file():
         message = f"{bundle.path} is a part of the bundle {outer}."
-        raise UsageError(message, "Copy it elsewhere, change the copy, and put that into the bundle.")
+        raise UsageError(message, "Copy it elsewhere, change the copy, and put the copy into the bundle.")
     files = {other: entry for other, entry in bundle.manifest.files.items() if other != name}
     if bundle.has(name):
         _write_manifest(bundle, files)

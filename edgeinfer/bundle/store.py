@@ -67,7 +67,7 @@ class Bundle:
             BundleError: the bundle has no GGUF file.
         """
         if self.header is None:
-            raise BundleError(f"{self.path} holds no GGUF file.", f"Its backend is {self.manifest.backend}.")
+            raise BundleError(f"{self.path} contains no GGUF file.", f"Its backend is {self.manifest.backend}.")
         return self.header
 
     @property
@@ -92,8 +92,8 @@ class Bundle:
         """
         name = model_name(self.manifest.layout, layout, find_kv_type(kv).name)
         if kv != FLOAT32 and not self.has(name):
-            hint = "Export the model again, or load it with a float32 cache."
-            raise BundleError(f"{self.path} has no graph for a cache of {kv}.", hint)
+            hint = "Export the model again, or load it with a float32 KV cache."
+            raise BundleError(f"{self.path} has no graph for a KV cache of type {kv}.", hint)
         return self.file(name)
 
     def weights_file(self, layout: Layout) -> Path:
@@ -143,8 +143,8 @@ class Bundle:
             UsageError: there is no digest of it.
         """
         if not self.digests:
-            hint = "Compare its sha256 with the one that its publisher states."
-            raise UsageError(f"{self.path / name} is not a bundle of edgeinfer's and comes without a digest.", hint)
+            hint = "Compare its sha256 with the one that its publisher lists."
+            raise UsageError(f"{self.path / name} is not an edgeinfer bundle and comes without a digest.", hint)
         with reading(self.path / name):
             self._compare(name, digest_of(self.path / name))
 

@@ -150,7 +150,7 @@ def _heard(
     threading.Thread(target=read, daemon=True, name="conversion").start()
     while True:
         if cancelled is not None and cancelled():
-            raise HubError(f"Fetching {subject} was cancelled.", "Ask again to go on; what was fetched stays.")
+            raise HubError(f"Fetching {subject} was cancelled.", "Try again to resume; what was downloaded is kept.")
         try:
             # Not without a limit: on Windows a wait is deaf to Ctrl-C.
             line = said.get(timeout=_ASK_SECONDS)

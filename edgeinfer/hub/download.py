@@ -77,7 +77,7 @@ def _kind(repo_id: str, names: dict[str, int]) -> Kind:
     if any(is_gguf_model(name) for name in names):
         return "gguf"
     hint = "edgeinfer reads bundles, GGUF files, and checkpoints in safetensors; pickled weights are never loaded."
-    raise HubError(f"{repo_id} holds neither a bundle nor a checkpoint in safetensors.", hint)
+    raise HubError(f"{repo_id} contains neither a bundle nor a checkpoint in safetensors.", hint)
 
 
 def pull(
@@ -127,7 +127,7 @@ def pull(
         else:
             models = ", ".join(sorted(filter(is_gguf_model, found.sizes)))
             hint = f"Name one by its type, such as {repo_id}:Q4_K_M. There are {models}."
-            raise HubError(f"{repo_id} holds GGUF files.", hint)
+            raise HubError(f"{repo_id} contains GGUF files.", hint)
         return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=patterns, **options))
 
 

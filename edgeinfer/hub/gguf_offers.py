@@ -68,7 +68,7 @@ def offers(name: str, *, memory: int | None = None) -> list[Offer]:
         raise HubError(f"{name!r} is not a Hugging Face id.", "Write it as OWNER/NAME.")
     found = look_up(parsed.repo_id)
     if found.kind != "gguf":
-        raise HubError(f"{parsed.repo_id} holds a {found.kind}, not GGUF files.", "Load it by this name as it is.")
+        raise HubError(f"{parsed.repo_id} contains a {found.kind}, not GGUF files.", "Load it by this name.")
     return offers_in(found, memory)
 
 

@@ -12,6 +12,7 @@ from edgeinfer.hub.cache import (
     BUILTIN,
     builtin,
     cached_gguf,
+    cached_models,
     cached_snapshot,
     existing,
     is_bundle,
@@ -61,7 +62,7 @@ def resolve(
         UsageError: `bits` of what is no checkpoint.
     """
     if bits not in (None, *_BITS):
-        raise UsageError(f"{bits} bits are not possible.", "Choose 2, 4, 8 or 32.")
+        raise UsageError(f"{bits} bits are not supported.", "Choose 2, 4, 8 or 32.")
     path = _found(model, bits)
     if path is None:
         path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)
@@ -127,7 +128,7 @@ def find_checkpoint(source: str | Path) -> Path:
     """
     path = find(source)
     if is_bundle(path):
-        raise ModelError(f"{source} is a bundle already.", f"Run it: edgeinfer run -m {source}")
+        raise ModelError(f"{source} is already a bundle.", f"Run it: edgeinfer run -m {source}")
     return path
 
 
@@ -179,7 +180,11 @@ def _found(model: str | Path | None, bits: int | None) -> Path | None:
     if converted is not None:
         return converted.path
     path = cached_snapshot(name.repo_id)
-    return path if path is not None and is_bundle(path) else None
+    if path is not None:
+        return path if is_bundle(path) else None
+    # Of a repository of GGUF files the type that was chosen before, if that is clear.
+    ggufs = [model.path for model in cached_models() if model.repo_id == name.repo_id and model.kind == "gguf"]
+    return ggufs[0] if len(ggufs) == 1 and name.bits is None else None
 
 
 def _is_converted(model: str | Path | None, path: Path) -> bool:

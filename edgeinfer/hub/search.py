@@ -52,9 +52,9 @@ def search_hub(text: str, limit: int = 20) -> list[FoundModel]:
         UsageError: there is nothing to search for.
     """
     if not text.strip() or len(text) > 200:
-        raise UsageError("There is nothing to search for.", "Give a part of a model's name, such as qwen3.")
+        raise UsageError("The search is empty.", "Type part of a model's name, such as qwen3.")
     if not 1 <= limit <= _MOST:
-        raise UsageError(f"limit={limit} is not possible.", f"Choose 1 to {_MOST}.")
+        raise UsageError(f"limit={limit} is out of range.", f"Choose 1 to {_MOST}.")
     expand = ["config", "downloads", "gated", "gguf", "safetensors", "tags"]
     options: dict[str, Any] = {"search": text.strip(), "sort": "downloads", "limit": limit * _LOOKED_THROUGH}
     with hub_errors(text.strip()):

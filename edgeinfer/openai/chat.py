@@ -177,7 +177,7 @@ def _continued(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before the last, and that one's text, which the reply goes on with."""
     *before, last = messages
     if last["role"] != "assistant" or "tool_calls" in last or not before:
-        message = "continue_final_message needs a text of the assistant's as the last message."
+        message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")
     return before, last["content"]
 

@@ -50,7 +50,7 @@ def read_message(message: Any, where: str) -> Message:
     read["role"] = _ROLES[role]
     content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
     if content is None and role != "assistant":
-        raise RequestError(f"{where}.content is missing.", "Give it a text.", param=f"{where}.content")
+        raise RequestError(f"{where}.content is missing.", "Set it to a string.", param=f"{where}.content")
     read["content"] = "" if content is None else joined(content, f"{where}.content")
     if content is None and "content" not in message and not calls:
         raise RequestError(f"{where} is empty.", "Give it content or tool_calls.", param=f"{where}.content")
@@ -71,7 +71,7 @@ def joined(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is not a text.", "Give a text, or a list of text parts.", param=where)
+        raise RequestError(f"{where} is not a string.", "Use a string, or a list of text parts.", param=where)
     return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
@@ -89,7 +89,7 @@ def _part(part: Any, where: str) -> str:
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise RequestError(f"{where} is not a list.", "Give the calls as they were answered.", param=where)
+        raise RequestError(f"{where} is not a list.", "Repeat the calls as they were in the reply.", param=where)
     return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -97,7 +97,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         hint = 'Calls look like {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
-        raise RequestError(f"{where} is not a call of a function.", hint, param=where)
+        raise RequestError(f"{where} is not a function call.", hint, param=where)
     id_ = call.get("id")
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     function = {"name": function["name"], "arguments": arguments}
@@ -112,5 +112,5 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, Mapping):
-        raise RequestError(f"{where} is not a JSON object.", "Give it as it was answered.", param=where)
+        raise RequestError(f"{where} is not a JSON object.", "Repeat it as it was in the reply.", param=where)
     return dict(read)

@@ -28,7 +28,9 @@ def read_input(value: Any, instructions: str | None) -> list[Message]:
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
-        raise RequestError("input is neither a text nor a non-empty list of items.", "Give one.", param="input")
+        raise RequestError(
+            "input is neither a string nor a non-empty list of items.", "Send one of them.", param="input"
+        )
     messages = [{"role": "system", "content": instructions}] if instructions else []
     for index, item in enumerate(items):
         messages += _messages(item, f"input[{index}]")
@@ -51,7 +53,7 @@ def _messages(item: Any, where: str) -> list[Message]:
         case "reasoning":  # what a model thought is not told to it again
             return []
     message = f"{where} is {f'of type {kind!r}' if isinstance(kind, str) else 'no item'}."
-    raise RequestError(message, f"Items of type {_ITEMS} are taken.", param=where, code="unsupported_content")
+    raise RequestError(message, f"Items of type {_ITEMS} are supported.", param=where, code="unsupported_content")
 
 
 def _by_turn(messages: list[Message]) -> list[Message]:

@@ -63,7 +63,7 @@ class TextCompletion:
             options["logprobs"] = alternatives
         self._prompts = [TextPrompt(prompt, options) for prompt in prompts]
         fields.ignore(*IGNORED)
-        fields.only("suffix", ("",), "This model writes what follows a text, not what stands between two.")
+        fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
         fields.ignore_others()
         fields.end()
         self.ignored = tuple(fields.ignored)
@@ -148,9 +148,9 @@ class TextCompletion:
 
 
 def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
-    prompt = fields.take("prompt", (str, list), "a text, token ids, or a list of either")
+    prompt = fields.take("prompt", (str, list), "a string, token ids, or a list of either")
     if prompt is None:
-        raise fields.missing("prompt", "Give a text to go on with.")
+        raise fields.missing("prompt", "Send text to continue.")
     several = isinstance(prompt, list) and prompt and not is_id(prompt[0])
     prompts = prompt if several else [prompt]
     if len(prompts) > MOST_REPLIES:
@@ -161,7 +161,7 @@ def _prompts(fields: Fields, model: ChatModel[Any]) -> list[str | list[int]]:
 
 def _prompt(prompt: Any, fields: Fields) -> str | list[int]:
     if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(is_id, prompt)))):
-        raise fields.wrong("prompt", prompt, "Give a text, token ids, or a list of either; none may be empty.")
+        raise fields.wrong("prompt", prompt, "Send a string, token ids, or a list of either; none may be empty.")
     return prompt
 
 

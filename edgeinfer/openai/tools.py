@@ -82,12 +82,14 @@ def read_functions(tools: Sequence[Any], *, flat: bool = False) -> tuple[ToolFun
         RequestError: a tool is malformed or no function, or two have one name.
     """
     if len(tools) > _MOST:
-        raise RequestError(f"There are {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
+        raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
     functions = tuple(_function(tool, f"tools[{index}]", flat) for index, tool in enumerate(tools))
     names = [function.name for function in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise RequestError(f"Two tools are named {name!r}.", "Give each its own.", param=f"tools[{index}]")
+            raise RequestError(
+                f"Two tools are named {name!r}.", "Use a different name for each.", param=f"tools[{index}]"
+            )
     return functions
 
 
@@ -141,7 +143,7 @@ def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) ->
     if value is None or mode in ("none", "auto"):
         return ToolChoice("auto" if offered and mode != "none" else "none", offered, several)
     if not offered:
-        raise RequestError("tool_choice asks for a call, but there are no tools.", "Give tools.", param="tool_choice")
+        raise RequestError("tool_choice requires a call, but there are no tools.", "Add tools.", param="tool_choice")
     if mode == "required":
         return ToolChoice("required", offered, several)
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -156,7 +158,7 @@ def _allowed(value: Any, offered: tuple[ToolFunction, ...], several: bool) -> To
     tools = value.get("tools") if isinstance(value, Mapping) else None
     mode = value.get("mode", "auto") if isinstance(value, Mapping) else None
     if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
-        raise RequestError("tool_choice.allowed_tools is malformed.", "Give mode and tools.", param="tool_choice")
+        raise RequestError("tool_choice.allowed_tools is malformed.", "Set mode and tools.", param="tool_choice")
     return ToolChoice(mode, tuple(_named(tool, offered) for tool in tools), several)
 
 
@@ -319,7 +321,7 @@ class ToolUse:
         options = {name: value for name, value in asked.items() if name not in _WITH_CALLS}
         content = {"type": "object"} if "json_object" in asked else asked.get("json_schema")
         if content is not None and not self.dialect.format.anywhere:
-            message = "A form of the reply cannot be combined with tools: this model's calls are JSON objects too."
+            message = "A reply format cannot be combined with tools, as this model's calls are JSON objects too."
             raise RequestError(message, "Leave one out.", param="tools")
         try:
             grammar = calls_grammar(self.dialect.format, self.choice, self._marker_id(model), content)

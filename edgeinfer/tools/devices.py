@@ -117,14 +117,14 @@ def tune_device(
         StorageError: the settings cannot be kept.
     """
     if options.get("profile") is not None:
-        raise UsageError("Tuning begins with the usual settings.", "Leave the profile out.")
+        raise UsageError("Tuning starts from the default settings.", "Leave profile out.")
     config = LoadConfig.of(**{**options, "profile": OFF})
     started, busy = time.perf_counter(), load_average()
     bundles = Bundles.open(model, config)
     names = tunable(bundles.choice)
     if not names:
         backend = bundles.choice.name
-        raise CapabilityError(f"There is nothing to tune about the {backend} backend.", "Load the model as it is.")
+        raise CapabilityError(f"The {backend} backend has no settings to tune.", "Load the model without tuning.")
     found, threads = _measure(bundles, config, names, quick, progress)
     path = _keep(bundles, config, found, threads, None if out is None else Path(out))
     return _result(found, threads, busy, time.perf_counter() - started, path)

@@ -49,7 +49,9 @@ def evaluate(
         UsageError: an option is out of range, or there is no text.
     """
     if top < 1 or (tokens is not None and tokens < 2) or (context is not None and context < 2):
-        raise UsageError("There is nothing to measure.", "Give a top of 1, tokens and context of 2 or more.")
+        raise UsageError(
+            "There is nothing to measure.", "Use a top of at least 1, and tokens and context of at least 2."
+        )
     bundle = _bundle(model)
     compared = None if reference is None else _bundle(reference)
     if bundle is not None and compared is not None:
@@ -60,7 +62,7 @@ def evaluate(
         ours = _loaded(opened, model, bundle, {**plain, **options})
         windows = _first(_windows(ours, texts, length), tokens)
         if not windows:
-            raise UsageError("There is no text to read.", "Give a text of two tokens or more.")
+            raise UsageError("There is no text to read.", "Use a text of at least two tokens.")
         told = _counter(progress, sum(map(len, windows)))
         divergence = None
         if reference is None:

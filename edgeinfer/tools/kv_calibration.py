@@ -85,10 +85,10 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
     bundle = open_bundle(resolve(model))
     scales = kv_scales(bundle)
     if scales is None:
-        raise UsageError(f"{bundle.path} has no scales for quantized caches.", "Run edgeinfer tune with it once.")
+        raise UsageError(f"{bundle.path} has no scales for quantized KV caches.", "Run edgeinfer tune on it once.")
     ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]
     if not any(ids):
-        raise UsageError("There is no text to measure by.", "Give some text.")
+        raise UsageError("There is no text to measure with.", "Give some text.")
     return attention_errors(bundle, [text for text in ids if text], scales)
 
 
@@ -96,8 +96,8 @@ def _calibrate(bundle: Bundle, texts: Sequence[str] | None, progress: Progress |
     layout = choose_layout(bundle, None)
     decoder = bundle.manifest.decoder
     if decoder is None or len(bundle.kv_types(layout)) == 1:
-        message = f"{bundle.path} has no graphs for quantized caches."
-        raise UsageError(message, "Export the model again; exports through optimum have float32 caches only.")
+        message = f"{bundle.path} has no graphs for quantized KV caches."
+        raise UsageError(message, "Export the model again; exports through optimum have float32 KV caches only.")
     ids = _tokens(bundle, TUNING_PROMPTS if texts is None else texts)
     capacity = min(_TOKENS, bundle.manifest.geometry.max_positions)
     threads = thread_count(LoadConfig())

@@ -103,7 +103,9 @@ def pad_heads(described: Described) -> Described:
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     if spec.qk_norm or packed:
-        message = f"A head size of {spec.head_dim} is not supported for this model: it is no multiple of {_MULTIPLE}."
+        message = (
+            f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
+        )
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
     padded = tuple(_pad_plan(plan, spec, wide) for plan in plans)
     return Described(dataclasses.replace(spec, head_dim=wide), padded)

@@ -67,7 +67,7 @@ class PlannedRows:
         values = self._stored(source, start, stop)
         if not np.isfinite(values).all():
             hint = "The checkpoint is damaged or its training diverged."
-            raise CheckpointError(f"Tensor {source.name!r} holds values that are not finite.", hint)
+            raise CheckpointError(f"Tensor {source.name!r} contains values that are not finite.", hint)
         if source.scale != 1:
             values *= np.float32(source.scale)
         return values

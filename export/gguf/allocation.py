@@ -61,9 +61,7 @@ class RowQuantizer:
         try:
             self._package = import_module("gguf")
         except ModuleNotFoundError as error:
-            raise UsageError(
-                "The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf]."
-            ) from error
+            raise UsageError("The gguf package is not installed.", "pip install 'edgeinfer[gguf]'") from error
         self._quantize = _function(llama_library())
 
     def approximate(self, rows: Floats, kind: str, importance: Floats | None = None) -> Floats:  # (N, K) -> (N, K)

@@ -53,8 +53,8 @@ def check_prunable(file: GgufFile, layers: Sequence[int]) -> None:
     check_layers(architecture, count, layers)
     for key, value in file.metadata.items():
         if isinstance(value, GgufArray) and key.startswith(f"{architecture}.") and value.count >= count > 1:
-            message = f"{key} has a value for every layer, and llama.cpp cannot leave some of them out."
-            raise UsageError(message, "Draft with another small model of the same tokenizer.")
+            message = f"{key} has a value for every layer, and llama.cpp cannot leave any of them out."
+            raise UsageError(message, "Draft with another small model that has the same tokenizer.")
 
 
 def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
@@ -65,12 +65,12 @@ def check_layers(architecture: str, count: int, layers: Sequence[int]) -> None:
     """
     if architecture not in _UNIFORM:
         message = f"Layers of {architecture or 'an unnamed architecture'} are not all alike, so none can be left out."
-        raise UsageError(message, "Draft with another small model of the same tokenizer.")
+        raise UsageError(message, "Draft with another small model that has the same tokenizer.")
     for layer in layers:
         if not 0 <= layer < count:
-            raise UsageError(f"There is no layer {layer} among the model's {count}.", _HINT)
+            raise UsageError(f"The model has {count} layers, but no layer {layer}.", _HINT)
     if len(set(layers)) >= count:
-        raise UsageError(f"All {count} layers of the model cannot be left out.", "Keep at least one.")
+        raise UsageError(f"Not all {count} layers of the model can be left out.", "Keep at least one.")
 
 
 def renumbered(tensor: str, pruned: Sequence[int]) -> str:
@@ -115,7 +115,7 @@ def choose_layers(
         del final[-1]
         losses = {layer: _divergence(reference, states, head) for layer, states in final.items()}
         if not np.isfinite(list(losses.values())).all():
-            raise UsageError("The model's activations are not finite.", "Give the layers by number.")
+            raise UsageError("The model's activations are not finite.", "Name the layers by number.")
         pruned = tuple(sorted((*pruned, min(losses, key=losses.__getitem__))))
     return pruned
 

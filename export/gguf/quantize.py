@@ -201,7 +201,7 @@ def _check(
 ) -> None:
     """Refuses what would make llama.cpp abort, or fail without a clear message."""
     if not file.metadata.get("general.architecture") or not file.tensors:
-        raise BundleError(f"{file.path} holds no model.", "Give a GGUF file of a language model.")
+        raise BundleError(f"{file.path} contains no model.", "Use a GGUF file of a language model.")
     if kind.needs_importance and not importance:
         hint = "Export the checkpoint with --calibration FILE, or choose a larger type."
         raise UsageError(f"{kind.name} needs importance data.", hint)
@@ -210,16 +210,16 @@ def _check(
         raise UsageError(message, "Choose a quantized type for the others, such as Q8_0.")
     quantized = next((t for t in file.tensors if t.type.quantized), None)
     if kind is not COPY and quantized is not None and not requantize:
-        message = f"{file.path} is quantized already: {quantized.name} is {quantized.type.name}."
-        raise UsageError(message, "Start from a file of floats; quantizing twice loses more.")
+        message = f"{file.path} is already quantized: {quantized.name} is {quantized.type.name}."
+        raise UsageError(message, "Start from a float file; quantizing twice loses more.")
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name, values in (importance or {}).items():
         _check_importance(tensors.get(name), name, values)
     for name, wanted in types.items():
         if name not in tensors:
-            raise UsageError(f"{file.path} has no tensor {name}.", "See them with edgeinfer inspect --tensors.")
+            raise UsageError(f"{file.path} has no tensor {name}.", "List them with edgeinfer inspect --tensors.")
         if needs_importance(wanted) and name not in (importance or {}):
-            hint = "Calibrate with a text, or choose another type; embeddings have no importance data."
+            hint = "Use a calibration text, or choose another type; embeddings have no importance data."
             raise UsageError(f"{name} cannot be {wanted} without importance data.", hint)
 
 

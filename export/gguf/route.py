@@ -317,7 +317,7 @@ def _check_vocabulary(written: Path, words: Vocabulary, sidecar: Sidecar) -> Fac
     found = check_tokenizer(written, sidecar.files["tokenizer.json"], words)
     if found.different:
         _log.warning(
-            "llama.cpp makes other tokens than tokenizer.json of %d rare texts, such as %r.",
+            "llama.cpp tokenizes %d rare texts, such as %r, differently from tokenizer.json.",
             len(found.different),
             found.different[0],
         )

@@ -79,7 +79,7 @@ def check_tokenizer(model: Path, tokenizer: bytes, vocabulary: Vocabulary) -> To
         different = [text for text in texts if encode(normalize(text)) != expected.encode(text).ids]
     wrong = next((text for text in different if text in ORDINARY), None)
     if wrong is not None:
-        message = f"llama.cpp tokenizes texts such as {wrong!r} otherwise than tokenizer.json does."
+        message = f"llama.cpp tokenizes text such as {wrong!r} differently from tokenizer.json."
         raise CheckpointError(message, ONNX_HINT)
     return TokenizerCheck(len(texts), tuple(different))
 

@@ -161,7 +161,7 @@ def gguf_package() -> Any:
     try:
         return import_module("gguf")
     except ModuleNotFoundError as error:
-        raise UsageError("The gguf package is not installed.", "Install the gguf extra: edgeinfer[gguf].") from error
+        raise UsageError("The gguf package is not installed.", "pip install 'edgeinfer[gguf]'") from error
 
 
 def written_bytes(described: GgufSource, kind: str) -> int:
@@ -227,7 +227,7 @@ def _converted(package: Any, rows: Floats, into: Any, name: str) -> NDArray[Any]
         with np.errstate(over="ignore"):
             halves = rows.astype(np.float16)
         if not np.isfinite(halves).all():
-            message = f"{name} holds values too large for float16."
+            message = f"{name} contains values too large for float16."
             raise CheckpointError(message, "Choose the type BF16 or F32.")
         return halves
     converted: NDArray[Any] = package.quantize(rows, into)

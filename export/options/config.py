@@ -56,8 +56,8 @@ class StaticOptions:
         if not self.widths or any(a >= b for a, b in itertools.pairwise(self.widths)):
             raise UsageError(f"Static widths {_listed(self.widths)} do not ascend.", "Write them like 1,2,4,8.")
         if not 1 <= self.widths[0] <= self.widths[-1] <= _LARGEST_WIDTH:
-            hint = f"Choose 1 to {_LARGEST_WIDTH} rows, as 1,2,4,8."
-            raise UsageError(f"Static widths {_listed(self.widths)} are not possible.", hint)
+            hint = f"Choose 1 to {_LARGEST_WIDTH} rows, such as 1,2,4,8."
+            raise UsageError(f"Static widths {_listed(self.widths)} are out of range.", hint)
         if self.chunk is not None and self.chunk < self.widths[-1]:
             message = f"A static chunk of {self.chunk} is below the largest width, {self.widths[-1]}."
             raise UsageError(message, f"Choose at least {self.widths[-1]}, or narrower widths.")
@@ -176,20 +176,20 @@ class ExportConfig:
     def _check_method(self) -> None:
         _choice("method", self.method, (None, *METHODS))
         if self.method is not None and METHODS[self.method].needs != "nothing" and self.calibration is None:
-            hint = "Give it with --calibration FILE, or choose a method that needs none, as rtn."
+            hint = "Add --calibration FILE, or choose a method that needs none, such as rtn."
             raise UsageError(f"The method {self.method} needs a calibration text.", hint)
         tokens = self.calibration_tokens
         if tokens is not None and not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
             hint = f"Choose {_FEWEST_TOKENS} to {_MOST_TOKENS}."
-            raise UsageError(f"calibration_tokens={tokens} is not possible.", hint)
+            raise UsageError(f"calibration_tokens={tokens} is out of range.", hint)
 
     def _check_budget(self) -> None:
         if self.budget_bits is not None and self.target_size is not None:
             raise UsageError("budget_bits and target_size are both given.", "Leave one of them out.")
         if self.budget_bits is not None and not 1 <= self.budget_bits <= FLOAT_BITS:
-            raise UsageError(f"budget_bits={self.budget_bits} is not possible.", f"Choose 1 to {FLOAT_BITS}.")
+            raise UsageError(f"budget_bits={self.budget_bits} is out of range.", f"Choose 1 to {FLOAT_BITS}.")
         if self.target_size is not None and self.target_size <= 0:
-            raise UsageError(f"target_size={self.target_size} is not possible.", "Give a number of bytes.")
+            raise UsageError(f"target_size={self.target_size} is out of range.", "Use a positive number of bytes.")
 
     def _check_opaque(self) -> None:
         """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""
@@ -202,7 +202,7 @@ class ExportConfig:
         }
         for name, is_asked in asked.items():
             if is_asked:
-                message = f"{name} is not possible with the {self.exporter} exporter."
+                message = f"{name} is not supported by the {self.exporter} exporter."
                 raise UsageError(message, "Leave it out, or use the native exporter.")
 
     def _check_gguf(self) -> None:
@@ -220,10 +220,10 @@ class ExportConfig:
         for name, is_asked in asked.items():
             if is_asked:
                 hint = "Leave it out, and choose a type, such as --type Q4_K_M."
-                raise UsageError(f"{name} is not possible with a GGUF model.", hint)
+                raise UsageError(f"{name} is not supported for GGUF models.", hint)
         if find_file_type(self.gguf_kind).needs_importance and self.calibration is None and not self.has_budget:
-            message = f"{self.gguf_kind} needs a calibration text, which tells what to keep."
-            raise UsageError(message, "Give it with --calibration FILE, or choose a larger type.")
+            message = f"{self.gguf_kind} needs a calibration text."
+            raise UsageError(message, "Add --calibration FILE, or choose a larger type.")
         if self.has_budget and self.gguf_type is not None:
             raise UsageError("A type and a size are both given.", "Leave one of them out.")
         if self.prune_layers and self.prune_count:
@@ -248,7 +248,7 @@ class ExportConfig:
         for name, is_asked in asked.items():
             if is_asked:
                 hint = "Leave it out, and choose --bits 4, 8 or 32, or leave --static out."
-                raise UsageError(f"{name} is not possible with static shapes.", hint)
+                raise UsageError(f"{name} is not supported for static models.", hint)
 
     def _check_onnx(self) -> None:
         """Refuses options that only GGUF files have."""
@@ -258,8 +258,8 @@ class ExportConfig:
         }
         for what, is_asked in asked.items():
             if is_asked:
-                hint = "Add --format gguf, or leave it out: ONNX models skip layers and choose bits by themselves."
-                raise UsageError(f"{what} is not possible with an ONNX model.", hint)
+                hint = "Add --format gguf, or leave it out."
+                raise UsageError(f"{what} is not supported for ONNX models.", hint)
 
     @property
     def is_reworked(self) -> bool:
@@ -328,4 +328,4 @@ class ExportConfig:
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed or isinstance(value, bool):
         choices = ", ".join(str(a) for a in allowed if a is not None)
-        raise UsageError(f"{name}={value!r} is not possible.", f"Choose one of {choices}.")
+        raise UsageError(f"{name}={value!r} is not supported.", f"Choose one of {choices}.")

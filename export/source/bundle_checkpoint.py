@@ -32,8 +32,8 @@ def _plain_spec(bundle: Bundle) -> DecoderSpec:
     spec = bundle.manifest.decoder
     odd = spec is None or spec.moe or spec.whole_norm or spec.window_size or spec.mlp_bias
     if spec is None or odd or spec.rope.type != "default" or spec.rope.dim != spec.head_dim:
-        message = f"{bundle.path} cannot be turned back into a checkpoint: it is not a plain Llama, Qwen2 or Qwen3."
-        raise UsageError(message, "Give the checkpoint itself.")
+        message = f"{bundle.path} cannot be turned back into a checkpoint, as it is not a plain Llama, Qwen2 or Qwen3."
+        raise UsageError(message, "Use the checkpoint itself.")
     return spec
 
 

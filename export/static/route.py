@@ -121,10 +121,10 @@ def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
     for name, shape in by_columns.items():
         scheme = schemes.get(name)
         if scheme is not None and shape[1] % scheme.block_size:
-            _log.warning("%s has %d columns, no multiple of 32: it stays float32.", name, shape[1])
+            _log.warning("%s has %d columns, which is not a multiple of 32; it stays float32.", name, shape[1])
             schemes[name] = None
         elif scheme is not None and scheme.bits == 4 and shape[0] % 2:
-            _log.warning("%s has an odd number of rows, %d: it gets 8 bits instead of 4.", name, shape[0])
+            _log.warning("%s has an odd number of rows, %d; it gets 8 bits instead of 4.", name, shape[0])
             schemes[name] = dataclasses.replace(scheme, bits=8)
     return dataclasses.replace(quant, schemes=schemes)
 

@@ -132,7 +132,7 @@ class DrafterOptions:
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
         if self.nested and self.size.layers < 2:
             raise UsageError(
-                "A drafter of one layer cannot stop earlier.", "Give a size of two layers or more, as 128x3."
+                "A drafter of one layer cannot stop earlier.", "Use a size of at least two layers, such as 128x3."
             )
         require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
 
@@ -263,8 +263,8 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
     if file.exists():
         kept = json.loads(file.read_text("utf-8"))
         if kept.pop("minutes") != options.minutes:
-            hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{work} holds a training with another number of minutes.", hint)
+            hint = "Use another working folder, or remove this one to start over."
+            raise UsageError(f"{work} contains a training with another time limit.", hint)
         return Schedule(**kept)
     found = measure()
     write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())

@@ -173,7 +173,7 @@ def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...],
     batches, shape = Batches(options.seed, options.rows, options.length), HeadsShape(options.count, options.tokens)
     if options.kind == "acceptance":
         if drafter is None:
-            raise UsageError("An acceptance head needs a drafter, and none was given.", "Name the drafter.")
+            raise UsageError("An acceptance predictor needs a drafter, but none was given.", "Name the drafter.")
         return AcceptanceHeadTask(drafter, target, learnt, batches)
     if options.kind == "routers":
         return RoutersTask(target, learnt, batches, options.keep)

@@ -121,7 +121,9 @@ def _from_bundle(path: Path) -> tuple[Any, str]:
     missing, unknown = model.load_state_dict(state, strict=False)
     # A tied head is the embedding.
     if unknown or set(missing) - {"lm_head.weight"}:
-        raise ModelError(f"{path} lacks weights: {', '.join(sorted({*missing, *unknown})[:3])}.", "Export it again.")
+        raise ModelError(
+            f"{path} is missing weights: {', '.join(sorted({*missing, *unknown})[:3])}.", "Export it again."
+        )
     model.tie_weights()
     return model, hashlib.sha256(read_bytes(path / MANIFEST)).hexdigest()
 

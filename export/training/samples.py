@@ -115,8 +115,8 @@ def _claim(folder: Path, record: dict[str, Any]) -> None:
     file = folder / _RECORD
     if file.exists():
         if json.loads(file.read_text("utf-8")) != record:
-            hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{folder} holds samples of another target, text or options.", hint)
+            hint = "Use another working folder, or remove this one to start over."
+            raise UsageError(f"{folder} contains samples of another target, text or options.", hint)
         return
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,8 @@ class StudentSize:
         fits = self.width > 0 and self.width % 32 == 0 and self.layers > 0 and self.inner > 0
         fits = fits and self.heads > 0 and self.kv_heads > 0 and self.heads % self.kv_heads == 0
         if not fits:
-            hint = "Give a width that is a multiple of 32, and 1 layer or more, as 128x1."
-            raise UsageError(f"A drafter of width {self.width} with {self.layers} layers is impossible.", hint)
+            hint = "Use a width that is a multiple of 32 and at least 1 layer, such as 128x1."
+            raise UsageError(f"A drafter of width {self.width} with {self.layers} layers is not supported.", hint)
 
     @classmethod
     def of(cls, width: int, layers: int) -> StudentSize:
@@ -62,7 +62,7 @@ class StudentSize:
         """
         width, _, layers = text.partition("x")
         if not (width.isdecimal() and layers.isdecimal()):
-            raise UsageError(f"{text!r} is not the size of a drafter.", "Write width and layers like 128x1.")
+            raise UsageError(f"{text!r} is not a drafter size.", "Write width and layers like 128x1.")
         return cls.of(int(width), int(layers))
 
     def weights(self, vocabulary: int) -> int:

@@ -81,8 +81,8 @@ def teacher_probabilities(
     path, described = folder / f"{_ON_DISK}.bin", folder / f"{_ON_DISK}.json"
     if path.exists():
         if json.loads(described.read_text("utf-8")) != record:
-            hint = "Give another working folder, or remove this one to start again."
-            raise UsageError(f"{folder} holds probabilities of another target or text.", hint)
+            hint = "Use another working folder, or remove this one to start over."
+            raise UsageError(f"{folder} contains probabilities of another target or text.", hint)
     else:
         write_file(described, json.dumps(record).encode())
         with new_file(path) as file:

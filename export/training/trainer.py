@@ -153,7 +153,7 @@ def _compare(folder: Path, kept: Mapping[str, Any], asked: Mapping[str, Any]) ->
         return
     names = sorted(name for name in {*kept, *asked} if kept.get(name) != asked.get(name))
     shown = ", ".join(f"{name} was {_short(kept.get(name))}, is {_short(asked.get(name))}" for name in names[:3])
-    raise UsageError(f"{folder} holds a training with another configuration: {shown}.", _ANOTHER)
+    raise UsageError(f"{folder} contains a training with another configuration: {shown}.", _ANOTHER)
 
 
 def _short(value: Any) -> str:
@@ -212,7 +212,7 @@ def find_device(name: str) -> torch.device:
         DeviceError: CUDA is asked for and not there.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("There is no CUDA device, or torch was built without CUDA.", "Use --device cpu, or auto.")
+        raise DeviceError("There is no CUDA device, or PyTorch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

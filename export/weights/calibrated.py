@@ -89,7 +89,7 @@ def write_calibrated(
     found = calibrate(spec, tensors, texts, _Visitor(spec, written), options)
     if found.unused:
         names = ", ".join(found.unused[:5]) + (f" and {len(found.unused) - 5} more" if len(found.unused) > 5 else "")
-        _log.warning("No token of the calibration text reached %s: quantized without it.", names)
+        _log.warning("No token of the calibration text reached %s, which is quantized without it.", names)
     if spec.tied:
         # Fitted to what enters the head, a shared matrix is a worse embedding: a 15M model loses 0.0012 nats by one of
         # four bits, and 0.0004 by one that is only rounded to nearest (docs/LOG.md).

@@ -198,8 +198,8 @@ def _scales(geometry: Geometry, kv: str, scales: KVScales | None) -> tuple[str, 
     if not find_kv_type(kv).quantized:
         return "", [(None, None)] * geometry.num_layers
     if scales is None:
-        hint = "Run edgeinfer tune once, export the model again, or load it with a float32 cache."
-        raise UsageError(f"A cache of {kv} needs scales, and there are none for this model.", hint)
+        hint = "Run edgeinfer tune once, export the model again, or load it with a float32 KV cache."
+        raise UsageError(f"A KV cache of type {kv} needs scales, and this model has none.", hint)
     scales.check(geometry)
     return scales.digest(kv), [(layer.keys, layer.values) for layer in scales.of(kv)]
 

@@ -191,16 +191,16 @@ class Engine:
             PromptError, ContextLengthError: as `generate`.
         """
         if not prompt:
-            raise PromptError("The prompt is empty.", "Give at least one token of text.")
+            raise PromptError("The prompt is empty.", "Write at least one token of text.")
         if len(prompt) > self.backend.cache.capacity and self.context_shift is None:
-            message = f"The prompt has {len(prompt)} tokens, the context holds {self.backend.cache.capacity}."
-            hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget: "
+            message = f"The prompt has {len(prompt)} tokens, but the context holds {self.backend.cache.capacity}."
+            hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget with "
             hint += Setting("overflow", "window")
             raise ContextLengthError(message, hint)
         vocabulary = self.backend.geometry.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            message = f"The prompt holds a token id outside the model's vocabulary of {vocabulary}."
-            raise PromptError(message, f"Ids go from 0 to {vocabulary - 1}.")
+            message = f"The prompt contains a token id outside the model's vocabulary of {vocabulary}."
+            raise PromptError(message, f"Ids range from 0 to {vocabulary - 1}.")
 
     def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""

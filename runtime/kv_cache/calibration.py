@@ -62,9 +62,9 @@ def calibrate(
     """
     texts = [text for text in texts if text]
     if not texts:
-        raise UsageError("There is no text to calibrate by.", "Give a file with some text.")
+        raise UsageError("There is no text to calibrate with.", "Use a file that contains text.")
     if backend.cache.snapshot(0, 0).kv != FLOAT32:
-        raise UsageError("Calibration needs a float32 cache.", f"Load the model with kv={FLOAT32!r}.")
+        raise UsageError("Calibration needs a float32 KV cache.", f"Load the model with kv={FLOAT32!r}.")
     most = min(max(1, MOST_ROWS // len(texts)), backend.cache.capacity)
     cached: list[CacheSnapshot] = []
     for number, text in enumerate(texts[:MOST_ROWS]):

@@ -121,7 +121,7 @@ class PrefixCache:
         try:
             rows = copy(cached, cached + new)
         except MemoryError:
-            _log.warning("Not enough memory to keep another conversation; those that were kept are dropped.")
+            _log.warning("Not enough memory to keep another conversation; the kept ones are dropped.")
             self.evict(0)
             return
         parent = spans[-1] if spans else self._root

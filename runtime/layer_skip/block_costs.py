@@ -80,8 +80,8 @@ def measure_costs(backend: Backend, longest: int = _LONGEST, repeats: int = _REP
         CapabilityError: the backend cannot skip layers.
     """
     if past + longest >= backend.cache.capacity:
-        message = f"Measuring needs {past + longest + 1} tokens of context, there are {backend.cache.capacity}."
-        raise UsageError(message, "Load with a larger context.")
+        message = f"Measuring needs a context of {past + longest + 1} tokens, but there are {backend.cache.capacity}."
+        raise UsageError(message, "Load the model with a larger context.")
     layers = backend.geometry.num_layers
     is_mlp = np.arange(2 * layers) % 2 == 1
     everything = np.ones(2 * layers, np.bool_)

@@ -148,7 +148,7 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
     """
     copied = backend.cache.snapshot(start, stop)
     if copied.kv != FLOAT32:
-        message = f"A cache of {copied.kv} cannot be filled from the layer below."
+        message = f"A KV cache of type {copied.kv} cannot be copied from the layer below."
         raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
     source = 0
     keys, values = list(copied.keys), list(copied.values)

@@ -212,7 +212,7 @@ class PolicyParts:
 def _calibrated(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
     if parts.levels is None:
         message = "This model has no calibrated sets of blocks to skip."
-        raise UsageError(message, "Run edgeinfer tune --skip on it once, or compute 'unified' or 'importance'.")
+        raise UsageError(message, "Run edgeinfer tune --skip on it once, or use the method 'unified' or 'importance'.")
     return CalibratedPolicy(parts.levels)
 
 
@@ -220,7 +220,7 @@ def _routers(parts: PolicyParts, options: ComputeOptions) -> SkipPolicy:
     found = parts.routers()
     if found is None:
         message = "The bundle has no routers that choose layers."
-        raise UsageError(message, "Train some with edgeinfer distill routers, or compute 'importance'.")
+        raise UsageError(message, "Train some with edgeinfer distill routers, or use the method 'importance'.")
     return RoutersPolicy(*found)
 
 

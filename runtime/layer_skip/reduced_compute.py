@@ -24,6 +24,7 @@ from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArgum
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.wording import Setting
 
 __all__ = ["ReducedComputeParts", "ReducedComputeStrategies"]
 
@@ -109,7 +110,7 @@ class ReducedComputeStrategies:
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."
-            raise CapabilityError(message, "Use a natively exported bundle, or compute in full.")
+            raise CapabilityError(message, "Use a natively exported bundle, or the full model.")
         costs = self.block_costs()
         given = self._given(options, sampler, costs.whole[0])
         if skip is not None:
@@ -124,8 +125,8 @@ class ReducedComputeStrategies:
     def require_small(self) -> SmallModel:
         """The draft model; UsageError where there is none."""
         if self._parts.small is None:
-            message = "This way of computing less needs a second, small model."
-            raise UsageError(message, "Name a small model with the same tokenizer with --draft-model.")
+            message = "This method needs a draft model."
+            raise UsageError(message, "Name a small model with the same tokenizer with " + Setting("draft_model") + ".")
         return self._parts.small
 
     def _exit_layer(self, options: ComputeOptions) -> int:

@@ -40,7 +40,7 @@ class LayerSkipDecoding(ReducedDecoding):
     """
 
     def __init__(self, given: StrategyArguments, policy: SkipPolicy, costs: BlockCosts) -> None:
-        hint = "Use a natively exported bundle, or compute in full."
+        hint = "Use a natively exported bundle, or the full model."
         require(given.backend.capabilities.layer_skip, given.backend, "skip layers", hint)
         super().__init__(given)
         self._policy = policy
@@ -143,7 +143,7 @@ class PromptStates:
     def states(self) -> Floats:  # (L + 1, S, D)
         """Computes the states of the last tokens in L + 1 passes over them, without a head."""
         can = self._backend.capabilities
-        hint = "Use a natively exported bundle, or another way to compute less."
+        hint = "Use a natively exported bundle, or another method."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
         end = self._backend.cache.length
         begin = end - min(end, len(self._prompt), _MOST)

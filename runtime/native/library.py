@@ -22,9 +22,14 @@ __all__ = ["LIBRARY", "PORTABLE", "NativeKernel", "load_kernel", "native_kernel"
 _SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
 PORTABLE = "portable"
 LIBRARY = Path(__file__).with_name("edgeinfer_native" + _SUFFIXES.get(sys.platform, ".so"))
-_BUILD = "Install edgeinfer where a C compiler is found, or go on without: it is slower, not different."
+_BUILD = (
+    "Install edgeinfer where there is a C compiler, or continue without the kernel, which is slower "
+    "but gives the same text."
+)
 _SLOW = "Nothing needs to be done: onnxruntime's own operators run instead."
-_REBUILD = "Install edgeinfer again on this machine, or go on without: it is slower, not different."
+_REBUILD = (
+    "Install edgeinfer again on this machine, or continue without the kernel, which is slower but gives the same text."
+)
 
 _log = logging.getLogger("edgeinfer")
 

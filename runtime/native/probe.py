@@ -40,7 +40,7 @@ def measure_limits(kernel: NativeKernel, threads: int) -> DeviceLimits:
         UsageError: no thread.
     """
     if threads < 1:
-        raise UsageError(f"{threads} threads cannot be measured.", "Give 1 or more.")
+        raise UsageError(f"{threads} threads cannot be measured.", "Use at least 1.")
     binding = Binding(kernel.path)
     with ThreadPoolExecutor(threads) as pool:
         read = _read_rate(binding, pool, threads)

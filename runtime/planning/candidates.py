@@ -40,8 +40,8 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     """
     longest = manifest.geometry.max_positions
     if config.context is not None and config.context > longest:
-        message = f"A context of {config.context} tokens was asked for, the model allows {longest}."
-        raise ContextLengthError(message, f"Use a context of at most {longest} (-c {longest}).")
+        message = f"A context of {config.context} tokens was requested, but the model allows {longest}."
+        raise ContextLengthError(message, "Use " + Setting("context", longest) + " or less.")
     return config.context or min(DEFAULT_CONTEXT, longest)
 
 
@@ -136,8 +136,8 @@ def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
     if config.kv is not None:
         if config.kv not in plan_input.kv_types:
             known = ", ".join(plan_input.kv_types)
-            message = f"{plan_input.manifest.name} cannot keep its cache in {config.kv} here, only in {known}."
-            hint = "Run edgeinfer tune on it once for the scales, or export it again with this version of edgeinfer."
+            message = f"{plan_input.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
+            hint = "Run edgeinfer tune on it once to calibrate its cache, or export it again."
             raise UsageError(message, hint)
         return (config.kv,)
     # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.
@@ -158,12 +158,12 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int,
         if config.weights not in modes:
             message = f"{plan_input.manifest.name} cannot run with {config.weights} weights here."
             in_place = modes[0] == "mapped" and config.weights == "packed"
-            why = "They are used in place, as mapped weights." if in_place else ""
+            why = "They are used in place, which is called mapped." if in_place else ""
             raise UsageError(message, f"{why} Choose one of {', '.join(modes)}.".strip())
         modes = (config.weights,)
     elif config.expert_memory is not None:
         if "experts" not in modes:
-            message = f"The experts of {plan_input.manifest.name} cannot be left out of memory here."
+            message = f"{plan_input.manifest.name} cannot load experts on demand here."
             raise UsageError(message, "Leave " + Setting("expert_memory") + " out.")
         modes = ("experts",)
     elif plan_input.settings.weights in modes:
@@ -186,10 +186,11 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     takes = ExpertBytes.of(plan_input.manifest.decoder, tensors_in(plan_input.manifest, plan_input.layout))
     if config.expert_memory is not None:
         if config.expert_memory < takes.least:
-            message = (
-                f"{plan_input.manifest.name} cannot run with so few experts in {format_size(config.expert_memory)}."
+            message = f"{plan_input.manifest.name} cannot run with {format_size(config.expert_memory)} of experts."
+            raise UsageError(
+                message,
+                "Use at least " + Setting("expert_memory", format_size(takes.least, up=True).replace(" ", "")) + ".",
             )
-            raise UsageError(message, "Give " + Setting("expert_memory") + f" at least {format_size(takes.least)}.")
         return (config.expert_memory,)
     sizes = [round(takes.total * share) for share in _EXPERT_SHARES]
     found = [*(size for size in sizes if size > takes.least), takes.least]

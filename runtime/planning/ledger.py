@@ -95,7 +95,7 @@ class Ledger:
         memory = process_memory()
         plan = self._replan(self.plan, memory, self._terms())
         if plan.configuration != self.plan.configuration:
-            _log.info("Planned again: %s.", "; ".join(plan.given_up) or "nothing given up")
+            _log.info("Replanned: %s.", "; ".join(plan.given_up) or "nothing given up")
             self._apply(plan)
         self.plan = plan
         if self.given_up and self.counted(memory) < (1 - _AMPLE) * budget:
@@ -130,7 +130,7 @@ class Ledger:
             raise BudgetError(
                 f"The process holds {format_size(used)}, the budget is {format_size(budget)}, and nothing is left to "
                 "give up.",
-                "Free memory elsewhere in this program, give a larger budget, or load a smaller context.",
+                "Free memory elsewhere in this program, use a larger budget, or load the model with a smaller context.",
                 terms=self.terms(),
                 minimum_bytes=used,
             )

@@ -73,8 +73,8 @@ def make_plan(
     """
     machine = machine_memory()
     if config.memory is not None and config.memory > machine:
-        message = f"A budget of {format_size(config.memory)} is more than this machine's {format_size(machine)}."
-        raise UsageError(message, "Give a smaller one, or none.")
+        message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
+        raise UsageError(message, "Use a smaller budget, or none.")
     process = process or process_before_loading(plan_input)
     plan = search(plan_input, config, MemoryModel(plan_input, config, process), speed, all_ways=all_ways)
     if plan.fits or not loading:

@@ -201,11 +201,11 @@ def _other_weights(chosen: Configuration, wanted: Configuration) -> str:
 
 # What the caller may have fixed: the option to leave open, and whether it was given.
 _FREED: tuple[_Freed, ...] = (
-    ("a smaller context (-c)", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
-    ("an int8 KV cache (no --kv)", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
-    ("no --weights", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
+    ("a smaller context", lambda c: dataclasses.replace(c, context=None), lambda c: c.context is not None),
+    ("an 8-bit KV cache", lambda c: dataclasses.replace(c, kv=None), lambda c: c.kv is not None),
+    ("weights kept as they fit", lambda c: dataclasses.replace(c, weights=None), lambda c: c.weights is not None),
     (
-        "no --spec",
+        "no drafting",
         lambda c: dataclasses.replace(c, speculation="off", draft_max=None, draft_model=None),
         lambda c: c.speculation not in ("auto", "off") or c.draft_max is not None or c.draft_model is not None,
     ),

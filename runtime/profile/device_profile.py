@@ -150,7 +150,7 @@ class DeviceProfile:
         costs = self._read(_COSTS, _MOST_COSTS_BYTES, lambda file: Costs.from_dict(json.loads(file.read())))
         if costs is None or costs.processor == processor_name():
             return costs
-        _log.info("The costs in %s are another device's; they are measured again.", self._folder)
+        _log.info("The costs in %s belong to another device and will be measured again.", self._folder)
         return None
 
     def save_costs(self, costs: Costs) -> None:
@@ -195,7 +195,7 @@ class DeviceProfile:
             with storage_errors(self._folder):
                 act(self._folder)
         except StorageError as error:
-            _log.warning("%s What drafters learn is not kept.", error.message)
+            _log.warning("%s What drafters learn will not be kept.", error.message)
             self._folder = None
 
     def _read(self, name: str, most: int, parse: Callable[[BinaryIO], T]) -> T | None:
@@ -213,7 +213,7 @@ class DeviceProfile:
         # What damage makes json, zipfile and numpy raise is not documented, and none of it may stop a session.
         except Exception as error:
             reason = str(error).rstrip(".") or type(error).__name__
-            _log.warning("%s cannot be read and is dropped: %s.", path, reason)
+            _log.warning("%s cannot be read and is discarded: %s.", path, reason)
             with contextlib.suppress(OSError):
                 path.unlink()
             return None

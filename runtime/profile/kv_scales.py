@@ -71,7 +71,7 @@ def _kept(bundle: Bundle) -> KVScales | None:
         return KVScales.from_dict(data if isinstance(data, dict) else {}, bundle.manifest.geometry)
     # RecursionError: what a deeply nested file makes json raise.
     except (EdgeInferError, OSError, ValueError, RecursionError) as error:
-        _log.warning("%s cannot be read and is dropped: %s.", path, str(error).rstrip("."))
+        _log.warning("%s cannot be read and is discarded: %s.", path, str(error).rstrip("."))
         with contextlib.suppress(OSError):
             path.unlink()
         return None

@@ -40,7 +40,7 @@ _WORDS = {
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
-        raise UsageError(f"A tuned {name} of {str(value)[:40]!r} is impossible.", f"It must be {rule}.")
+        raise UsageError(f"A tuned {name} of {str(value)[:40]!r} is not valid.", f"It must be {rule}.")
 
 
 def _between(value: object, least: int, most: int) -> bool:

@@ -46,7 +46,7 @@ _log = logging.getLogger("edgeinfer")
 # What LoadConfig.profile says to take none.
 OFF = "off"
 _KEPT_HINT = "Run edgeinfer tune again, or edgeinfer tune --forget."
-_FILE_HINT = "Give a file that edgeinfer tune --out wrote here for this model, or --profile off."
+_FILE_HINT = "Use a file that edgeinfer tune --out wrote on this machine for this model, or off."
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TunedProfile:
             raise UsageError(f"Its fields are not as expected: {', '.join(strange)[:80]}.")
         fields: dict[str, Any] = dict(data)
         if fields.pop("format") != _FORMAT:
-            raise UsageError("It is of another format.")
+            raise UsageError("It has another format.")
         fields["machine"] = Fingerprint.from_dict(fields["machine"])
         fields["settings"] = TunedSettings.from_dict(fields["settings"])
         return cls(**fields)
@@ -180,10 +180,10 @@ def read_profile(path: Path) -> TunedProfile:
     except UsageError as error:
         if str(path) in error.message:
             raise
-        raise UsageError(f"{path} is not a profile of edgeinfer: {error.message}") from error
+        raise UsageError(f"{path} is not an edgeinfer profile: {error.message}") from error
     # What damage makes json raise; RecursionError of a deeply nested file.
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not a profile of edgeinfer.") from error
+        raise UsageError(f"{path} is not an edgeinfer profile.") from error
 
 
 def _make_room(path: Path) -> None:
@@ -218,7 +218,7 @@ def find_settings(config: LoadConfig, model: Callable[[], str], here: Callable[[
         _check(profile, path, model(), here())
     except UsageError as error:
         hint = _FILE_HINT if given else _KEPT_HINT
-        _log.warning("%s The usual settings are used. %s", error.message, hint)
+        _log.warning("%s The default settings are used. %s", error.message, hint)
         return UNTUNED
     settings = profile.settings.beside(config, profile.threads)
     if settings is UNTUNED and profile.settings != UNTUNED:
@@ -240,7 +240,10 @@ def _check(profile: TunedProfile, path: Path, model: str, here: Fingerprint) -> 
         raise UsageError(f"The settings in {path} were measured with {difference}.")
     processors = usable_processors()
     if (profile.settings.threads or 0) > len(processors):
-        message = f"The settings in {path} are for {profile.threads} threads, and {len(processors)} run here at once."
+        message = (
+            f"The settings in {path} are for {profile.threads} threads, and only {len(processors)} can run "
+            "here at once."
+        )
         raise UsageError(message)
     pinned = profile.settings.affinity.replace(";", ",")
     if pinned and not {int(each) - 1 for each in pinned.split(",")} <= set(processors):

@@ -99,11 +99,11 @@ class ChoiceConstraint:
 
 def _check(choices: Sequence[tuple[int, ...]], end_ids: Collection[int]) -> None:
     if not choices:
-        raise UsageError("The list of choices is empty.", "Give at least one.")
+        raise UsageError("The list of choices is empty.", "Add at least one.")
     if not choices[0]:  # sorted: an empty one comes first
-        raise UsageError("A choice has no tokens.", "Leave it out: a reply has at least one token.")
+        raise UsageError("A choice has no tokens.", "Leave it out, as a reply has at least one token.")
     if not end_ids:
-        raise UsageError("A reply from a list of choices needs a token to end it.", "Give at least one stop token.")
+        raise UsageError("A reply from a list of choices needs a stop token.", "Add at least one stop token.")
     for token in chain(end_ids, chain.from_iterable(choices)):
         if token < 0:
             raise UsageError(f"{token} is not a token id.", "Ids count from 0.")
@@ -111,7 +111,7 @@ def _check(choices: Sequence[tuple[int, ...]], end_ids: Collection[int]) -> None
     for choice in choices:
         if not stops.isdisjoint(choice):
             raise UsageError(
-                f"The choice {list(choice)} has a stop token inside.", "Leave it out: the reply would end there."
+                f"The choice {list(choice)} has a stop token inside.", "Leave it out, as the reply would end there."
             )
 
 

@@ -57,7 +57,7 @@ class GrammarConstraint:
     def __init__(self, vocabulary: GrammarVocabulary, source: str, end_ids: Collection[int]) -> None:
         started = time.perf_counter()
         if not end_ids:
-            raise UsageError("A reply by a grammar needs a token to end it.", "Give at least one stop token.")
+            raise UsageError("A reply by a grammar needs a stop token.", "Add at least one stop token.")
         self._size = vocabulary.size
         self._ends = frozenset(end_ids)
         self._end_ids = np.unique(np.array(list(end_ids), np.int64))  # (E,)

@@ -14,6 +14,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
 from edgeinfer.runtime.text import LiteralEncoder
+from edgeinfer.wording import Setting
 
 __all__ = ["Contrast", "contrasted"]
 
@@ -56,10 +57,12 @@ class Contrast(SearchStrategy):
         limit = self._config.max_tokens
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
         if not self._lame:
-            raise UsageError("The lame prompt holds no tokens.", "Give a text.")
+            raise UsageError(Setting("lame_prompt") + " is empty.", "Write a prompt.")
         if self._backend.cache.length + wanted > self._backend.cache.capacity:
-            message = "The context has no room for the lame prompt and the reply behind either prompt."
-            raise UsageError(message, "Ask for a shorter reply, or load the model with a larger context (-c).")
+            message = "The context has no room for both prompts and their replies."
+            raise UsageError(
+                message, "Ask for a shorter reply, or load the model with a larger " + Setting("context") + "."
+            )
         self._reply_rows = self._prompt = self._backend.cache.length
         own = logits.copy()
         self._branches = Branches(self._parts, self._statistics)

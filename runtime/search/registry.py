@@ -69,7 +69,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
-        raise UsageError(message, "Load the model with overflow='stop'.")
+        raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
     if kind.branches and not parts.backend.capabilities.branches:
         message = f"The {parts.backend.name} backend cannot keep several texts in one cache, as search={name!r} does."
         hint = "Use a natively exported bundle, a context no longer than its sliding window, or search='momentum'."
@@ -79,12 +79,12 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 
 def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
-        message = f"search={name!r} draws several texts, and without sampling all are the same."
+        message = f"search={name!r} draws several texts, which are all the same without sampling."
         raise UsageError(
             message,
-            "Set a temperature above 0, such as "
+            "Set "
             + Setting("temperature", 0.7)
-            + ", and leave out "
+            + " or another value above 0, and leave out "
             + Setting("top_k", 1)
             + ".",
         )

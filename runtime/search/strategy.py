@@ -23,6 +23,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatisti
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
 from edgeinfer.searching import SearchedText, SearchUse
+from edgeinfer.wording import Setting
 
 __all__ = [
     "MOST_ROWS",
@@ -175,11 +176,15 @@ class SearchStrategy(DecodingStrategy):
         """
         free = (self._backend.cache.capacity - self._backend.cache.length) // count
         if self._config.max_tokens is not None and free < room:
-            message = f"{count} replies of {room} tokens do not fit the context, which has room for {free} of each."
-            raise UsageError(message, "Ask for fewer or shorter ones, or load the model with a larger context (-c).")
+            message = (
+                f"{count} replies of {room} tokens do not fit the context, which has room for {free} tokens of each."
+            )
+            raise UsageError(
+                message, "Ask for fewer or shorter ones, or load the model with a larger " + Setting("context") + "."
+            )
         if free == 0:
             message = f"The context has no room for {count} replies side by side."
-            raise UsageError(message, "Shorten the prompt, or load the model with a larger context (-c).")
+            raise UsageError(message, "Shorten the prompt, or load the model with a larger " + Setting("context") + ".")
         return min(free, room)
 
     @staticmethod

@@ -97,7 +97,9 @@ class DrafterKind:
 
 def _model(parts: DrafterParts) -> ModelDrafter:
     if parts.model is None:
-        raise UsageError("No draft model was given.", "Name one with --draft-model, or leave this drafter out.")
+        raise UsageError(
+            "No draft model was given.", "Name one with " + Setting("draft_model") + ", or leave this drafter out."
+        )
     vocabulary, can = parts.target.geometry.vocab_size, parts.model.capabilities
     if parts.depths and can.layer_skip and can.hidden:
         return SortedDrafter(parts.model, parts.chunk, parts.depths, vocabulary)
@@ -123,7 +125,7 @@ def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
     if parts.cached_experts is None:
         message = "All experts of this model are in memory."
         raise UsageError(
-            message, "Draft with experts, or leave some out of memory: " + Setting("weights", "experts") + "."
+            message, "Use the drafter experts, or load experts on demand with " + Setting("weights", "experts") + "."
         )
     return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
 

@@ -12,10 +12,11 @@ import numpy as np
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.runtime.system.memory import has_room, release_freed
+from edgeinfer.wording import Setting
 
 __all__ = ["allocating", "is_refusal", "name_refusal", "refused", "require_room"]
 
-_HINT = "Free memory, or load the model with a smaller context (-c) or budget (--memory)."
+_HINT = "Free memory, or load the model with a smaller " + Setting("context") + " or " + Setting("memory") + " budget."
 # How onnxruntime, the C++ library under it and the native kernel put it.
 _REPORTS = re.compile(r"bad[ _]alloc|failed to allocate memory|out of memory|cannot allocate memory", re.IGNORECASE)
 _REQUESTED = re.compile(r"of size:? (\d+)")
@@ -75,7 +76,7 @@ def require_room(what: str, nbytes: int) -> None:
 
 def _refused(what: str, nbytes: int | None) -> BudgetError:
     size = "memory" if nbytes is None else format_size(nbytes)
-    return BudgetError(f"{what} needs {size} that the system refuses.", _HINT)
+    return BudgetError(f"{what} needs {size} that the system does not grant.", _HINT)
 
 
 def _requested_bytes(error: BaseException) -> int | None:

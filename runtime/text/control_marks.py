@@ -124,7 +124,7 @@ class Stand:
         for character in sorted(set(characters)):
             code = next(free, None)
             if code is None:
-                message = "The messages hold all characters of Unicode's private use area."
+                message = "The messages contain all characters of Unicode's private use area."
                 raise PromptError(message, "Leave some of them out.")
             self._codes[character] = code
         self._back = {code: character for character, code in self._codes.items()}

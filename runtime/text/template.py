@@ -240,7 +240,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(
-            f"Message {index} is not a mapping with a text 'role'.", "Give each message role and content."
+            f"Message {index} is not a mapping with a string 'role'.", "Give each message role and content."
         )
     plain: dict[str, Any] = _plain(message, f"message {index}")
     content = plain.get("content")
@@ -268,7 +268,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if depth > _MAX_DEPTH:
         raise PromptError(f"The {where} nest more than {_MAX_DEPTH} levels deep.", "Flatten them.")
     if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
-        raise PromptError(f"The {where} hold a number of more than {MAX_INTEGER_BITS} bits.", "Give it as text.")
+        raise PromptError(f"The {where} contain a number of more than {MAX_INTEGER_BITS} bits.", "Give it as text.")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -277,7 +277,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {str(_plain(key, where, depth + 1)): _plain(item, where, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1) for item in value]
-    raise PromptError(f"The {where} hold a {type(value).__name__}, which is not JSON.", "Use JSON types only.")
+    raise PromptError(f"The {where} contain a {type(value).__name__}, which is not JSON.", "Use JSON types only.")
 
 
 def is_known(source: str) -> bool:

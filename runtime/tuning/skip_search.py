@@ -265,7 +265,7 @@ class SampleTexts:
             message = f"The {backend.name} backend cannot skip layers."
             raise CapabilityError(message, "Use a natively exported bundle.")
         if not samples or not all(sample.prompt and sample.reply for sample in samples):
-            raise UsageError("There is no text to score by.", "Give samples with a prompt and a reply each.")
+            raise UsageError("There is no text to score.", "Give samples with a prompt and a reply each.")
         self._backend = backend
         self._texts: list[tuple[CacheSnapshot, Ints]] = []  # cache before, tokens fed (S,)
         for sample in samples:

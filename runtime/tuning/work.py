@@ -17,6 +17,7 @@ from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.tuning.measure import pass_times, turn_times
+from edgeinfer.wording import Setting
 
 __all__ = ["DECODE", "LOAD", "PREFILL", "TURN", "VERIFY", "Times", "Work", "fitting", "sized", "verified_rows"]
 
@@ -86,8 +87,8 @@ def fitting(work: Work, context: int) -> Work:
         UsageError: the context is too small to measure in.
     """
     if context < _LEAST_CONTEXT:
-        message = f"Tuning needs a context of {_LEAST_CONTEXT} tokens, there are {context}."
-        raise UsageError(message, "Give a larger context (-c), or none.")
+        message = f"Tuning needs a context of {_LEAST_CONTEXT} tokens, but there are {context}."
+        raise UsageError(message, "Use a larger " + Setting("context") + ", or leave it out.")
     reply = min(work.reply, context // 4)
     return dataclasses.replace(work, prompt=min(work.prompt, context - max((*work.verified, reply))), reply=reply)
 

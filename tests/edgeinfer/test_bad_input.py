@@ -363,5 +363,5 @@ def test_a_model_that_is_not_there(model: str, tmp_path: Path) -> None:
 
 
 def test_a_bundle_is_no_checkpoint(checkpoint: Path, good_bundle: Path, tmp_path: Path) -> None:
-    refuses(3, "is a bundle already", edgeinfer("export", good_bundle, tmp_path / "out"))
+    refuses(3, "is already a bundle", edgeinfer("export", good_bundle, tmp_path / "out"))
     refuses(3, "has no config.json", edgeinfer("export", checkpoint / "config.json", tmp_path / "out"))

@@ -162,7 +162,7 @@ def test_what_cannot_be_had_is_refused(model: edgeinfer.Model, options: dict[str
 
 def test_a_model_without_what_it_takes(bundles: tuple[Path, Path], tmp_path: Path) -> None:
     with edgeinfer.load(bundles[0], context=64, threads=1, remember=False) as model:
-        with pytest.raises(UsageError, match="small model"):
+        with pytest.raises(UsageError, match="draft model"):
             model.generate(IDS, compute="entropy")
         with pytest.raises(UsageError, match="no calibrated sets"):
             model.generate(IDS, compute="calibrated")
@@ -282,7 +282,7 @@ def test_command_line(bundles: tuple[Path, Path], capsys: pytest.CaptureFixture[
     found = json.loads(out)
     assert found["skip"][0]["divergence"] == 0 and found["entropy"]["tokens"] > 0
     out, _ = run(capsys, "tune", *model, "--skip", "--entropy", "--evaluations", "20")
-    assert "blocks that answers can skip" in out and "#####" in out and "50%" in out
+    assert "blocks to skip" in out and "#####" in out and "50%" in out
     text = ("run", *model, "-p", "Once upon", "-n", "12", "-v")
     _, err = run(capsys, *text, "--compute", "calibrated", "--compute-speedup", "1.3", "--quality-floor", "90")
     assert "lossy" in err and "by calibrated" in err and "nats" in err

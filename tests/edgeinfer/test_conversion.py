@@ -169,7 +169,7 @@ def test_a_bundle_can_be_replaced_by_its_conversion(bundle: Bundle, make: Make) 
 
 
 def test_nothing_to_convert(bundle: Bundle, make: Make, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="stores the native layout already"):
+    with pytest.raises(UsageError, match="already has the native layout"):
         convert_bundle(bundle, NATIVE, tmp_path / "out")
     make_checkpoint(tmp_path / "checkpoint", "llama")
     plain = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "plain", ExportConfig(bits=32)))
@@ -262,7 +262,7 @@ def test_the_command(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["{bundle}", "{out}", "--to", "native"], 2, "stores the native layout already"),
+        (["{bundle}", "{out}", "--to", "native"], 2, "already has the native layout"),
         (["{bundle}", "{bundle}", "--to", "portable"], 5, "already exists"),
         (["{bundle}", "{out}", "--to", "upright"], 2, "--to cannot be 'upright'"),
         (["{bundle}", "{out}"], 2, "--to"),

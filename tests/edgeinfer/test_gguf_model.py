@@ -195,5 +195,5 @@ def test_a_folder_whose_vocabulary_is_malformed(folder: Path) -> None:
 
 
 def test_other_bundles_hold_no_gguf(bigrams: Path) -> None:
-    with pytest.raises(BundleError, match="holds no GGUF file"):
+    with pytest.raises(BundleError, match="contains no GGUF file"):
         _ = open_bundle(bigrams).gguf

@@ -185,7 +185,7 @@ def test_find_checkpoint(fake: FakeHub, tmp_path: Path) -> None:
 
 
 def test_find_checkpoint_refuses_a_bundle(fake: FakeHub) -> None:
-    with pytest.raises(ModelError, match="a bundle already"):
+    with pytest.raises(ModelError, match="already a bundle"):
         hub.find_checkpoint("org/bundle")
 
 

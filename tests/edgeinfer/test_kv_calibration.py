@@ -102,7 +102,10 @@ def test_a_model_that_cannot_run_here_is_exported_without(
 
     monkeypatch.setattr("edgeinfer.tools.kv_calibration.choose_layout", fails)
     assert export(checkpoint, tmp_path / "out") == 0
-    assert "No scales for int8 and int4 caches: It cannot be run. Try elsewhere." in capsys.readouterr().err
+    assert (
+        "Skipped the calibration of int8 and int4 KV caches: It cannot be run. Try elsewhere."
+        in capsys.readouterr().err
+    )
     assert read_kv_scales(open_bundle(tmp_path / "out")) is None
 
 
@@ -134,7 +137,7 @@ def test_the_tune_command_finds_scales_too(
 def test_models_without_quantized_caches(tmp_path: Path) -> None:
     path = make_bigram_bundle(tmp_path / "bigrams")
     assert not edgeinfer.tools.tune_kv(path)
-    with pytest.raises(UsageError, match="no graphs for quantized caches"):
+    with pytest.raises(UsageError, match="no graphs for quantized KV caches"):
         edgeinfer.tools.calibrate_kv(path)
     with pytest.raises(UsageError, match="no scales"):
         edgeinfer.tools.measure_kv(path, STORIES)

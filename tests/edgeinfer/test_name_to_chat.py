@@ -283,6 +283,7 @@ def test_a_terminal_is_asked_which_type_and_a_pipe_is_told(user: User) -> None:
     assert done.returncode == 0, done.stderr
     assert "Taking org/gguf:Q4_K_M" in done.stderr
     assert user.hub.served == ["toy-Q4_K_M.gguf"]
+    assert "Run it: edgeinfer chat -m org/gguf\n" in done.stderr, "the type that was taken is found again by the name"
     shown = on_terminal(user, "pull", "org/gguf", answers=lambda text: b"Q2_K\n" if "Which one?" in text else None)
     assert "recommended" in shown
     assert user.hub.served[1:] == ["toy-Q2_K.gguf"]

@@ -144,7 +144,7 @@ def test_mistakes_are_named_with_what_to_do() -> None:
 
 def test_what_is_no_prompt_is_refused_with_a_hint(model: edgeinfer.Model) -> None:
     wrong: list[tuple[Any, str]] = [
-        (None, "neither a text nor token ids"),
+        (None, "neither a string nor token ids"),
         ([{"role": "user", "content": "Hi"}], "list of messages"),
         (["Hi"], "neither"),
         (5, "neither"),
@@ -155,7 +155,7 @@ def test_what_is_no_prompt_is_refused_with_a_hint(model: edgeinfer.Model) -> Non
         with pytest.raises(PromptError, match=match) as caught:
             model.generate(prompt)
         assert caught.value.hint
-    with pytest.raises(PromptError, match="no text"):
+    with pytest.raises(PromptError, match="not a string"):
         model.chat().send(["Hi"])  # type: ignore[arg-type]
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert model.chat(history=said).messages == said and model.chat(history=said).system == "Be brief."

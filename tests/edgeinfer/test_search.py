@@ -135,7 +135,7 @@ def test_what_excludes_each_other(model: edgeinfer.Model) -> None:
         ({"regex": "a+"}, "grammar"),
         ({"choices": ("one", "two")}, "grammar"),
         ({"max_tokens": 300}, "do not fit"),
-        ({"temperature": 0}, "temperature above 0"),
+        ({"temperature": 0}, "value above 0"),
     )
     for wrong, match in excluded:
         with pytest.raises(UsageError, match=match):

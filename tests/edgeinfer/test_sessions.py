@@ -99,7 +99,7 @@ def test_another_model_answers_anew(
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"exact": False}, "another way"), ({"backend": "reference"}, "another way"), ({"context": 16}, "smaller")],
+    [({"exact": False}, "other settings"), ({"backend": "reference"}, "other settings"), ({"context": 16}, "smaller")],
 )
 def test_another_way_of_running_evaluates_anew(
     model: edgeinfer.Model,

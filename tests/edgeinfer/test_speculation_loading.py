@@ -24,7 +24,7 @@ def test_a_choice_that_the_model_has_no_logits_for(tmp_path: Path) -> None:
     with load_eager(random_bundle(tmp_path, vocab_size=300)) as model:
         for who in ("off", "auto"):
             with pytest.raises(
-                UsageError, match="' upon a time' holds a token id outside the model's vocabulary of 300"
+                UsageError, match="' upon a time' contains a token id outside the model's vocabulary of 300"
             ):
                 model.generate("ab", choices=("ab", " upon a time"), speculation=who)
             assert model.generate("ab", choices=("ab", "ba"), speculation=who).text in ("ab", "ba")

@@ -126,7 +126,7 @@ def test_a_reply_ends_where_its_grammar_does(tales: edgeinfer.Model) -> None:
     for options in ({}, {"stop_token_ids": (5,)}, {"stop_token_ids": (5,), "ignore_eos": True}):
         result = tales.generate(PROMPT, regex="[a-z]{9}", max_tokens=40, **options)
         assert (result.finish_reason, len(result.text)) == ("stop", 9)
-    with pytest.raises(UsageError, match="needs a token to end it"):
+    with pytest.raises(UsageError, match="needs a stop token"):
         tales.generate(PROMPT, regex="a", ignore_eos=True)
 
 

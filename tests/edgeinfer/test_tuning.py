@@ -175,7 +175,7 @@ def test_settings_in_a_file(small_bundle: Path, cache: Path, tmp_path: Path) -> 
     assert found.path == tmp_path / "mine.json" and kept(cache) == []
     assert edgeinfer.plan(small_bundle).tuned == ()
     assert edgeinfer.plan(small_bundle, profile=tmp_path / "mine.json").tuned == ("prefill_chunk",)
-    with pytest.raises(UsageError, match="begins with the usual"):
+    with pytest.raises(UsageError, match="starts from the default"):
         edgeinfer.tools.tune_device(small_bundle, profile=tmp_path / "mine.json")
 
 
@@ -200,7 +200,7 @@ def many_threads(path: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (garbage, "is not a profile"),
+    (garbage, "is not an edgeinfer profile"),
     (folder, "is not a file"),
     (lambda path: path.write_bytes(b" " * (1 << 20)), "too large"),
     (lambda path: change(path, "", extra=1), "fields are not as expected: extra"),
@@ -231,8 +231,8 @@ def test_a_bad_profile_is_warned_of_and_the_model_runs_as_usual(
         assert (model.plan.prefill_chunk, model.plan.tuned) == (64, ())
         assert model.generate(PROMPT, max_tokens=3).usage.completion_tokens
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert says in warning and str(tuned.path) in warning and "The usual settings are used." in warning
-    assert ("--profile off" if given else "edgeinfer tune --forget") in warning
+    assert says in warning and str(tuned.path) in warning and "The default settings are used." in warning
+    assert ("or off" if given else "edgeinfer tune --forget") in warning
 
 
 def test_a_file_that_is_not_there_is_said(small_bundle: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -279,7 +279,7 @@ def test_a_device_is_measured(small_bundle: Path) -> None:
 
 @pytest.mark.usefixtures("brisk", "cache")
 def test_nothing_is_measured_in_a_context_that_is_too_small(small_bundle: Path) -> None:
-    with pytest.raises(UsageError, match="context of 32 tokens, there are 16"):
+    with pytest.raises(UsageError, match="context of 32 tokens, but there are 16"):
         edgeinfer.tools.tune_device(small_bundle, context=16)
     assert edgeinfer.tools.tune_device(small_bundle, context=32).parts["turn"].usual_ms > 0
 

@@ -120,7 +120,7 @@ def test_minutes_become_steps_that_a_resumed_run_keeps(
     options = replace(OPTIONS, steps=None, minutes=0.005, samples=None)
     trained = train_drafter(target, text, options, tmp_path / "0.005")
     assert len(trained.reading.losses) == few["reading"] and len(trained.distilling.losses) == few["distilling"]
-    with pytest.raises(UsageError, match="another number of minutes"):
+    with pytest.raises(UsageError, match="another time limit"):
         train_drafter(target, text, replace(options, minutes=0.02), tmp_path / "0.005")
 
 

@@ -139,7 +139,7 @@ def test_experts_are_quantized_by_what_enters_each(tmp_path: Path) -> None:
 
 def test_quantizing_twice_must_be_asked_for(tmp_path: Path, llama: tuple[Path, Any]) -> None:
     quantize_gguf(llama[0], tmp_path / "eight.gguf", "Q8_0")
-    with pytest.raises(UsageError, match="quantized already"):
+    with pytest.raises(UsageError, match="already quantized"):
         quantize_gguf(tmp_path / "eight.gguf", tmp_path / "four.gguf", "Q4_0")
     quantize_gguf(tmp_path / "eight.gguf", tmp_path / "four.gguf", "Q4_0", requantize=True)
     assert types(tmp_path / "four.gguf")[DOWN] == "Q4_0"

@@ -127,7 +127,7 @@ def test_broken_blocks_stay_float32(tmp_path: Path, caplog: pytest.LogCaptureFix
     config = ExportConfig(bits=4, keep_small=False, static=SHAPES)
     with caplog.at_level(logging.WARNING, "edgeinfer"):
         bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "static", config))
-    assert "layers.0.mlp.down has 172 columns, no multiple of 32: it stays float32" in caplog.text
+    assert "layers.0.mlp.down has 172 columns, which is not a multiple of 32; it stays float32" in caplog.text
     assert {t.bits for t in bundle.manifest.tensors if t.name.startswith("layers.")} == {32}
     assert bundle.manifest.tensor("embed").bits == 8
 
@@ -136,8 +136,8 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "descending": ({"widths": (4, 2)}, "do not ascend"),
     "twice": ({"widths": (2, 2)}, "do not ascend"),
     "none": ({"widths": ()}, "do not ascend"),
-    "zero": ({"widths": (0, 2)}, "not possible"),
-    "wide": ({"widths": (1, 300)}, "not possible"),
+    "zero": ({"widths": (0, 2)}, "out of range"),
+    "wide": ({"widths": (1, 300)}, "out of range"),
     "chunk": ({"chunk": 4}, "below the largest width, 8"),
     "context": ({"context": 6}, "below the chunk"),
     "layers": ({"layers": (3, 1)}, "do not ascend"),
@@ -189,7 +189,7 @@ UNDONE: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "says"), UNDONE)
 def test_what_static_graphs_cannot_hold_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=rf"{says}.* is not possible with static shapes"):
+    with pytest.raises(UsageError, match=rf"{says}.* is not supported for static models"):
         ExportConfig(static=StaticOptions(), **options)
 
 
@@ -245,8 +245,8 @@ def test_the_command_line(tmp_path: Path) -> None:
         (["--static", "--static-widths", "4,2"], "do not ascend"),
         (["--static", "--static-chunk", "4"], "below the largest width"),
         (["--static", "--static-context", "9999"], "the model allows only 128"),
-        (["--static", "--format", "gguf"], "not possible with static shapes"),
-        (["--static", "--bits", "2"], "not possible with static shapes"),
+        (["--static", "--format", "gguf"], "not supported for static models"),
+        (["--static", "--bits", "2"], "not supported for static models"),
     ],
 )
 def test_nonsense_on_the_command_line(checkpoint: Path, tmp_path: Path, options: list[str], says: str) -> None:

@@ -258,7 +258,7 @@ def test_a_bad_edit_empties_the_cache(sums: Sums, backend: ConcatBackend) -> Non
 
 @pytest.mark.parametrize("kv", ["int8", "int4"])
 def test_only_float32_caches(sums: Sums, kv: str) -> None:
-    with pytest.raises(UsageError, match=rf"exported through optimum, so its cache cannot be {kv}"):
+    with pytest.raises(UsageError, match=rf"exported through optimum, so its KV cache cannot be {kv}"):
         ConcatBackend(sums.bundle, CAPACITY, kv=kv)
 
 
@@ -315,7 +315,7 @@ def test_the_registry_finds_it(sums: Sums) -> None:
 
 def test_a_graph_of_another_shape_is_refused(tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", make_graph(positions=True), layers=L + 1)
-    with pytest.raises(BundleError, match="other inputs or outputs"):
+    with pytest.raises(BundleError, match="has inputs or outputs that"):
         ConcatBackend(bundle, CAPACITY)
 
 

@@ -245,7 +245,7 @@ def test_an_empty_prompt(engine: Engine) -> None:
 
 
 def test_a_prompt_longer_than_the_context_says_both_sizes(engine: Engine, table: TableBackend) -> None:
-    with pytest.raises(ContextLengthError, match="41 tokens, the context holds 40") as caught:
+    with pytest.raises(ContextLengthError, match="41 tokens, but the context holds 40") as caught:
         generate(engine, [1] * 41)
     assert caught.value.hint
     assert not table.passes

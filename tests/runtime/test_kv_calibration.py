@@ -99,7 +99,7 @@ def test_nothing_to_calibrate_by(make_family: Callable[..., Family]) -> None:
     with pytest.raises(UsageError, match="no text"):
         calibrate(backend, [[]], rope_of(bundle))
     quantized = ReferenceBackend(bundle, 64, kv="int8", kv_scales=calibrate(backend, TEXTS, rope_of(bundle)))
-    with pytest.raises(UsageError, match="float32 cache"):
+    with pytest.raises(UsageError, match="float32 KV cache"):
         calibrate(quantized, TEXTS, rope_of(bundle))
 
 
@@ -134,7 +134,7 @@ def test_scales_are_kept_for_a_bundle(make_family: Callable[..., Family], caplog
         path.write_bytes(damage)
         with caplog.at_level(logging.WARNING):
             assert kv_scales(bundle) is None
-        assert "cannot be read and is dropped" in caplog.text and not path.exists()
+        assert "cannot be read and is discarded" in caplog.text and not path.exists()
         caplog.clear()
 
 

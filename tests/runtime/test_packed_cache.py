@@ -225,7 +225,7 @@ def test_a_full_disk_is_refused_before_it_is_full(cache: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     with pytest.raises(StorageError, match="may take") as caught:
         prepare_packed(export("4-bit"))
-    assert "packed in memory" in caught.value.hint
+    assert "pack the weights in memory" in caught.value.hint
     assert packed(cache) == []
 
 

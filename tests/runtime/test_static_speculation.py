@@ -110,7 +110,7 @@ def test_a_conversation_may_outgrow_its_context(bundles: dict[str, Path], overfl
 def test_the_context_is_what_was_exported(bundles: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="the model allows 256"):
         edgeinfer.load(bundles["static"], context=257)
-    with pytest.raises(UsageError, match="cannot keep its cache in int8"):
+    with pytest.raises(UsageError, match="cannot use a KV cache of type int8"):
         edgeinfer.load(bundles["static"], kv="int8")
     with load_eager(bundles["static"]) as loaded:
         assert loaded.plan.context == 256

@@ -178,7 +178,7 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
 
 
 def test_what_it_refuses(pair: Pair) -> None:
-    with pytest.raises(CapabilityError, match="cannot be dropped"):
+    with pytest.raises(CapabilityError, match="cannot be streamed"):
         StreamedBackend(OnnxBackend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
@@ -186,7 +186,7 @@ def test_what_it_refuses(pair: Pair) -> None:
     assert pair[0].cache.length == length
 
 
-@pytest.mark.skipif(not releases_pages(), reason="pages cannot be dropped here")
+@pytest.mark.skipif(not releases_pages(), reason="pages cannot be streamed here")
 @pytest.mark.parametrize("layout", [pytest.param(NATIVE, marks=pytest.mark.slow), PORTABLE])
 def test_only_a_window_is_resident(layout: Layout) -> None:
     if layout == NATIVE:

@@ -216,7 +216,7 @@ class LlamaCppBackend:
 
 def _check_kv(kv: str, head_dim: int) -> None:
     if kv not in LLAMA_KV:
-        raise UsageError(f"llama.cpp cannot cache in {kv}.", f"Choose one of {', '.join(LLAMA_KV)}.")
+        raise UsageError(f"llama.cpp has no KV cache of type {kv}.", f"Choose one of {', '.join(LLAMA_KV)}.")
     if LLAMA_KV[kv].blocks and head_dim % _BLOCK:
-        message = f"Heads of {head_dim} numbers cannot be cached as {kv}, whose blocks have {_BLOCK}."
+        message = f"A KV cache of type {kv} needs a head size that is a multiple of {_BLOCK}, not {head_dim}."
         raise UsageError(message, "Choose float16.")

@@ -176,7 +176,7 @@ class LlamaCache:
         if not self.copyable:
             raise CapabilityError(
                 "The cache of a model with sliding windows cannot be copied.",
-                "Load it without a prefix cache, and do not save sessions of it.",
+                "Load it without a prefix cache, and do not save its sessions.",
             )
         if (start, stop) == (0, self.length):
             return self._codec.decode(self._context.state(_TEXT), stop)

@@ -84,7 +84,7 @@ class LlamaContext:
             self.pointer = lib.llama_init_from_model(model, params)
         if not self.pointer:
             reason = logged_error() or "no reason given"
-            raise BackendError(f"llama.cpp cannot make a context: {reason}.", "Ask for a smaller context.")
+            raise BackendError(f"llama.cpp cannot make a context: {reason}.", "Use a smaller context.")
         self._memory = lib.llama_get_memory(self.pointer)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model)))
         self.batch = Batch(lib, options.batch, options.sequences)

@@ -66,7 +66,7 @@ def _ggml(lib: Any) -> Any:
         ggml = functions(lib._lib._name)
         ggml.ggml_init.argtypes = [_InitParams]
     except (AttributeError, OSError) as error:
-        message = f"llama.cpp does not tell how it keeps weights: {error}."
+        message = f"llama.cpp does not report how it keeps weights: {error}."
         raise UsageError(message, "Keep all weights packed, or all mapped.") from error
     return ggml
 

@@ -26,6 +26,7 @@ from edgeinfer.bundle.kv_types import store as store_rows
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.wording import Setting
 
 __all__ = ["StateCodec", "copied_bytes"]
 
@@ -152,7 +153,7 @@ def copied_bytes(kind: KVType, geometry: Geometry, rows: int) -> int:
 def _foreign() -> CapabilityError:
     return CapabilityError(
         "Copies of this model's cache have parts that edgeinfer does not know.",
-        "Load it without --prefix-cache, and do not save sessions of it.",
+        "Load it without " + Setting("prefix_cache") + ", and do not save its sessions.",
     )
 
 

@@ -53,7 +53,7 @@ class LlamaTokenizer:
         vocabulary = read_vocabulary(model.gguf)
         if vocabulary.model not in _KINDS:
             message = f"{model.gguf.path} has a vocabulary of an unsupported kind, {vocabulary.model}."
-            raise TokenizerError(message, "Use a model with byte pairs or SentencePiece tokens.")
+            raise TokenizerError(message, "Use a model with a BPE or SentencePiece tokenizer.")
         self._model, self._lib = model, model.lib
         self._spellings = vocabulary.tokens
         self._types = _types(vocabulary.token_types.numbers() if vocabulary.token_types else None, model.vocab_size)

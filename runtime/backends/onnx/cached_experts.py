@@ -48,7 +48,7 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         parts = None if inner.pages is None else inner.pages.experts()
         if not parts or not (can.layer_skip and can.hidden):
             hint = "Export it in the native layout with quantized experts, or load it with other weights."
-            raise CapabilityError("The experts of this model cannot be left out of memory.", hint)
+            raise CapabilityError("The experts of this model cannot be loaded on demand.", hint)
         super().__init__(inner)
         assert decoder.moe is not None and inner.pages is not None, "there are experts"
         self._pages = inner.pages
@@ -61,7 +61,7 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
             raise CapabilityError(
-                message, "Stream the weights, " + Setting("weights", "streamed") + ", or give more memory."
+                message, "Stream the weights with " + Setting("weights", "streamed") + ", or use more memory."
             )
         self._pages.small_pages()
         self._pages.release()

@@ -47,8 +47,8 @@ class ConcatBackend:
 
     def __init__(self, bundle: Bundle, capacity: int, *, threads: int = 1, kv: str = FLOAT32) -> None:
         if find_kv_type(kv).name != FLOAT32:
-            message = f"{bundle.path} was exported through optimum, so its cache cannot be {kv}."
-            raise UsageError(message, "Load it with a float32 cache.")
+            message = f"{bundle.path} was exported through optimum, so its KV cache cannot be {kv}."
+            raise UsageError(message, "Load it with a float32 KV cache.")
         self.geometry = bundle.manifest.geometry
         self.capabilities = bundle.manifest.capabilities
         layers = self.geometry.num_layers
@@ -121,7 +121,9 @@ def _check_names(session: OrtSession, past: list[str], present: list[str], bundl
     optional = {concat_graph.ATTENTION_MASK, concat_graph.POSITION_IDS}
     inputs = set(session.inputs) - optional
     if inputs != {concat_graph.INPUT_IDS, *past} or not {concat_graph.LOGITS, *present} <= set(session.outputs):
-        message = f"{bundle.path} has a graph with other inputs or outputs than {ConcatBackend.name} drives."
+        message = (
+            f"The graph of {bundle.path} has inputs or outputs that the {ConcatBackend.name} backend does not support."
+        )
         raise BundleError(message, "Leave the backend out, or export the model again.")
 
 

@@ -98,7 +98,7 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
         _build(bundle, folder, progress)
         table = _whole(folder)
         if table is None:
-            raise StorageError(f"{folder} was removed while it was made.", "Try again.")
+            raise StorageError(f"{folder} was removed while it was being written.", "Try again.")
     used(folder)
     graph = with_copies(bundle.model_file(PORTABLE, kv).read_bytes(), PACKED, table.copies)
     model = folder / model_name(bundle.manifest.layout, PORTABLE, kv)
@@ -159,7 +159,7 @@ def _whole(folder: Path) -> _Table | None:
     # What damage makes the parser raise is many things, and none of it may keep a model from loading.
     except Exception as error:
         _log.warning("%s cannot be read: %s.", folder, str(error).rstrip(".") or type(error).__name__)
-    _log.warning("%s is damaged and is made again.", packed)
+    _log.warning("%s is damaged and will be rebuilt.", packed)
     return None
 
 
@@ -176,7 +176,7 @@ def _build(bundle: Bundle, folder: Path, progress: Progress | None) -> None:
     source = prepare(bundle, PORTABLE, progress)
     try:
         make_room(folder, _ROOM * source.weights.stat().st_size)
-        _log.info("Packing the weights of %s for this processor, once: %s", bundle.manifest.name, folder)
+        _log.info("Packing the weights of %s for this processor, which is done once: %s", bundle.manifest.name, folder)
         with storage_errors(folder), _beside(folder) as work:
             _fill(source, work, progress)
             if _whole(folder) is None:

@@ -71,7 +71,7 @@ def make_room(folder: Path, size: int) -> None:
     if size > most:
         message = f"Packed weights need {format_size(size)} in {folder.parent}, which may take {format_size(most)}."
         raise StorageError(
-            message, "Free some space, or load with weights packed in memory: " + Setting("weights", "packed") + "."
+            message, "Free some space, or pack the weights in memory with " + Setting("weights", "packed") + "."
         )
     for other in sorted(others, key=_touched):
         if sum(taken.values()) + size <= most:

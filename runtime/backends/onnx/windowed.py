@@ -120,8 +120,8 @@ class StreamedBackend(WindowedBackend[OnnxBackend]):
     def __init__(self, inner: OnnxBackend, window_layers: int) -> None:
         can = inner.capabilities
         if inner.pages is None or not (can.layer_skip and can.hidden):
-            hint = "Load it with weights mapped, and export it in our own format."
-            raise CapabilityError("The weights of this model cannot be dropped behind a pass.", hint)
+            hint = "Load it with mapped weights, or export it natively."
+            raise CapabilityError("The weights of this model cannot be streamed.", hint)
         super().__init__(inner)
         self._pages = inner.pages
         layers = self.geometry.num_layers

@@ -29,6 +29,7 @@ from edgeinfer.runtime.backends.static.passes import Run, choose_graphs, visible
 from edgeinfer.runtime.backends.static.session import StaticSession, check_graph_file
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.system.memory import MappedFile
+from edgeinfer.wording import Setting
 
 __all__ = ["StaticBackend", "kernel_of"]
 
@@ -73,10 +74,15 @@ class StaticBackend:
             message = f"{bundle.path} has no static graphs."
             raise BundleError(message, "Leave the backend out, or export the model with --static.")
         if find_kv_type(kv).name != FLOAT32:
-            raise UsageError(f"A static bundle cannot keep its cache in {kv}.", "Load it with a float32 cache.")
+            raise UsageError(
+                f"A static bundle cannot use a KV cache of type {kv}.", "Load it with " + Setting("kv", "float32") + "."
+            )
         if capacity > static.context:
-            message = f"{capacity} tokens do not fit the static graphs of {bundle.path}, which hold {static.context}."
-            raise UsageError(message, f"Use a context of at most {static.context} (-c {static.context}).")
+            message = (
+                f"{capacity} tokens do not fit the static graphs of {bundle.path}, which have a context of "
+                f"{static.context}."
+            )
+            raise UsageError(message, "Use " + Setting("context", static.context) + " or less.")
         self.geometry = decoder.geometry
         self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
         self.kernel = kernel_of(bundle)

@@ -12,12 +12,13 @@ from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
+from edgeinfer.wording import Setting
 
 __all__ = ["POLICIES", "make_context_shift", "planned_bytes"]
 
 # Contexts smaller than this have no room for sinks, latest tokens and something between them.
 _LEAST_CONTEXT = 32
-_STOP = "Choose --overflow stop"
+_STOP = "Use " + Setting("overflow", "stop")
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,20 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     kind, spec = POLICIES[name], bundle.manifest.decoder
     if spec is None:
         message = f"{bundle.path} does not describe how its keys are rotated, which overflow {name!r} needs to know."
-        raise UsageError(message, f"{_STOP}, or use a natively exported bundle.")
+        raise UsageError(message, _STOP + ", or a natively exported bundle.")
     if backend.cache.capacity < _LEAST_CONTEXT:
         message = (
             f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."
         )
-        raise UsageError(message, f"{_STOP}, or a larger context.")
+        raise UsageError(message, _STOP + ", or a larger " + Setting("context") + ".")
     if kind.reorders and spec.window_size:
         # Rows that are left stand closer together, so a layer's window would reach tokens that it must not see.
         message = f"Layers of {bundle.path} attend to the last {spec.window_size} tokens, which {name!r} would mix up."
-        raise UsageError(message, f"{_STOP} or window.")
+        raise UsageError(message, _STOP + ", or window.")
     can = backend.capabilities
     if kind.observes and not (can.layer_skip and can.hidden):
         message = f"The {backend.name} backend cannot run single layers, by which {name!r} observes attention."
-        raise UsageError(message, f"{_STOP}, window or cluster.")
+        raise UsageError(message, _STOP + ", window or cluster.")
     return kind.make(bundle, spec, backend)
 
 

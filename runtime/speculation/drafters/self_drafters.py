@@ -240,7 +240,9 @@ class ExpertsDrafter(SelfDrafter):
         counts = target.capabilities.expert_counts
         if self._count not in counts:
             message = f"This model cannot draft with {count} experts for each token."
-            raise UsageError(message, "Set " + Setting("draft_experts") + f" to one of {', '.join(map(str, counts))}.")
+            raise UsageError(
+                message, f"Choose one of {', '.join(map(str, counts))} for " + Setting("draft_experts") + "."
+            )
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:

@@ -206,7 +206,7 @@ def test_a_drafter_takes_the_place_of_an_older_one_and_is_whole_at_every_moment(
     assert other.manifest.drafters == (NESTED,)
     inner = nested_drafter(other)
     assert inner is not None and inner.manifest.geometry.num_layers == 3
-    with pytest.raises(UsageError, match="has a drafter itself"):
+    with pytest.raises(UsageError, match="itself contains a drafter"):
         nest_drafter(bundle, other.path, tmp_path / "third")
     (inner.path / "edgeinfer.json").write_text("{}")
     with pytest.raises(BundleError):

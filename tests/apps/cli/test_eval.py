@@ -50,9 +50,7 @@ def test_perplexity_needs_no_reference(folder: Path, capsys: pytest.CaptureFixtu
     assert f"{wanted.perplexity:.4f}" in out and "bits each" in out
 
 
-@pytest.mark.parametrize(
-    ("what", "line"), [("kld", "p99"), pytest.param("agree", "likeliest shared", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("what", "line"), [("kld", "p99"), pytest.param("agree", "likeliest", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_a_reference(folder: Path, capsys: pytest.CaptureFixture[str], what: str, line: str) -> None:
     reference = ("--reference", str(folder / "checkpoint"))
     assert main(command(folder, what, *reference)) == 0

@@ -190,7 +190,7 @@ def test_what_is_piped_in_is_the_prompt_or_stands_behind_it(model: FakeModel, tm
         assert run("run", *line, stdin=piped).returncode == 0
         assert model.prompts.pop()[0] == prompt
     refuses(2, "There is no prompt.", run("run"))
-    refuses(2, "stdin can be read once only.", run("run", "-f", "-", "--grammar", "-", stdin=b"x"))
+    refuses(2, "stdin can be read only once.", run("run", "-f", "-", "--grammar", "-", stdin=b"x"))
     refuses(2, "Did you mean: edgeinfer run -m qwen3-0.6b", run("run", "qwen3-0.6b"))
 
 

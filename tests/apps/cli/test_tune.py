@@ -83,8 +83,8 @@ def test_bad_requests_are_refused_before_anything_is_measured(
     monkeypatch.setattr(devices, "Stopwatch", measured)
     (tmp_path / "blank").write_text(" \n")
     for says, options in (
-        ("usual settings", ("--profile", "off")),
-        ("usual settings", ("--profile", tmp_path / "x.json")),
+        ("default settings", ("--profile", "off")),
+        ("default settings", ("--profile", tmp_path / "x.json")),
         ("must be at least 1", ("--evaluations", "0")),
         ("contains no prompts", ("--text", tmp_path / "blank")),
     ):
@@ -114,7 +114,7 @@ def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path)
     done = cli.edgeinfer("run", "-m", small_bundle, *options)
     assert done.returncode == 0
     lines = done.stderr.decode().splitlines()
-    assert len(lines) == 1 and "bad.json" in lines[0] and "The usual settings are used." in lines[0]
+    assert len(lines) == 1 and "bad.json" in lines[0] and "The default settings are used." in lines[0]
 
 
 @pytest.mark.gguf

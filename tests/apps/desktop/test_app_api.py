@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.desktop.library import Library
+from edgeinfer import hub
+from edgeinfer.apps.desktop.library import Library, name_of
 from edgeinfer.apps.server import host
 from tests.apps.desktop.served import Window, served
 from tests.speculation import BUILTIN, needs_builtin
@@ -47,6 +48,7 @@ def test_first_start(tmp_path: Path) -> None:
             "memory": None,
             "context": None,
             "model": "built-in",
+            "model_name": "tales",
             "system": "",
             "options": {},
         }
@@ -300,6 +302,18 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         assert window.call("GET", f"/conversations/{second}")["choice"] == usual
 
 
+def test_a_model_is_called_by_its_own_name() -> None:
+    folder = hub.models_folder()
+    for model, name in {
+        None: "tales",
+        "Qwen/Qwen3-0.6B": "Qwen3-0.6B",
+        str(folder / "Qwen--Qwen3-0.6B" / "4-bit-c1899de289a0"): "Qwen3-0.6B",
+        str(folder / "my-bundle"): "my-bundle",
+        "C:\\models\\small.gguf": "small.gguf",
+    }.items():
+        assert name_of(model) == name
+
+
 def test_models_that_can_be_had(window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     catalog = window.call("GET", "/catalog")
@@ -319,7 +333,7 @@ def test_models_that_can_be_had(window: Window, tmp_path: Path, monkeypatch: pyt
     for path, says in (
         ("models/mine", "is not a whole path"),
         (str(tmp_path / "none"), "There is no file or folder"),
-        (str(tmp_path), "holds no model that can be imported"),
+        (str(tmp_path), "contains no model that can be imported"),
         (__file__, "is not a GGUF file"),
     ):
         assert says in window.refused("POST", "/models/import", {"path": path}, status=409, code="model")

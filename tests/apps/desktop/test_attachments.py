@@ -191,7 +191,7 @@ def test_pdf_files_are_read_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         reader = Documents()
         assert await reader.read("f", pdf(["First page.", "Second."])) == ("pdf", "First page.\n\nSecond.", 2)
         for data, says in (
-            (pdf(["", ""]), "has no text: its pages are pictures"),
+            (pdf(["", ""]), "contains no text: its pages are images"),
             (pdf(["x"])[:300], "is damaged"),
             (pdf(["x"] * 1001), "has 1,001 pages; at most 1,000"),
             (pdf(["x"], trailer="/Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O () /U () >>"), "password|damaged"),

@@ -171,7 +171,7 @@ def test_hints_name_no_commands() -> None:
             "If it is private, sign in to Hugging Face on this computer first."
         ),
         "Install it: pip install 'edgeinfer[gguf]'": (
-            "This installation lacks llama.cpp, which is an addition of its own."
+            "This installation does not include llama.cpp, which is a separate add-on."
         ),
         "Raise --memory to 95.6 MB, or give a smaller --context.": "Choose a larger memory budget under Models.",
         "Use Qwen3-0.6B-GGUF:Q4_K_M. Try `edgeinfer devices` for a list.": "Use Qwen3-0.6B-GGUF:Q4_K_M.",

@@ -213,6 +213,6 @@ def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
 def test_experts_in_one_matrix_are_refused() -> None:
     bundle = export(layout=PORTABLE)
     inner = OnnxBackend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match="cannot be left out of memory"):
+    with pytest.raises(CapabilityError, match="cannot be loaded on demand"):
         CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
     inner.close()

@@ -206,7 +206,7 @@ def test_a_refusal_tells_the_least_and_what_to_change(plan_input: PlanInput) -> 
         found.require_fit()
     error = caught.value
     assert error.minimum_bytes >= least and error.terms["kv"] > 0 and sum(error.terms.values()) == least
-    for way in ("-c", "no --kv", "no --spec", "prefix cache"):
+    for way in ("smaller context", "8-bit KV cache", "no drafting", "prefix cache"):
         assert way in error.hint
     assert plan(plan_input, memory=error.minimum_bytes, **fixed).fits
 

@@ -174,7 +174,7 @@ def damaged(**changes: Any) -> str:
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UsageError, match="is not a profile of edgeinfer") as raised:
+    with pytest.raises(UsageError, match="is not an edgeinfer profile") as raised:
         read_profile(path)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500 + len(str(path))
 

@@ -239,7 +239,7 @@ def test_tokens_that_cannot_be_followed() -> None:
 
 
 def test_an_end_is_needed(byte_level: Tokenizer) -> None:
-    with pytest.raises(UsageError, match="needs a token to end it"):
+    with pytest.raises(UsageError, match="needs a stop token"):
         made(byte_level, (), json_object=True)
 
 

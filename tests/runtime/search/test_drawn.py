@@ -93,7 +93,7 @@ def test_what_cannot_fit_is_refused() -> None:
     for search in ("samples", "vote", "first-finish", "beam"):
         options = {} if search == "beam" else WARM
         trial = Trial(LettersBackend(40), search=search, max_tokens=11, **options)
-        with pytest.raises(UsageError, match="room for 9 of each"):
+        with pytest.raises(UsageError, match="room for 9 tokens of each"):
             trial.tokens()
         trial.check_cache([])
         full = Trial(LettersBackend(5), search=search, max_tokens=None, **options)

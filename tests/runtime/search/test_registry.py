@@ -44,7 +44,7 @@ def test_every_way_tells_what_it_did() -> None:
 def test_drawing_needs_a_temperature() -> None:
     greedies: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}]
     for name, greedy in product(DRAWING, greedies):
-        with pytest.raises(UsageError, match="temperature above 0"):
+        with pytest.raises(UsageError, match="value above 0"):
             Trial(LettersBackend(), search=name, **greedy)
             pytest.fail(f"{name} takes {greedy}")
 

@@ -13,7 +13,8 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.kernel import require_kernel
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles
 
-pytestmark = pytest.mark.matrix
+# Each drafter, subject and sampling once: the pairs, eighty of them, are among the further cases.
+pytestmark = pytest.mark.matrix(strength=1)
 
 DRAFTERS = (
     ("copy",),

@@ -283,7 +283,8 @@ async function loadChosen(body) {
   try {
     const loading = await api.loadModel(body);
     const { settings, conversation } = get();
-    if (body.default) change({ settings: { ...settings, model, memory, context } });
+    const name = loading.choice?.name;
+    if (body.default) change({ settings: { ...settings, model, model_name: name, memory, context } });
     if (body.conversation && conversation?.id === body.conversation)
       change({ conversation: { ...conversation, choice: loading.choice ?? null } });
     change({ model: loading });

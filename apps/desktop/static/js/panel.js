@@ -61,7 +61,7 @@ function createParts() {
   const system = h("textarea", {
     class: "textarea",
     rows: 4,
-    placeholder: "How the model should behave. Empty says nothing.",
+    placeholder: "Tells the model how to behave. Leave it empty for none.",
     "aria-label": "System prompt",
   });
   const toDefaults = { type: "button", class: "button", onclick: () => save({ options: RESET }) };
@@ -86,7 +86,7 @@ function render({ conversation, settings, defaults, model }) {
   }
   note.textContent = chat ? "For this chat only." : "For new chats, and for all that have no settings of their own.";
   const used = (chat ? conversation.choice : settings) ?? model?.choice;
-  named.name.textContent = used?.name ?? nameOf(used?.model);
+  named.name.textContent = used?.name ?? settings.model_name;
   named.facts.textContent = used ? factsOf(used) : "";
   const holder = chat ? conversation : settings;
   if (document.activeElement !== system) system.value = holder.system ?? "";
@@ -96,8 +96,6 @@ function render({ conversation, settings, defaults, model }) {
   for (const row of rows) row.show(own[row.name] ?? base[row.name] ?? null, isSet(row.name));
   reset.disabled = !OPTIONS.some(({ name }) => isSet(name));
 }
-
-const nameOf = (id) => id?.split(/[\\/]/).at(-1) ?? "";
 
 function factsOf({ memory, context }) {
   const budget = memory ? `within ${size(memory)}` : "no memory limit";

@@ -74,7 +74,7 @@ function verdictOf(plan, machine, wish) {
         "span",
         { class: "text" },
         "Does not fit",
-        h("small", {}, `The smallest budget that does is ${size(plan.minimum_bytes)}.`),
+        h("small", {}, `It needs at least ${size(plan.minimum_bytes)}.`),
       ),
       h("button", { type: "button", class: "button small", onclick: () => wish(enough) }, `Use ${size(enough)}`),
     ];
@@ -150,7 +150,7 @@ function details(plan) {
       h(
         "section",
         {},
-        h("h4", {}, plan.fits ? "Given up to fit" : "Given up, and still not enough"),
+        h("h4", {}, plan.fits ? "Given up to fit" : "Given up, but still not enough"),
         h(
           "ul",
           { class: "given" },

@@ -17,7 +17,7 @@ export const OPTIONS = [
     max: 1,
     step: 0.01,
     usual: 1,
-    help: "Chooses among the likeliest tokens that together reach this probability.",
+    help: "Chooses among the likeliest tokens whose probabilities add up to this.",
   },
   {
     name: "top_k",
@@ -35,7 +35,7 @@ export const OPTIONS = [
     max: 0.5,
     step: 0.01,
     usual: 0,
-    help: "Leaves out tokens that are less likely than this share of the likeliest one.",
+    help: "Leaves out tokens that are less likely than this share of the likeliest one's probability.",
   },
   {
     name: "repetition_penalty",
@@ -60,7 +60,7 @@ export const OPTIONS = [
     min: 1,
     step: 1,
     empty: "no limit",
-    help: "In tokens. Without a limit, a reply may go on until the context is full.",
+    help: "In tokens. Without a limit, a reply may continue until the context is full.",
   },
   {
     name: "speculation",

@@ -119,7 +119,7 @@ def import_checkpoint(window: Window, folder: Path) -> None:
     window.page.locator("#model-button").click()
     window.button("Import from disk", window.models).click()
     field = window.models.get_by_label("Import a model from this computer")
-    for path, says in ((folder.parent / "missing", "There is no file or folder"), (folder.parent, "holds no model")):
+    for path, says in ((folder.parent / "missing", "There is no file or folder"), (folder.parent, "contains no model")):
         field.fill(str(path))
         field.press("Enter")
         expect(window.page.locator(".toast").last).to_contain_text(says)

@@ -127,7 +127,7 @@ def test_a_chat_goes_back_to_its_model_only_when_asked(data: Path, open_at: Open
         window.wait_ready()
         window.entries.filter(has_text="fox").get_by_role("link").click()
         other = window.page.get_by_role("region", name="This chat uses second-tales")
-        window.button("Go on with tales", other).click()
+        window.button("Continue with tales", other).click()
         expect(other).to_be_hidden()
         window.page.reload()
         window.wait_ready()

@@ -345,7 +345,7 @@ def test_what_a_pass_may_not_ask_for(make_backend: Make) -> None:
 
 def test_options_that_cannot_be(gguf_bundle: Callable[..., Bundle]) -> None:
     bundle = gguf_bundle()
-    with pytest.raises(UsageError, match="cannot cache in int8"):
+    with pytest.raises(UsageError, match="has no KV cache of type int8"):
         LlamaCppBackend(bundle, 8, kv="int8")
     with pytest.raises(UsageError, match="Weights cannot be 'folded'"):
         LlamaCppBackend(bundle, 8, weights="folded")
