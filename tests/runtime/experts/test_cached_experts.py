@@ -205,7 +205,7 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
 
 def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
     inner = OnnxBackend(bundle, CAPACITY)
-    with pytest.raises(CapabilityError, match=r"experts of one layer take .* give more memory"):
+    with pytest.raises(CapabilityError, match=r"experts of one layer take .* use more memory"):
         CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
     inner.close()
 
