@@ -83,10 +83,10 @@ def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def divided(pytester: pytest.Pytester, matrix: bool) -> dict[str, Counter[str]]:
+def divided(pytester: pytest.Pytester, mark: str = "") -> dict[str, Counter[str]]:
     """How many cases of each test of a module got which mark."""
     pytester.makeini("[pytest]\nmarkers = matrix\n more_cases\n exhaustive")
-    items = pytester.getitems(MODULE.format("pytestmark = pytest.mark.matrix" if matrix else ""))
+    items = pytester.getitems(MODULE.format(mark and f"pytestmark = pytest.mark.{mark}"))
     divide(items)
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for item in items:
@@ -96,7 +96,7 @@ def divided(pytester: pytest.Pytester, matrix: bool) -> dict[str, Counter[str]]:
 
 
 def test_the_fast_tier_takes_a_few_cases_of_each_test(pytester: pytest.Pytester) -> None:
-    found = divided(pytester, matrix=False)
+    found = divided(pytester)
     assert found["test_alone"] == {"fast": 1}
     # Rows of a table are written down on purpose: none is left out of the full tier.
     assert found["test_table"] == {"fast": 1, "more_cases": 8}
@@ -107,7 +107,14 @@ def test_the_fast_tier_takes_a_few_cases_of_each_test(pytester: pytest.Pytester)
 
 
 def test_the_fast_tier_takes_all_pairs_of_a_matrix(pytester: pytest.Pytester) -> None:
-    found = divided(pytester, matrix=True)
+    found = divided(pytester, "matrix")
     assert found["test_alone"] == {"fast": 1}
     assert found["test_table"] == {"fast": 9}
     assert 5 * 4 <= found["test_product"]["fast"] <= 24 and found["test_product"].total() == 60
+
+
+def test_a_matrix_of_strength_one_has_every_value_once(pytester: pytest.Pytester) -> None:
+    found = divided(pytester, "matrix(strength=1)")
+    assert found["test_table"] == {"fast": 9}
+    assert 5 <= found["test_product"]["fast"] <= 7
+    assert 5 * 4 <= found["test_product"]["fast"] + found["test_product"]["more_cases"] <= 26

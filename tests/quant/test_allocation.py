@@ -65,7 +65,7 @@ def test_padding_never_exceeds_the_budget(choices: list[Choice], budget: int, pa
 def test_the_budget_is_used_to_its_last_byte_where_no_programme_is_solved_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("edgeinfer.quant.allocation.milp", lambda *_, **__: SimpleNamespace(x=None))
+    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
     found = allocate([Choice((PricedOption(1, 1.0), PricedOption(2, 0.0)))] * 30, 40)
     assert (found.nbytes, found.cost) == (40, 20)
 
