@@ -99,7 +99,9 @@ class SpecOptions:
         const="qwen2.5-0.5b",
         help="measure the checkpoint expanded to the cost of this shape (qwen2.5-0.5b) instead of -m",
     )
-    bits: int = option("--bits", default=4, choices=(4, 8), help="bits per weight of the bundle that --expand makes")
+    bits: int = option(
+        "--bits", rare=True, default=4, choices=(4, 8), help="bits per weight of the bundle that --expand makes"
+    )
     llamacpp: bool = option(
         "--llamacpp",
         default=False,

@@ -73,7 +73,7 @@ def test_scales_of_another_model_are_refused(bundle: Bundle) -> None:
 
 def test_a_type_without_scales_is_refused() -> None:
     scales = KVScales({"int8": some_scales().of("int8")}, tokens=1)
-    with pytest.raises(UsageError, match="no scales for a cache of int4"):
+    with pytest.raises(UsageError, match="no scales for a KV cache of type int4"):
         scales.of("int4")
 
 
@@ -151,7 +151,7 @@ def test_bundles_made_before_quantized_caches_run_float32_only(bundle: Bundle) -
     old = open_bundle(bundle.path)
     assert [old.kv_types(layout) for layout in (NATIVE, PORTABLE)] == [("float32",)] * 2
     assert old.model_file(NATIVE).is_file()
-    with pytest.raises(BundleError, match=r"no graph for a cache of int8.*Export the model again"):
+    with pytest.raises(BundleError, match=r"no graph for a KV cache of type int8.*Export the model again"):
         old.model_file(NATIVE, "int8")
     with pytest.raises(UsageError, match="no KV type"):
         old.model_file(NATIVE, "int3")

@@ -80,7 +80,7 @@ def test_models_whose_layers_differ_lack_none(tmp_path: Path) -> None:
         check_layers("gemma3", 4, (1,))
     with pytest.raises(UsageError, match="no layer 4"):
         check_layers("llama", 4, (4,))
-    with pytest.raises(UsageError, match="All 4"):
+    with pytest.raises(UsageError, match="all 4"):
         check_layers("llama", 4, (0, 1, 2, 3))
     check_layers("llama", 4, (0, 3))
 

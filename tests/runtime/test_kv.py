@@ -272,7 +272,7 @@ def test_an_edit_sees_copies() -> None:
 def test_a_quantized_cache_needs_scales_of_its_model() -> None:
     with pytest.raises(UsageError, match="needs scales"):
         KVBuffers(GEOMETRY, CAPACITY, kv="int8")
-    with pytest.raises(UsageError, match="no scales for a cache of int8"):
+    with pytest.raises(UsageError, match="no scales for a KV cache of type int8"):
         KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int4": (ONES, ONES)}, 1))
     with pytest.raises(BundleError, match="another model"):
         KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int8": (ONES,)}, 1))

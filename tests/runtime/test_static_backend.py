@@ -260,7 +260,7 @@ def test_memory_stays_as_it_was_taken(backend: StaticBackend) -> None:
 
 
 def test_impossible_requests(llama: Made) -> None:
-    with pytest.raises(UsageError, match="hold 48"):
+    with pytest.raises(UsageError, match="have a context of 48"):
         StaticBackend(llama.static, 49)
     with pytest.raises(UsageError, match="cannot use a KV cache of type int8"):
         StaticBackend(llama.static, 8, kv="int8")

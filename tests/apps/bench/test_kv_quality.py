@@ -83,4 +83,4 @@ def test_a_model_without_scales(tmp_path: Path, capsys: pytest.CaptureFixture[st
     out = exported(tmp_path / "model", tmp_path / "bundle", "--bits", "32", "--no-kv-scales")
     (tmp_path / "text").write_text(STORIES[0])
     assert main(["bench", "memory", "kv", "-m", str(out), "--text", str(tmp_path / "text")]) == 2
-    assert "has no scales for quantized caches. Run edgeinfer tune" in capsys.readouterr().err
+    assert "has no scales for quantized KV caches. Run edgeinfer tune" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_the_layers_that_are_missed_least(checkpoint: Path, tmp_path: Path, text
         (["--exporter", "optimum"], 2, "GGUF"),
         (["--kv-calibration", "a.txt"], 2, "need no calibration"),
         (["--prune-layers", "9"], 2, "no layer 9"),
-        (["--prune-layers", "auto:4"], 2, "All 4"),
+        (["--prune-layers", "auto:4"], 2, "Not all 4"),
         (["--prune-layers", "auto:none"], 2, "auto:2"),
         (["--target-size", "1KB"], 4, "allow as much"),
     ],

@@ -73,7 +73,7 @@ def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_caches_that_are_not_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(small_model().write(tmp_path / "m.gguf"))]) == 0
-    assert "KV cache q8_0     not possible" in capsys.readouterr().out
+    assert "KV cache q8_0     not supported" in capsys.readouterr().out
 
 
 def test_a_plain_file_is_verified_by_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

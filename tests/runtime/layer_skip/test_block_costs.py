@@ -45,7 +45,7 @@ def test_an_exit_saves_its_layers_in_verification() -> None:
 def test_costs_are_measured_by_leaving_blocks_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only passes of the model move: by what runs in them, and by their rows."""
     backend = make_backend("portable", export("portable", num_hidden_layers=2), 32)
-    with pytest.raises(UsageError, match="needs 33 tokens of context, there are 32"):
+    with pytest.raises(UsageError, match="needs a context of 33 tokens, but there are 32"):
         measure_costs(backend, longest=8, past=24)
     forward, now, behind = backend.forward, [0.0], set[int]()
 

@@ -63,7 +63,7 @@ def test_an_unknown_instruction_set_is_refused(kernel: NativeKernel, monkeypatch
 
 
 def test_a_library_that_was_not_built_is_no_surprise(tmp_path: Path) -> None:
-    with pytest.raises(NativeUnavailableError, match=r"was not built\. Install edgeinfer where a C compiler"):
+    with pytest.raises(NativeUnavailableError, match=r"was not built\. Install edgeinfer where there is a C compiler"):
         load_kernel(tmp_path / library.LIBRARY.name)
 
 
