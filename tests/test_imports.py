@@ -317,6 +317,15 @@ def test_all_lists_what_is_there() -> None:
     assert wrong == []
 
 
+def test_no_merge_left_its_marks() -> None:
+    """Python would not start with one; scripts, styles and pages would not work."""
+    kinds = {".c", ".css", ".h", ".html", ".js", ".json", ".md", ".py", ".toml"}
+    paths = [path for room in ("edgeinfer", *ROOMS, "tests", "docs") for path in (ROOT / room).rglob("*.*")]
+    texts = {path for path in paths if path.suffix in kinds and path.is_file()}
+    assert len(texts) > 1000
+    assert [path.name for path in texts if "\n<<<<<<< " in path.read_text("utf-8", errors="replace")] == []
+
+
 def test_modules_say_what_they_own() -> None:
     assert [module for module, source in sources().items() if not source.docstring] == []
 

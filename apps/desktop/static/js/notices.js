@@ -86,17 +86,10 @@ function other(model, conversation) {
     "chip",
     same ? `This chat uses ${own.name} with other settings` : `This chat uses ${own.name}`,
     same
-<<<<<<< HEAD
       ? `It uses ${described(own)}; now it is ${settingsOf(model.choice)}.`
       : `${model.name} is loaded. Loading ${described(own)} takes its place.`,
-    button(same ? "Load it so" : `Load ${own.name}`, () => load(own), "primary"),
-    button(same ? "Keep the current settings" : `Continue with ${model.name}`, () => adopt(conversation.id, model.choice)),
-=======
-      ? `It used ${settingsOf(own)}. Now the model is loaded with ${settingsOf(model.choice)}.`
-      : `${model.name} is loaded instead. ${own.name} would be loaded with ${settingsOf(own)}.`,
     button(same ? "Load again" : `Load ${own.name}`, () => load(own), "primary"),
-    button(same ? "Go on as it is" : `Go on with ${model.name}`, () => adopt(conversation.id, model.choice)),
->>>>>>> main
+    button(same ? "Keep the current settings" : `Continue with ${model.name}`, () => adopt(conversation.id, model.choice)),
   );
 }
 

@@ -119,9 +119,7 @@ def test_a_chat_goes_back_to_its_model_only_when_asked(data: Path, open_at: Open
         expect(window.page.locator(".panel-model")).to_contain_text("second-tales")
         window.entries.filter(has_text="owl").get_by_role("link").click()
         notice = window.page.get_by_role("region", name="This chat uses tales")
-        expect(notice).to_contain_text(
-            "tales is loaded instead. tales would be loaded with an automatic context and no memory"
-        )
+        expect(notice).to_contain_text("tales is loaded. Loading tales with an automatic context and no memory")
         window.button("Load tales", notice).click()
         expect(notice).to_be_hidden()
         window.wait_ready()
