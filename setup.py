@@ -44,9 +44,8 @@ VECTOR_FILES: dict[str, dict[str, tuple[list[str], list[str]]]] = {
         "avx512vnni.c": (AVX512, ["/arch:AVX512"]),
     },
     "arm64": {
-        # Not -march=armv8.2-a+..., which zig does not take.
-        "neon_dot.c": (["-mcpu=generic+dotprod"], []),
-        "neon_i8mm.c": (["-mcpu=generic+dotprod+i8mm"], []),
+        "neon_dot.c": (["-march=armv8.2-a+dotprod"], []),
+        "neon_i8mm.c": (["-march=armv8.2-a+dotprod+i8mm"], []),
     },
 }
 UNIVERSAL = "universal2"
@@ -165,7 +164,9 @@ class BuildNative(Command):
 
         def compiled(source: Path, special: list[str]) -> str:
             out = str(folder / f"{source.stem}.o")
-            _run([*compile_, *code, *special, "-c", str(source), "-o", out])
+            # zig names a processor and its extensions where GCC names an architecture.
+            own = [flag.replace("-march=armv8.2-a+", "-mcpu=generic+") for flag in special]
+            _run([*compile_, *code, *own, "-c", str(source), "-o", out])
             return out
 
         # One linker writes the library's name into it, and others put files of their own beside it.

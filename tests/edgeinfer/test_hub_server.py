@@ -117,7 +117,7 @@ def test_interrupted_pull_is_completed(server: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_is_pulled_without_code(server: Hub, tmp_path: Path) -> None:
-    ((code, out, err),) = edgeinfer(server.server_port, tmp_path, "pull org/checkpoint --json")
+    ((code, out, err),) = edgeinfer(server.server_port, tmp_path, "pull org/checkpoint --json --no-convert")
     assert code == 0, err
     assert json.loads(out)["kind"] == "checkpoint"
     assert sorted(server.served) == ["config.json", "model.safetensors"]

@@ -256,7 +256,7 @@ def test_python_cancels(user: User) -> None:
     assert user.hub.stalled.wait(TIME_LIMIT)
     sign.touch()
     out, _ = process.communicate(timeout=TIME_LIMIT)
-    assert out == "Fetching org/model was cancelled. Ask again to go on; what was fetched stays.\n"
+    assert out == "Fetching org/model was cancelled. Try again to resume; what was downloaded is kept.\n"
     assert user.written() == set()
 
 

@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
         ("IQ2_XS", {}, "importance"),
         ("Q4_0", {"prune_layers": [3]}, "no layer 3"),
         ("Q4_0", {"prune_layers": [-1]}, "no layer -1"),
-        ("COPY", {"prune_layers": [0, 1]}, "All 2"),
+        ("COPY", {"prune_layers": [0, 1]}, "all 2"),
         ("F16", {"tensor_types": {DOWN: "Q8_0"}}, "type F16"),
         ("Q4_0", {"tensor_types": {DOWN: "Q8_1"}}, "Q8_1"),
         ("Q4_0", {"tensor_types": {"blk.9.ffn_down.weight": "Q8_0"}}, "no tensor"),

@@ -25,8 +25,8 @@ Asks = Callable[[Model], object]
 # Loading and planning. Each is called without an argument, and the model is closed.
 LOADS: list[Loads] = [
     lambda: edgeinfer.load(),
-    lambda: edgeinfer.load(None, memory="300MB", context=256, threads=1),
-    lambda: edgeinfer.load(memory=300_000_000, progress=lambda stage, done, total: print(stage, done, total)),
+    lambda: edgeinfer.load(None, memory="4GB", context=256, threads=1),
+    lambda: edgeinfer.load(memory=4_000_000_000, progress=lambda stage, done, total: print(stage, done, total)),
     lambda: edgeinfer.load(speculation="off", device="cpu", idle_unload=300),
     lambda: edgeinfer.load(speculation=Speculation("copy,ngram", draft_max=8, remember=False)),
     lambda: edgeinfer.load(speculation={"drafters": "copy", "draft_max": 4}),
@@ -38,10 +38,10 @@ LOADS: list[Loads] = [
 
 
 def plan_before_loading() -> None:
-    plan: edgeinfer.MemoryPlan = edgeinfer.plan(memory="300MB", context=512)
-    assert plan.fits and plan.planned_bytes <= 300_000_000
-    with edgeinfer.load(memory="300MB", context=plan.context) as model:
-        assert model.plan.planned_bytes <= 300_000_000
+    plan: edgeinfer.MemoryPlan = edgeinfer.plan(memory="4GB", context=512)
+    assert plan.fits and plan.planned_bytes <= 4_000_000_000
+    with edgeinfer.load(memory="4GB", context=plan.context) as model:
+        assert model.plan.planned_bytes <= 4_000_000_000
 
 
 def handle_errors() -> None:
@@ -143,5 +143,5 @@ async def stream_beside_a_loop(model: Model) -> None:
 
 
 async def load_beside_a_loop() -> None:
-    with await edgeinfer.aload(memory="300MB", kv="float32") as model:
+    with await edgeinfer.aload(memory="4GB", kv="float32") as model:
         print((await model.chat().asend("Hello", max_tokens=4)).text)

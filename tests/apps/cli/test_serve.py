@@ -145,7 +145,7 @@ def test_a_port_that_is_in_use() -> None:
         (["--api-key-file", "missing"], 2, "missing"),
         (["--max-body", "none"], 2, "none"),
         (["--sse-ping-interval", "0"], 2, "comment_seconds"),
-        (["-c", "1"], 2, "context=1"),
+        (["-c", "1"], 2, "--context 1"),
         (["--unknown"], 2, "--unknown"),
         (["-m", "missing/bundle/of/mine"], 3, "missing/bundle/of/mine"),
     ],

@@ -65,7 +65,7 @@ def test_markdown_is_the_branch_on_show(conversation: Conversation) -> None:
         (lambda d: d.update(messages={}), "messages must be a list"),
         (lambda d: d.update(leaf="nothing"), "leaf must be"),
         (lambda d: d.update(leaf=[]), "leaf must be"),
-        (lambda d: d.update(title=3), "title must be a text"),
+        (lambda d: d.update(title=3), "title must be a string"),
         (lambda d: d.update(system="\ud800"), "half of a surrogate pair"),
         (lambda d: d.update(created=float("nan")), "too large"),
         (lambda d: d.update(created=-5), "created must be"),

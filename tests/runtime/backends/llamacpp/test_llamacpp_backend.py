@@ -350,7 +350,7 @@ def test_options_that_cannot_be(gguf_bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(UsageError, match="Weights cannot be 'folded'"):
         LlamaCppBackend(bundle, 8, weights="folded")
     narrow = gguf_bundle(Shape(head_dim=16))
-    with pytest.raises(UsageError, match="Heads of 16"):
+    with pytest.raises(UsageError, match="head size that is a multiple of 32, not 16"):
         LlamaCppBackend(narrow, 8, kv="q8_0")
 
 
