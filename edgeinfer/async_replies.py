@@ -84,7 +84,7 @@ class _Production:
                     break
 
     def _tell(self, item: Chunk | BaseException | None) -> bool:
-        """Hands something to the loop; False where the loop has ended, and nobody reads any more."""
+        """Hands something to the loop; False where the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)
         except RuntimeError:
@@ -138,7 +138,7 @@ class AsyncTokenStream:
         """Ends the reply and waits until the model is free; an unfinished reply counts as cancelled.
 
         Raises:
-            EdgeInferError: the reply failed and nobody was told so yet.
+            EdgeInferError: the reply failed, and this was not raised yet.
         """
         self.cancel()
         if self._production is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 from edgeinfer import hub
-from edgeinfer.api import plan
 from edgeinfer.bundle import open_bundle
+from edgeinfer.config import LoadConfig
 from edgeinfer.errors import EdgeInferError, ModelError, UsageError
+from edgeinfer.loading import Bundles
 
 __all__ = ["LocalModel", "list_models", "pull", "remove_model"]
 
@@ -140,9 +142,7 @@ def _places() -> Iterator[_Place]:
     cached = hub.cached_models()
     checkpoints = {model.repo_id: model for model in cached if model.kind == "checkpoint"}
     converted = hub.converted_models()
-    counts: dict[str, int] = {}
-    for each in converted:
-        counts[each.source.name] = counts.get(each.source.name, 0) + 1
+    counts = Counter(each.source.name for each in converted)
     for each in converted:
         of_hub = each.source.directory is None
         checkpoint = checkpoints.get(each.source.name) if of_hub else None
@@ -172,7 +172,8 @@ def _describe(place: _Place, uses: dict[str, float]) -> LocalModel:
     size, memory, error = 0, None, None
     try:
         size = sum(entry.bytes for entry in open_bundle(place.path).manifest.files.values())
-        memory = plan(place.path).minimum_bytes
+        config = LoadConfig()
+        memory = Bundles.open(place.path, config).plan(config).minimum_bytes
     except EdgeInferError as problem:
         error = str(problem)
     used = uses.get(str(place.path.resolve()))
@@ -192,8 +193,8 @@ def _describe(place: _Place, uses: dict[str, float]) -> LocalModel:
 
 def _hub_names(name: str) -> set[str]:
     """What a name stands for: itself, and the hub's name of a short one."""
-    repo = {model.name: model.repo for model in hub.catalog()}.get(name.lower())
-    return {name} if repo is None else {name, repo}
+    short = hub.catalog_model(name)
+    return {name} if short is None else {name, short.repo}
 
 
 def _remove(place: _Place) -> int:

@@ -65,7 +65,7 @@ class LlamaEndpoints:
         data = {
             "model": dataclasses.asdict(model.info),
             "model_alias": service.names(model)[-1],
-            # Its own name there; where it lies on this machine is nobody's to read.
+            # Its own name there: where it lies on this machine is private.
             "model_path": "" if loaded is None else loaded.path.name,
             "context": model.context,
             "plan": model.plan.to_dict(),

@@ -91,7 +91,8 @@ class NamedModels:
         if not wanted:
             return None
         # Short names of the catalog stand for those of the hub.
-        meant = {wanted} | {plain_name(model.repo) for model in hub.catalog() if model.name == wanted}
+        short = hub.catalog_model(wanted)
+        meant = {wanted} if short is None else {wanted, plain_name(short.repo)}
         listed = self.listed()
         by_name = (model for model in listed if not meant.isdisjoint(map(plain_name, model.names)))
         by_other = (model for model in listed if not meant.isdisjoint(map(plain_name, model.others)))

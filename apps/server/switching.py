@@ -117,7 +117,7 @@ class ModelSwitch:
             self._idle = asyncio.get_running_loop().call_later(self._keep_s, self._unload_idle)
 
     def keep(self, seconds: float | None) -> None:
-        """Says how long the model shall stay in memory once nobody uses it; None is for as long as it likes."""
+        """Says how long the model shall stay in memory once it is unused; None sets no limit."""
         self._keep_s = seconds
 
     def expires_in(self) -> float | None:

@@ -33,7 +33,7 @@ _log = logging.getLogger("edgeinfer.hub")
 _PROGRAM = (sys.executable, "-m", "edgeinfer.tools.conversion")
 # How often a caller is asked whether to go on while nothing is heard.
 _ASK_SECONDS = 0.2
-# What an end that nobody explained is explained by.
+# Characters of its last line that explain an end without an error.
 _LAST_WORDS = 300
 _GRACE_SECONDS = 10
 

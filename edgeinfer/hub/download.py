@@ -86,6 +86,7 @@ def pull(
     revision: str | None = None,
     cache_dir: Path | None = None,
     progress: bool | Progress = True,
+    found: Repository | None = None,
 ) -> Path:
     """Fetches a bundle, one GGUF file, or the checkpoint files that export reads.
 
@@ -97,6 +98,7 @@ def pull(
         revision: branch, tag or commit; None takes the main branch.
         cache_dir: None takes the cache that Hugging Face libraries share.
         progress: True draws bars on stderr, False is silent, a callable gets (file, bytes done, bytes in all).
+        found: what `look_up` said of the repository at this revision; None asks.
 
     Returns:
         The local directory, or the GGUF file.
@@ -111,7 +113,7 @@ def pull(
         raise HubError(f"{name!r} is not a Hugging Face id.", "Write it as OWNER/NAME, such as Qwen/Qwen3-0.6B.")
     hub, repo_id = library(), parsed.repo_id
     options: dict[str, Any] = {"cache_dir": cache_dir, "library_name": "edgeinfer", "tqdm_class": bar_class(progress)}
-    found = look_up(repo_id, revision)
+    found = found or look_up(repo_id, revision)
     if parsed.tag is not None:
         return _pull_gguf(parsed, found, revision, options, progress)
     with hub_errors(repo_id, revision):

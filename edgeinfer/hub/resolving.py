@@ -193,7 +193,7 @@ def _is_converted(model: str | Path | None, path: Path) -> bool:
     given = existing(model)
     if given is not None:
         return is_checkpoint(given) and not is_bundle(given)
-    return any(path.is_relative_to(folder) for folder in [CheckpointSource(name_of(model).repo_id).folder])
+    return path.is_relative_to(CheckpointSource(name_of(model).repo_id).folder)
 
 
 def _job(model: str | Path | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:

@@ -10,10 +10,31 @@ from typing import Any
 from edgeinfer.errors import UsageError
 from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import hub_errors, library
-from edgeinfer.hub.families import CONVERTED, GGUF_REFUSED
 
-__all__ = ["FoundModel", "search_hub"]
+__all__ = ["CONVERTED", "FoundModel", "search_hub"]
 
+# Model classes that edgeinfer.export builds; a test holds the two equal.
+CONVERTED = (
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "LlamaForCausalLM",
+    "MiniCPMForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+# Architectures of GGUF files whose caches cannot be cut back, as those of recurrent layers.
+_GGUF_REFUSED = frozenset(
+    (
+        *("falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2", "nemotron_h"),
+        *("nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"),
+    )
+)
 # Of what the hub finds, how much is looked through for models that run.
 _LOOKED_THROUGH = 10
 _MOST = 100
@@ -84,7 +105,7 @@ def _kind(info: Any) -> tuple[Kind | None, int]:
     gguf = getattr(info, "gguf", None)
     if gguf or "gguf" in tags:
         data = gguf if isinstance(gguf, dict) else {}
-        refused = data.get("architecture") in GGUF_REFUSED
+        refused = data.get("architecture") in _GGUF_REFUSED
         return (None if refused else "gguf"), int(data.get("total") or 0)
     config = info.config if isinstance(info.config, dict) else {}
     classes = config.get("architectures") or []

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.openai.contract import ChatModel, Event, StreamT
+from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
     FINGERPRINT,
@@ -23,7 +23,7 @@ from edgeinfer.openai.fields import (
 )
 from edgeinfer.openai.figures import entries, timings, usage
 from edgeinfer.openai.messages import Message, read_messages
-from edgeinfer.openai.prompt import ChatPrompt
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
@@ -32,7 +32,7 @@ from edgeinfer.results import Chunk, Result, TokenLogprob
 __all__ = ["ChatCompletion"]
 
 
-class ChatCompletion:
+class ChatCompletion(PromptReplies):
     """Implements `contract.Completion` for a chat completion.
 
     Args:
@@ -45,18 +45,17 @@ class ChatCompletion:
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        self.stream = fields.flag("stream")
+        stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
-        self.n = fields.whole("n", 1, MOST_REPLIES) or 1
+        n = fields.whole("n", 1, MOST_REPLIES) or 1
         self._logprobs_wanted, options = _logprobs(fields)
         options |= sampling(fields) | form(fields, "response_format")
         options |= limit(fields, "max_completion_tokens", "max_tokens")
-        self._prompt = _prompt(fields, model, options)
+        prompt = _prompt(fields, model, options)
         _refuse(fields)
         fields.ignore_others()
         fields.end()
-        self.ignored = tuple(fields.ignored)
-        self._replies = [Reply() for _ in range(self.n)]
+        super().__init__(prompt, n=n, stream=stream, ignored=fields.ignored)
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if self.stream else "chat.completion",
@@ -64,20 +63,6 @@ class ChatCompletion:
             "model": model.info.name,
             "system_fingerprint": FINGERPRINT,
         }
-
-    def check(self, model: ChatModel[Any]) -> None:
-        """Refuses a form of the reply that cannot be had."""
-        self._prompt.check(model)
-
-    def prepare(self, model: ChatModel[Any]) -> None:
-        """Makes tokens of the messages."""
-        self._prompt = self._prompt.prepared(model)
-
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
-        """Begins a reply."""
-        stream, reader = self._prompt.start(model, index)
-        self._replies[index] = Reply(reader)
-        return stream
 
     def opening(self) -> list[Event]:
         """Who speaks."""

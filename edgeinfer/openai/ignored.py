@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["OTHERS_FIELDS", "changes_nothing"]
 
-# By field, the values that ask for nothing, of which nobody needs to hear: a sampler's value for "off", or what is done
+# By field, the values that ask for nothing, which need no warning: a sampler's value for "off", or what is done
 # here anyway. None in a tuple's place is any value.
 OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     # Samplers of llama.cpp's server and of front ends for it.

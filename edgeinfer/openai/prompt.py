@@ -15,7 +15,7 @@ from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
 from edgeinfer.openai.tools import ToolUse
 
-__all__ = ["ChatPrompt", "OneReply", "PromptTokens", "TextPrompt", "naming", "reply_options"]
+__all__ = ["ChatPrompt", "OneReply", "PromptReplies", "PromptTokens", "TextPrompt", "naming", "reply_options"]
 
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
@@ -149,22 +149,22 @@ class TextPrompt:
             return model.stream(prompt, **reply_options(self.options, index)), PlainReader()
 
 
-class OneReply:
-    """What `contract.Completion` asks for of a request for a single reply, but for what a client is sent.
+class PromptReplies:
+    """What `contract.Completion` asks for of a request for replies to one prompt, but for what a client is sent.
 
     Args:
         prompt: that is replied to.
+        n: replies.
         stream: whether the client wants the events, and not the whole.
         ignored: fields that change nothing here.
     """
 
-    n = 1
-
-    def __init__(self, prompt: ChatPrompt | TextPrompt, *, stream: bool, ignored: Sequence[str]) -> None:
+    def __init__(self, prompt: ChatPrompt | TextPrompt, *, n: int = 1, stream: bool, ignored: Sequence[str]) -> None:
+        self.n = n
         self.stream = stream
         self.ignored = tuple(ignored)
         self._prompt = prompt
-        self._reply = Reply()
+        self._replies = [Reply() for _ in range(n)]
 
     def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
@@ -175,10 +175,18 @@ class OneReply:
         self._prompt = self._prompt.prepared(model)
 
     def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
-        """Begins the reply."""
+        """Begins a reply."""
         stream, reader = self._prompt.start(model, index)
-        self._reply = Reply(reader)
+        self._replies[index] = Reply(reader)
         return stream
+
+
+class OneReply(PromptReplies):
+    """The same of a request for a single reply."""
+
+    @property
+    def _reply(self) -> Reply:
+        return self._replies[0]
 
 
 @contextmanager

@@ -61,7 +61,7 @@ _AMPLE = 0.5
 
 @dataclass(frozen=True)
 class _Run:
-    """One job, whom it tells of its progress, and its folder while it converts."""
+    """One job, what it tells its progress to, and its folder while it converts."""
 
     job: FetchJob
     progress: Progress
@@ -218,7 +218,7 @@ def _pull(run: _Run, name: str, found: Repository | None) -> Path:
         most = max(total for _, total in counts.values()) or size
         run.progress(f"Downloading {name}", max(done for done, _ in counts.values()), most)
 
-    return pull(name, revision=run.job.revision, progress=True if run.job.bars else count)
+    return pull(name, revision=run.job.revision, progress=True if run.job.bars else count, found=found)
 
 
 def _missing(found: Repository, name: str) -> int:

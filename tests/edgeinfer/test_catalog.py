@@ -9,10 +9,10 @@ from edgeinfer.errors import BudgetError, HubError, ModelError
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.hub.download import Repository
 from edgeinfer.hub.estimate import DecoderSizes
-from edgeinfer.hub.families import CONVERTED
 from edgeinfer.hub.gguf_offers import best_offer, offers_in
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name, quantization_of
 from edgeinfer.hub.resolving import name_of
+from edgeinfer.hub.search import CONVERTED
 
 LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma"}
 
