@@ -133,7 +133,7 @@ def test_a_transient_tokenizer_and_streamed_weights_give_the_same_text(tmp_path:
     """As planned for a budget in a process of its own, which stays within it."""
     run = (
         "import sys, json, edgeinfer\n"
-        "with edgeinfer.load(memory=json.loads(sys.argv[1]), context=512, threads=1) as model:\n"
+        "with edgeinfer.load(memory=json.loads(sys.argv[1]), context=512, kv='float32', threads=1) as model:\n"
         "    chat = model.chat()\n"
         "    texts = [chat.send(text, max_tokens=40).text for text in ('Tell me of a dog.', 'And of a cat?')]\n"
         "    memory = model.generate('Once', max_tokens=5).to_dict()['memory']\n"
