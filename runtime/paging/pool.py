@@ -95,14 +95,14 @@ class PagePool:
         """Adds a holder to pages that have one."""
         with self._lock:
             for page in pages:
-                assert self._holders[page] > 0, "a page that nobody holds cannot be shared"
+                assert self._holders[page] > 0, "a free page cannot be shared"
                 self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Takes a holder from pages; those that have none left go back to the system, but for a few."""
         with self._lock:
             for page in pages:
-                assert self._holders[page] > 0, "a page that nobody holds cannot be released"
+                assert self._holders[page] > 0, "a free page cannot be released"
                 self._holders[page] -= 1
                 if self._holders[page] == 0:
                     self._drop(page)
