@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle import (
     LAYOUTS,
+    NATIVE,
     PORTABLE,
     WEIGHTS,
     Capabilities,
@@ -17,7 +19,6 @@ from edgeinfer.bundle import (
     seal,
     write_bundle,
 )
-from edgeinfer.bundle.kv_types import KV
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, convert_table, lay_out
@@ -86,17 +87,19 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
         tensors, layout = _table(described, weights.quant, config.layout)
+        paged = NATIVE in _layouts(tensors, layout)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx",
             geometry=spec.geometry,
             parameters=stored.parameters,
-            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe),
+            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe, paged=paged),
             decoder=spec,
             tensors=tensors,
             layout=layout,
             layout_version=LAYOUT_VERSIONS[layout],
+            paged=paged,
             exits=tuple(range(1, spec.num_layers + 1)),
             export=config.options,
             plan=weights.record(),
@@ -119,12 +122,14 @@ def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[t
     return lay_out(outlines, layout), layout
 
 
+def _layouts(tensors: Iterable[TensorEntry], stored: Layout) -> tuple[Layout, ...]:
+    """Those that get a graph: the stored one, and the other where anything is quantized."""
+    return LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
+
+
 def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:
-    """Writes the graphs of the stored layout, and of the other where anything is quantized, one per type of cache."""
-    layouts = LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
-    for layout in layouts:
+    for layout in _layouts(tensors, stored):
         table = tensors if layout == stored else convert_table(tensors, layout)
         tensors_by_name, weights = {t.name: t for t in table}, weights_name(stored, layout)
-        for kv in KV.values():
-            graph = build_decoder_graph(spec, tensors_by_name, weights, layout, kv)
-            (work / model_name(stored, layout, kv.name)).write_bytes(graph.SerializeToString(deterministic=True))
+        graph = build_decoder_graph(spec, tensors_by_name, weights, layout)
+        (work / model_name(stored, layout)).write_bytes(graph.SerializeToString(deterministic=True))
