@@ -13,7 +13,16 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["CacheSnapshot", "Edit", "KVCache", "check_edit", "check_length", "check_snapshot", "row_range"]
+__all__ = [
+    "CacheSnapshot",
+    "Edit",
+    "KVCache",
+    "ObservedCache",
+    "check_edit",
+    "check_length",
+    "check_snapshot",
+    "row_range",
+]
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
@@ -94,6 +103,16 @@ class KVCache(Protocol):
 
     def clear(self) -> None:
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
+
+
+class ObservedCache(KVCache, Protocol):
+    """A cache that tells which rows it was told to keep.
+
+    Attributes:
+        observe_keep: called with the arguments of every `keep`.
+    """
+
+    observe_keep: Callable[[int, Sequence[int]], None] | None
 
 
 def check_snapshot(
