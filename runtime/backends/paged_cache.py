@@ -118,6 +118,7 @@ class PagedCache:
     Args:
         pool: that pages are taken from.
         capacity: tokens the cache may hold.
+        spare: rows beyond the capacity that may be prepared, for the padding of passes.
 
     Attributes:
         pool, capacity: the same.
@@ -128,11 +129,12 @@ class PagedCache:
 
     copyable = True
 
-    def __init__(self, pool: PagePool, capacity: int) -> None:
+    def __init__(self, pool: PagePool, capacity: int, spare: int = 0) -> None:
         self.pool = pool
         self.capacity = capacity
+        self._spare = spare
         self.length = 0
-        self.table: NDArray[np.int32] = np.full(pages_for(capacity), _NONE, np.int32)
+        self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self._pages: list[int] = []
         self._shared = 0  # of the first pages, those that others may hold too
@@ -152,7 +154,7 @@ class PagedCache:
             BackendError: the rows do not fit the cache, or the pool has no pages left; nothing has changed then.
         """
         stop = self.length + rows
-        if stop > self.capacity:
+        if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
         last = pages_for(stop)
         if last > len(self._pages):
@@ -174,7 +176,7 @@ class PagedCache:
 
     def fork(self) -> PagedCache:
         """Another cache with the same rows, whose pages both hold until one of them writes there."""
-        forked = PagedCache(self.pool, self.capacity)
+        forked = PagedCache(self.pool, self.capacity, self._spare)
         pages = self._pages[: pages_for(self.length)]
         self.pool.share(pages)
         forked._extend(pages)
@@ -308,8 +310,8 @@ class PagedCache:
 
     def _extend(self, pages: Sequence[int]) -> None:
         """Appends pages that this cache holds to the table."""
-        held = len(self._pages)
-        self.table[held : held + len(pages)] = pages
+        behind = len(self._pages)
+        self.table[behind : behind + len(pages)] = pages
         self._pages += pages
 
     def _drop(self, first: int) -> None:
