@@ -114,7 +114,8 @@ def _read(model: str | None, kv: KvType, stories: Sequence[str]) -> _Reading:
             copies.append(likely[second - 1 :] == np.array(passage[_HINT:]))
         needles = [_find_needle(loaded, told_ids, depth) for depth in _DEPTHS]
         context = loaded.context
-    return _Reading(*(np.concatenate(parts) for parts in (logprobs, best, copies, needles)), context)
+    texts = np.concatenate(logprobs), np.concatenate(best)
+    return _Reading(*texts, np.concatenate(copies), np.concatenate(needles), context)
 
 
 def _find_needle(model: edgeinfer.Model, stories: Sequence[Sequence[int]], depth: float) -> NDArray[np.bool_]:  # (N,)
@@ -131,7 +132,8 @@ def _find_needle(model: edgeinfer.Model, stories: Sequence[Sequence[int]], depth
     place = round(len(hay) * depth)
     asked = [*model.begin_ids, *hay[:place], *needle, *hay[place:], *needle]
     _, likely = _predict(model, asked)
-    return likely[-_NEEDLE:] == np.array(needle[_HINT:])
+    foreseen: NDArray[np.bool_] = likely[-_NEEDLE:] == np.array(needle[_HINT:])
+    return foreseen
 
 
 def _predict(model: edgeinfer.Model, ids: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, KVScales, Layout
-from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.cache import ObservedCache
@@ -16,6 +15,7 @@ from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -119,12 +119,12 @@ def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
 def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
     """Kinds of cache that a bundle has graphs for, and scales where they need them."""
     kinds = bundle.kv_types(layout)
-    return kinds if len(kinds) == 1 or read_kv_scales(bundle) is not None else (FLOAT32,)
+    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
 
 
 def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
     """The scales of the cache that was planned, where it needs any."""
-    return read_kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
+    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
 
 
 def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:
