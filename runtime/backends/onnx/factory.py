@@ -133,8 +133,29 @@ def make_graph_backend(
     progress: Progress | None = None,
     device: Device = CPU,
     affinity: str = "",
+    pages: int = 0,
 ) -> GraphBackend:
-    """The backend of the graph that reads a layout, which tells the attention it has; arguments as `OnnxBackend`."""
+    """The backend of the graph that reads a layout, chosen by the attention that it has.
+
+    Args:
+        layout, kv_scales, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on
+            the CPU.
+        pages: as `PagedBackend` takes it.
+        capacity, threads, exact, kv, progress, affinity: as both take them, and errors as of both.
+    """
+    if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
+        from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+
+        return PagedBackend(
+            bundle,
+            capacity,
+            threads=threads,
+            exact=exact,
+            kv=kv,
+            pages=pages,
+            progress=progress,
+            affinity=affinity,
+        )
     from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
     return OnnxBackend(
