@@ -6,12 +6,14 @@ and drops the raw pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 
-from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
+from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.layouts import model_name, weights_name
+from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.operators import (
@@ -25,7 +27,7 @@ from edgeinfer.export.graph.operators import (
 )
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 
-__all__ = ["build_decoder_graph"]
+__all__ = ["build_decoder_graph", "decoder_graphs", "graph_layouts"]
 
 _OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 
@@ -43,6 +45,25 @@ def build_decoder_graph(
     operators = _OPERATORS[layout](spec, tensors)
     attention = ATTENTIONS[layout](spec, tensors, operators)
     return _DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention).build()
+
+
+def graph_layouts(tensors: Iterable[TensorEntry], stored: Layout) -> tuple[Layout, ...]:
+    """Layouts that a bundle has graphs for: the stored one, and the other where anything is quantized."""
+    return LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
+
+
+def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> dict[str, bytes]:
+    """The graphs of a bundle as files, by their names.
+
+    Args:
+        tensors: the table of the stored layout.
+    """
+    graphs = {}
+    for layout in graph_layouts(tensors, stored):
+        table = tensors if layout == stored else convert_table(tensors, layout)
+        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights_name(stored, layout), layout)
+        graphs[model_name(stored, layout)] = graph.SerializeToString(deterministic=True)
+    return graphs
 
 
 class _DecoderGraph:
