@@ -18,7 +18,8 @@ from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.calibration import calibrate
 from tests.kernel import require_kernel
@@ -56,12 +57,12 @@ CACHES = dict.fromkeys(EXPORTS, ("float32",)) | {
 class Exact:
     """An exact backend and what it gives for TEXT in one pass."""
 
-    backend: OnnxBackend
+    backend: GraphBackend
     logits: NDArray[np.float32]  # (S, V)
     cache: CacheSnapshot
 
 
-def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
+def run(backend: GraphBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
     return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows)).logits.copy()
 
@@ -80,7 +81,7 @@ def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
     if kv != "float32":
         assert bundle.manifest.decoder is not None
         scales = calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
-    backend = OnnxBackend(bundle, 64, threads=threads, kv=kv, kv_scales=scales)
+    backend = make_graph_backend(bundle, 64, threads=threads, kv=kv, kv_scales=scales)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()

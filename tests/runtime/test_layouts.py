@@ -20,7 +20,7 @@ from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts
 from edgeinfer.runtime.weights.layouts import choose_layout, prepare
@@ -137,7 +137,7 @@ def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache
 
 def logits(bundle: Bundle, layout: Layout | None = None) -> Floats:
     """Of a short text, by the onnx backend."""
-    backend = OnnxBackend(bundle, 64, layout=layout)
+    backend = make_graph_backend(bundle, 64, layout=layout)
     values = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
     backend.close()
     return values

@@ -14,7 +14,7 @@ from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
@@ -170,9 +170,9 @@ def reply(engine: Engine, prompt: Sequence[int], count: int = 20) -> list[int]:
 
 
 MAKERS: dict[str, Callable[[Bundle], Backend]] = {
-    "onnx": lambda bundle: OnnxBackend(bundle, 300),
-    "onnx, int8": lambda bundle: OnnxBackend(bundle, 300, kv="int8", kv_scales=scales(bundle.manifest.geometry)),
-    "onnx, int4": lambda bundle: OnnxBackend(bundle, 300, kv="int4", kv_scales=scales(bundle.manifest.geometry)),
+    "onnx": lambda bundle: make_graph_backend(bundle, 300),
+    "onnx, int8": lambda bundle: make_graph_backend(bundle, 300, kv="int8", kv_scales=scales(bundle.manifest.geometry)),
+    "onnx, int4": lambda bundle: make_graph_backend(bundle, 300, kv="int4", kv_scales=scales(bundle.manifest.geometry)),
     "reference": lambda bundle: ReferenceBackend(bundle, 300),
 }
 
@@ -239,7 +239,7 @@ def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> No
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
-    backend = OnnxBackend(bundle, 96)
+    backend = make_graph_backend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
         return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)
