@@ -202,7 +202,8 @@ class _Int4(RowCodec):
 
     def join(self, levels: NDArray[Any], scales: NDArray[Any] | None) -> NDArray[Any]:
         assert scales is not None
-        tail = np.ascontiguousarray(scales, "<f2").reshape(*levels.shape[:-1], -1).view(np.uint8)
+        tail = np.ascontiguousarray(scales, "<f2").reshape(*levels.shape[:-1], 2 * scales.shape[-2])
+        tail = tail.view(np.uint8)
         return np.concatenate([pack(levels, 4), tail], axis=-1)
 
 

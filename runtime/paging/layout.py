@@ -60,6 +60,16 @@ class PageLayout:
         codec, size = find_row_codec(kv), geometry.head_dim
         return cls(geometry.num_layers, geometry.num_kv_heads, size, size, codec, codec)
 
+    @property
+    def kv(self) -> str:
+        """The type of the rows as users name it."""
+        return self.keys.name if self.keys is self.values else f"{self.keys.name}/{self.values.name}"
+
+    @property
+    def scales(self) -> str:
+        """What a snapshot says of the rows' scales."""
+        return self.keys.scales or self.values.scales
+
     @cached_property
     def key_bytes(self) -> int:
         """Of a head's keys in a page."""

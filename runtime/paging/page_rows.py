@@ -162,10 +162,10 @@ class _Keys(_Part):
         return both
 
     def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:
-        start = items.shape[:-2]
+        *start, groups, lanes = items.shape
         if self._codec.packed == 2:
             items = np.stack([items & np.uint8(15), items >> np.uint8(4)], axis=-2)
-        levels: NDArray[Any] = items.reshape(*start, -1)[..., : self._size]
+        levels: NDArray[Any] = items.reshape(*start, groups * self._codec.packed * lanes)[..., : self._size]
         return levels
 
 

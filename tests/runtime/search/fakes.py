@@ -13,7 +13,7 @@ from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.decoding.engine import Engine
@@ -52,7 +52,7 @@ class LettersCache(TableCache):
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         arrays = [np.array(a[start:stop], np.float32).reshape(1, -1, 1) for a in (self.held, self.places)]
-        return CacheSnapshot(arrays[0].shape[1], (arrays[0],), (arrays[1],))
+        return CopiedRows(arrays[0].shape[1], (arrays[0],), (arrays[1],))
 
     def append(self, snapshot: CacheSnapshot) -> None:
         if self.length + snapshot.length > self.capacity:
