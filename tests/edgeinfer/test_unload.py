@@ -140,7 +140,7 @@ def test_everything_large_is_freed(small_bundle: Path) -> None:
         assert parts.engine.prefix_bytes > 0
         backend = parts.engine.backend
         assert isinstance(backend, GraphBackend)
-        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend.cache.keys[0])]
+        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend.cache)]
         del parts, backend
         gc.disable()  # cycles may be collected much later
         try:

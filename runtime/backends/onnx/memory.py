@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PageLayout
@@ -127,7 +128,7 @@ class OnnxMemory:
     def _cache(self, kv: str, context: int) -> int:
         """Bytes of a cache for so many tokens."""
         manifest = self.bundle.manifest
-        if self._paged:
+        if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
             return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context)
         copies = 1 if manifest.decoder else _CONCAT_COPIES
         return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies

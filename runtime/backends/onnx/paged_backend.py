@@ -54,6 +54,7 @@ class PagedBackend(GraphBackend):
     """
 
     cache: PagedCache
+    _paths: PathTables
 
     def __init__(
         self,
