@@ -19,6 +19,7 @@ from edgeinfer.runtime.backends.factory import (
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
@@ -84,6 +85,7 @@ class OnnxFactory(BackendFactory):
             progress=order.progress,
             device=order.device,
             affinity=order.affinity,
+            pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache),
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
@@ -171,6 +173,11 @@ def make_graph_backend(
         device=device,
         affinity=affinity,
     )
+
+
+def _prefix_pages(bundle: Bundle, kv: str, size: int) -> int:
+    """Pages that kept prefixes of so many bytes hold."""
+    return size // PageLayout.of(bundle.manifest.geometry, kv).page_bytes if size and bundle.manifest.paged else 0
 
 
 def _onnxruntime() -> str:

@@ -29,6 +29,9 @@ from edgeinfer.runtime.weights.layouts import Progress
 
 __all__ = ["PagedBackend"]
 
+# Addresses of further pages, which take no memory until snapshots, forks and searches need them beside a full context.
+_FURTHER_PAGES = 64
+
 Sequences = Sequence[tuple[PagedCache, ForwardInput]]
 
 
@@ -40,7 +43,7 @@ class PagedBackend(GraphBackend):
         capacity: tokens that a sequence may hold.
         exact: pad passes where float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
-        pages: of the pool, which other sequences, snapshots and prefixes share; 0 is enough for one sequence.
+        pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
         threads, progress, affinity: as `GraphBackend` takes them.
 
     Attributes:
@@ -70,7 +73,7 @@ class PagedBackend(GraphBackend):
     ) -> None:
         self._capacity = capacity
         self._slots = 1  # room for further slots of paths
-        self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages or pages_of(capacity))
+        self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
         self.cache = self.new_sequence(capacity)
         self._least, self._least_logits = _least_rows(bundle.manifest) if exact else (1, 0)
