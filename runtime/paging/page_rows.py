@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.paging.codecs import GROUP, RowCodec
+from edgeinfer.runtime.paging.codecs import RowCodec
 from edgeinfer.runtime.paging.layout import PAGE, TILE, PageLayout
 
 __all__ = ["PageRows"]
 
 _ALL = slice(None)
-_HALF = GROUP // 2
+# Channels of a value whose first half lies in the lower bits of its bytes; the last ones may be half as many.
+_RUN = 32
 
 # Rows as they lie in a page, (n, L, H, ...): numbers, and what scales them.
 _Lying = tuple[NDArray[Any], NDArray[Any] | None]
@@ -199,7 +200,7 @@ class _Values(_Part):
 
 def _halves(channels: int) -> tuple[Ints, Ints]:  # (channels / 2,) each
     """The channels in the lower and in the higher half of each byte of a value, in runs of 32 and a last one of 16."""
-    whole = channels // GROUP * GROUP
-    runs = np.arange(whole).reshape(-1, 2, _HALF)
+    whole = channels // _RUN * _RUN
+    runs = np.arange(whole).reshape(-1, 2, _RUN // 2)
     last = np.arange(whole, channels).reshape(2, -1)
     return np.concatenate([runs[:, 0].ravel(), last[0]]), np.concatenate([runs[:, 1].ravel(), last[1]])

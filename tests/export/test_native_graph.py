@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
+from edgeinfer.bundle import NATIVE, Blob, Bundle, TensorEntry, graph, open_bundle
 from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.graph.attention import PagedLayer
+from edgeinfer.export.graph.decoder import build_decoder_graph
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
@@ -287,6 +290,19 @@ def test_everything_around_a_quantized_product_is_fused() -> None:
         "Squeeze": 1,
         "Gather": 1,
     }
+
+
+def test_what_a_model_has_of_attention_reaches_the_operator() -> None:
+    bundle = export("qwen2-windows", ExportConfig(bits=4, keep_small=False))
+    spec, tensors = bundle.manifest.decoder, {t.name: t for t in bundle.manifest.tensors}
+    assert spec is not None
+    sinks = TensorEntry("layers.0.attn.sinks", (spec.num_heads,), 32, Blob(0, "float32", (spec.num_heads,)))
+    made = build_decoder_graph(spec, tensors | {sinks.name: sinks}, "weights.bin", NATIVE)
+    first, *_, last = (node for node in nodes(made.graph) if node.op_type == "Attention")
+    assert [*first.input[9:]] == ["", "", sinks.name] and len(last.input) == 9
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in last.attribute}
+    assert attributes == pytest.approx(asdict(PagedLayer.of(spec, spec.num_layers - 1)))
+    assert (attributes["window"], attributes["layer"]) == (5, spec.num_layers - 1)
 
 
 def test_a_tied_head_reads_the_embeddings_bytes() -> None:

@@ -71,7 +71,15 @@ def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str
 def test_inspect_prints_the_facts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle)]) == 0
     out, err = capsys.readouterr()
-    for fact in ("toy", "llama", "4,096", "2.0 KB", "bytes per token", "layer skipping, early exit", "3.25"):
+    for fact in (
+        "toy",
+        "llama",
+        "4,096",
+        "2.0 KB",
+        "bytes per token in float32; types float32",
+        "layer skipping, early exit",
+        "3.25",
+    ):
         assert fact in out
     assert "draft trees" not in out
     assert err == ""
