@@ -17,10 +17,14 @@ from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
+from edgeinfer.runtime.paging.codecs import find_row_codec
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from tests.speculation import random_bundle
@@ -42,14 +46,17 @@ def offer(cache: PrefixCache, tokens: Sequence[int], wanted: Sequence[int] = ())
     cache.offer(tokens, lambda start, stop: rows_of(tokens, start, stop), wanted)
 
 
+def assert_same(found: CacheSnapshot, expected: CacheSnapshot) -> None:
+    for mine, theirs in zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
 def assert_right(cache: PrefixCache, tokens: Sequence[int], start: int = 0) -> None:
     """What the cache gives for these tokens are their rows."""
     stop = cache.match(tokens)
     at = start
     for piece in cache.take(tokens, start, stop):
-        expected = rows_of(tokens, at, at + piece.length)
-        for found, wanted in zip((*piece.keys, *piece.values), (*expected.keys, *expected.values), strict=True):
-            assert np.array_equal(found, wanted)
+        assert_same(piece, rows_of(tokens, at, at + piece.length))
         at += piece.length
     assert at == max(start, stop)
 
@@ -129,6 +136,37 @@ def test_what_does_not_fit_is_kept_from_its_beginning() -> None:
     assert cache.match(range(9)) == 5
     offer(cache, list(range(9)))
     assert cache.nbytes == 5 * TOKEN
+
+
+def test_of_a_paged_cache_it_holds_pages_within_its_cap() -> None:
+    """Conversations come back in any order, with the rows they had; a page that two of them share is counted once."""
+    codec, rng = find_row_codec("float32"), np.random.default_rng(0)
+    layout = PageLayout(LAYERS, HEADS, HEAD, HEAD, codec, codec)
+    most = 9
+    pool, kept = PagePool(layout, 6 + most), PrefixCache(most * layout.page_bytes + 4 * 64 * most)
+    cache, current, back = PagedCache(pool, 6 * PAGE), list[int](), 0
+    segments = [[10 * number + int(t) for t in rng.integers(0, 10, 30 + 17 * number)] for number in range(6)]
+    for turn in range(60):
+        wanted = [token for number in rng.permutation(6)[: rng.integers(1, 4)] for token in segments[number]]
+        same = [a == b for a, b in zip(current, wanted, strict=False)]
+        shared = same.index(False) if False in same else len(same)
+        kept.offer(current, cache.snapshot, wanted)
+        assert kept.nbytes <= kept.cap
+        cache.trim(shared)
+        list(map(cache.append, kept.take(wanted, shared, max(kept.match(wanted), shared))))
+        back += cache.length - shared
+        cache.prepare(len(wanted) - cache.length)
+        for layer in range(LAYERS):
+            rows = rows_of(wanted, cache.length)
+            cache.write(layer, cache.length, rows.keys[layer], rows.values[layer])
+        cache.length, current = len(wanted), wanted
+        assert_same(cache.snapshot(), rows_of(wanted))
+        if turn % 20 == 19:
+            kept.evict(3 * layout.page_bytes)
+            assert kept.nbytes <= 3 * layout.page_bytes
+    assert back > 1000
+    kept.evict()
+    assert (kept.nbytes, pool.used) == (0, -(-cache.nbytes // layout.page_bytes))
 
 
 def test_nothing_is_kept_without_a_cap() -> None:
