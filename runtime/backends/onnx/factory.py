@@ -42,9 +42,9 @@ class OnnxFactory(BackendFactory):
         return _onnxruntime()
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The stored one where it can run; errors as `choose_layout`."""
+        """The stored one where it can run and has the cache that is wanted; errors as `choose_layout`."""
         native = config.native if device.traits.custom_ops else False
-        return choose_layout(bundle, native)
+        return choose_layout(bundle, native, config.kv)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Those that the bundle has graphs and scales for."""
