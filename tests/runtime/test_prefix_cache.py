@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
-from edgeinfer.bundle.kv_scales import LayerScales
+from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -213,18 +212,11 @@ def reply(engine: Engine, prompt: Sequence[int], count: int = 20) -> list[int]:
 
 
 MAKERS: dict[str, Callable[[Bundle], Backend]] = {
-    "onnx": lambda bundle: OnnxBackend(bundle, 300),
-    "onnx, int8": lambda bundle: OnnxBackend(bundle, 300, kv="int8", kv_scales=scales(bundle.manifest.geometry)),
-    "onnx, int4": lambda bundle: OnnxBackend(bundle, 300, kv="int4", kv_scales=scales(bundle.manifest.geometry)),
+    "onnx": lambda bundle: make_graph_backend(bundle, 300, pages=64),
+    "onnx, int8": lambda bundle: make_graph_backend(bundle, 300, kv="int8", pages=64),
+    "onnx, int4": lambda bundle: make_graph_backend(bundle, 300, kv="int4", pages=64),
     "reference": lambda bundle: ReferenceBackend(bundle, 300),
 }
-
-
-def scales(g: Geometry) -> KVScales:
-    """Scales that fit no channel well, which is all the same here."""
-    size = g.num_kv_heads * g.head_dim
-    layers = (LayerScales(np.full(size, 0.05, np.float32), np.full(size, 0.02, np.float32)),) * g.num_layers
-    return KVScales({"int8": layers, "int4": layers}, tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +274,7 @@ def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> No
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
-    backend = OnnxBackend(bundle, 96)
+    backend = make_graph_backend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
         return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)
