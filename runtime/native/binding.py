@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["VERSION", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 1
+VERSION = 2
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

@@ -11,7 +11,7 @@
 #include "scratch.h"
 
 /* Raised when a function here, an operator's inputs or the layout of matrices change. */
-enum { EDGEINFER_NATIVE_VERSION = 1 };
+enum { EDGEINFER_NATIVE_VERSION = 2 };
 
 static void *selected;
 
