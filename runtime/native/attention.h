@@ -1,0 +1,112 @@
+/* Attention over pages of a cache: the contract between the kernels of every instruction set and their callers.
+ *
+ * Knows nothing of ONNX Runtime, threads or files. No allocation and no global state in the kernels. A caller checks
+ * rows and pages before it calls: nothing here does.
+ *
+ * A page holds 64 positions of one sequence. In it, the part of a layer holds for each kv head its keys, then its
+ * values, each rounded up to 64 bytes. With key size h, value size v, vp = v rounded up to 16, tiles of 16 positions:
+ *     float32  keys (4 tiles, h, 16) float32; values (64, vp) float32
+ *     float16  the same in IEEE half
+ *     int8     keys (4, ceil(h / 4), 16, 4) int8, then scales (64) float32; values (64, vp) int8, scales (64) float32
+ *     int4     keys (4, ceil(h / 8), 16, 4): byte (tile, i, position, c) holds channel 8 i + c low, 8 i + 4 + c high;
+ *              then (64, ceil(h / 32), 2) float16: scale and minimum of 32 channels. values (64, vp / 2): in a run of
+ *              32 channels byte c holds c low and 16 + c high, in a last run of 16 c low and 8 + c high; then
+ *              (64, ceil(v / 32), 2) float16
+ * Keys are stored after norm and rotation. Keys of int8 and int4, and the queries they meet, and values of int8 and
+ * int4 are turned by a Hadamard transform of the largest power of two, at most 128, that divides their size; results
+ * over such values are turned back.
+ *
+ * The path of a row is the slots it sees, ascending, its own last: 0 to n - 1 and then its extras. Arithmetic, the
+ * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
+ * fmaf over the channels, times scale, soft-capped; positions outside the window are left out. m is the greatest,
+ * p = exponential(score - m), 0 where the difference is below -87; l sums p in 16 lanes, folded in halves; o is a
+ * chain of fmaf over the positions. Blocks are merged in order:
+ *     M' = max(M, m), a = exponential(M - M'), b = exponential(m - M'), L' = L a + l b, O' = fmaf(b, o, O a)
+ * and the result is O * (1 / L). So a row's result does not depend on other rows, threads or where pages lie.
+ */
+#ifndef EDGEINFER_ATTENTION_H
+#define EDGEINFER_ATTENTION_H
+
+#include "lowbit.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { ATTENTION_PAGE = 64, ATTENTION_TILE = 16, ATTENTION_BLOCK = 256, ATTENTION_TILES = 4 };
+enum { ATTENTION_FLOAT32, ATTENTION_FLOAT16, ATTENTION_INT8, ATTENTION_INT4, ATTENTION_TYPES };
+/* Columns of `rows`. */
+enum { ATTENTION_SEQUENCE, ATTENTION_PREFIX, ATTENTION_FIRST_EXTRA, ATTENTION_EXTRAS, ATTENTION_ROW };
+
+/* One layer's attention of one pass. */
+typedef struct {
+    int32_t heads, kv_heads, key_size, value_size; /* heads is a multiple of kv_heads */
+    int32_t key_type, value_type;
+    int32_t rotary;      /* channels that are rotated, even, at most key_size; 0: none */
+    int32_t interleaved; /* neighbours are rotated together, not halves */
+    int32_t norm_whole;  /* of the norms: 1 all heads of a row together, 0 each head */
+    int64_t window;      /* 0: none */
+    float scale, softcap, norm_epsilon;
+
+    uint8_t *pool;
+    int64_t page_bytes, offset; /* offset of the layer in a page */
+    const int32_t *pages;       /* (sequences, columns): page of each 64 slots */
+    int64_t columns;
+
+    int64_t count;            /* rows of the pass */
+    const float *qkv;         /* (count, heads h + kv_heads h + kv_heads v) */
+    const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras */
+    const int32_t *extras;    /* slots */
+    const int64_t *positions; /* (count): rows of the tables */
+    const float *cosines, *sines; /* (positions, rotary / 2), or NULL */
+    const float *q_norm, *k_norm; /* (h), of norm_whole (heads h) and (kv_heads h); or NULL */
+    const float *sinks;           /* (heads) or NULL */
+    float *out;                   /* (count, heads v) */
+} attention;
+
+/* How a pass is cut into jobs, and its working memory. */
+typedef struct {
+    int64_t jobs;   /* of attend */
+    int64_t merges; /* of merge, to be done after all of attend; 0: attend leaves nothing to merge */
+    size_t bytes;   /* of working memory, to be 64-byte aligned */
+    /* The rest is the kernels' own. */
+    void *memory;
+    int64_t tile_rows, tiles, blocks, split;
+    size_t queries_at, tiles_at, busy_at, partials_at, slots_at, slot_bytes;
+} attention_plan;
+
+typedef struct {
+    const char *name;
+    /* Normalises, rotates and transforms rows first..last-1: queries into working memory, keys and values into the
+     * pages, quantized. All rows are written before any attends. */
+    void (*write)(const attention *a, const attention_plan *plan, int64_t first, int64_t last);
+    /* Does job 0..jobs-1, in any order and on any threads. */
+    void (*attend)(const attention *a, const attention_plan *plan, int64_t job);
+    /* Does merge 0..merges-1, likewise. */
+    void (*merge)(const attention *a, const attention_plan *plan, int64_t job);
+} attention_path;
+
+/* Bytes of keys, or of values, of one head in a page: a multiple of 64. */
+int64_t attention_key_bytes(int32_t type, int32_t key_size);
+int64_t attention_value_bytes(int32_t type, int32_t value_size);
+
+static inline int64_t attention_head_bytes(const attention *a) {
+    return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
+}
+
+/* Bytes of cache that the rows of a pass read, every time they do: what a caller weighs threads by. */
+int64_t attention_cost(const attention *a);
+/* A pass cut into at most `wanted` jobs. Its memory is still to be given. */
+attention_plan attention_plan_of(const attention *a, int64_t wanted);
+/* Gives a plan its memory, plan->bytes of it, before the first write. */
+void attention_start(const attention *a, attention_plan *plan, void *memory);
+
+/* The functions for an instruction set: its own, or the portable ones. */
+const attention_path *attention_path_of(const lowbit_isa *isa);
+
+extern const attention_path attention_portable;
+
+#ifdef __cplusplus
+}
+#endif
+#endif
