@@ -126,10 +126,10 @@ def _keys(part: NDArray[np.uint8], kind: int, size: int) -> Doubles:  # (64, siz
         values = part[: _key_bytes(kind, size)].view(np.float32 if kind == 0 else np.float16)
         return values[(tile * size + c) * 16 + lane].astype(np.float64)
     if kind == 2:
-        codes = part[((tile * -(-size // 4) + c // 4) * 16 + lane) * 4 + c % 4].view(np.int8)
-        return codes * _scales(part[PAGE * 4 * -(-size // 4) :])
+        whole = part[((tile * -(-size // 4) + c // 4) * 16 + lane) * 4 + c % 4].view(np.int8)
+        return _scaled(whole, part[PAGE * 4 * -(-size // 4) :])
     bytes_ = part[((tile * -(-size // 8) + c // 8) * 16 + lane) * 4 + c % 4]
-    codes = bytes_ >> np.where(c % 8 < 4, 0, 4).astype(np.uint8) & np.uint8(15)
+    codes: NDArray[np.uint8] = bytes_ >> np.where(c % 8 < 4, 0, 4).astype(np.uint8) & np.uint8(15)
     return _grouped(codes, part[PAGE * 4 * -(-size // 8) :])
 
 
@@ -139,23 +139,25 @@ def _values(part: NDArray[np.uint8], kind: int, size: int) -> Doubles:  # (64, s
         values = part[: _value_bytes(kind, size)].view(np.float32 if kind == 0 else np.float16)
         return values.reshape(PAGE, padded)[:, :size].astype(np.float64)
     if kind == 2:
-        codes = part[: PAGE * padded].view(np.int8).reshape(PAGE, padded)[:, :size]
-        return codes * _scales(part[PAGE * padded :])
+        whole = part[: PAGE * padded].view(np.int8).reshape(PAGE, padded)[:, :size]
+        return _scaled(whole, part[PAGE * padded :])
     run = np.where(c // 32 * 32 + 32 <= padded, 32, 16)
     within = c - c // 32 * 32
     bytes_ = part[: PAGE * padded // 2].reshape(PAGE, padded // 2)[:, c // 32 * 16 + within % (run // 2)]
-    codes = bytes_ >> np.where(within < run // 2, 0, 4).astype(np.uint8) & np.uint8(15)
+    codes: NDArray[np.uint8] = bytes_ >> np.where(within < run // 2, 0, 4).astype(np.uint8) & np.uint8(15)
     return _grouped(codes, part[PAGE * padded // 2 :])
 
 
-def _scales(part: NDArray[np.uint8]) -> Doubles:  # (64, 1)
-    return part[: PAGE * 4].view(np.float32).astype(np.float64)[:, None]
+def _scaled(codes: NDArray[np.int8], part: NDArray[np.uint8]) -> Doubles:  # (64, size) -> (64, size)
+    scaled: Doubles = codes * part[: PAGE * 4].view(np.float32).astype(np.float64)[:, None]
+    return scaled
 
 
 def _grouped(codes: NDArray[np.uint8], part: NDArray[np.uint8]) -> Doubles:  # (64, size) -> (64, size)
     groups = np.arange(codes.shape[1]) // 32
     pairs = part[: PAGE * 4 * (groups[-1] + 1)].view(np.float16).astype(np.float64).reshape(PAGE, -1, 2)
-    return codes * pairs[:, groups, 0] + pairs[:, groups, 1]
+    scaled: Doubles = codes * pairs[:, groups, 0] + pairs[:, groups, 1]
+    return scaled
 
 
 def hadamard_size(size: int) -> int:
@@ -166,18 +168,20 @@ def hadamard_size(size: int) -> int:
 def turned(rows: NDArray[np.floating], kind: int) -> Doubles:  # (..., size) -> (..., size)
     """Rows as their type stores them, by the transform's matrix; its own inverse."""
     size = hadamard_size(rows.shape[-1]) if kind >= 2 else 1
-    matrix = np.ones((1, 1))
+    matrix: Doubles = np.ones((1, 1))
     while len(matrix) < size:
-        matrix = np.kron([[1, 1], [1, -1]], matrix)
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     blocks = rows.astype(np.float64).reshape(*rows.shape[:-1], -1, size)
-    return (blocks @ matrix / np.sqrt(size)).reshape(rows.shape)
+    result: Doubles = (blocks @ matrix / np.sqrt(size)).reshape(rows.shape)
+    return result
 
 
 def _normed(rows: Doubles, weight: Floats | None, epsilon: float) -> Doubles:  # (heads, h)
     if weight is None:
         return rows
     shaped = rows.reshape(-1, weight.size)
-    return (shaped / np.sqrt(np.mean(shaped**2, axis=1, keepdims=True) + epsilon) * weight).reshape(rows.shape)
+    normed: Doubles = shaped / np.sqrt(np.mean(shaped**2, axis=1, keepdims=True) + epsilon) * weight
+    return normed.reshape(rows.shape)
 
 
 def _rotated(rows: Doubles, shape: Shape, cos: Doubles, sin: Doubles) -> Doubles:  # (heads, h), (rotary / 2,)

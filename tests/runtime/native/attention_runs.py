@@ -82,7 +82,8 @@ class Node:
 
 
 def _tables(pages: NDArray[np.int32], nodes: Sequence[Node]) -> Tables:
-    rows, extras = [], []
+    rows: list[tuple[int, int, int, int]] = []
+    extras: list[int] = []
     for node in nodes:
         prefix = next((i for i, slot in enumerate(node.path) if slot != i), len(node.path))
         rows.append((node.sequence, prefix, len(extras), len(node.path) - prefix))
@@ -95,8 +96,8 @@ class Runner:
 
     def __init__(self, kernel: NativeKernel, shape: Shape, weights: Weights | None = None, threads: int = 1) -> None:
         self.shape, self.weights = shape, weights or Weights()
-        given = {name: value for name, value in vars(self.weights).items() if value is not None}
-        known = {name: given.pop(name) for name in ("q_norm", "k_norm", "sinks") if name in given}
+        given: dict[str, NDArray[Any]] = {name: w for name, w in vars(self.weights).items() if w is not None}
+        known: dict[str, NDArray[Any]] = {n: given.pop(n) for n in ("q_norm", "k_norm", "sinks") if n in given}
         self._given = given
         types = self._inputs(Store.of(Layout(0, 0, ((1, 1, 1),)), 1, 1), _tables(np.zeros((1, 1), np.int32), []))
         model = make_model("Attention", NAMES, types, known, **attributes(shape))
