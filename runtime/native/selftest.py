@@ -160,10 +160,13 @@ def _attention_pass(kind: int) -> tuple[AttentionPass, NDArray[np.uint8]]:
     return given, pool
 
 
-def _attend(
-    binding: Binding, isa: str, kind: int
-) -> tuple[Floats, NDArray[np.uint8]]:  # (2, _HEADS * _VALUE), (bytes,)
-    """The results of a pass, and the pool after it."""
+def _attends_alike(binding: Binding, isa: str, kind: int) -> bool:
+    (y, pool), (wanted, wanted_pool) = (_attend(binding, name, kind) for name in (isa, "portable"))
+    return np.array_equal(y, wanted) and np.array_equal(pool, wanted_pool)
+
+
+def _attend(binding: Binding, isa: str, kind: int) -> tuple[Floats, NDArray[np.uint8]]:
+    """The results (2, _HEADS * _VALUE) of a pass, and the pool after it."""
     given, pool = _attention_pass(kind)
     return binding.attend(isa, given, pool, jobs=2), pool
 
