@@ -68,7 +68,7 @@ static OrtStatus *open_inputs(node *op) {
         return ort_fail(base, "cos, sin and rotary_dim belong together");
     if ((in[Q_NORM].given || in[K_NORM].given) && !(op->sizes.norm_epsilon > 0))
         return ort_fail(base, "a norm needs the attribute norm_epsilon");
-    return NULL;
+    return ort_expect(base, SINKS, op->sizes.heads);
 }
 
 static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {

@@ -229,15 +229,17 @@ def attend(
 ) -> Doubles:  # (S, heads v)
     """The attention of every row over what the pool holds after the pass."""
     results = []
+    used = sorted(set(tables.pages[tables.pages >= 0].tolist()))
+    place = np.full(max(used) + 1, -1)
+    place[used] = np.arange(len(used))
+    heads = [[layout.head(pool, page, shape.layer, kv) for page in used] for kv in range(shape.kv_heads)]
+    held = [(np.stack([k for k, _ in parts]), np.stack([v for _, v in parts])) for parts in heads]
     for row, query in enumerate(queries):
         path = tables.path(row)
         seen = path[max(0, len(path) - shape.window) :] if shape.window else path
         pages, at = tables.places(row, seen)
         for head, q in enumerate(turned(query, layout.key_type)):
-            kv_head = head // (shape.heads // shape.kv_heads)
-            parts = {page: layout.head(pool, page, shape.layer, kv_head) for page in set(pages.tolist())}
-            keys = np.stack([parts[page][0][p] for page, p in zip(pages.tolist(), at, strict=True)])
-            values = np.stack([parts[page][1][p] for page, p in zip(pages.tolist(), at, strict=True)])
+            keys, values = (part[place[pages], at] for part in held[head // (shape.heads // shape.kv_heads)])
             scores = keys @ q * shape.factor
             if shape.softcap:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
