@@ -53,14 +53,14 @@ def agrees_with_portable(binding: Binding, isa: str) -> bool:
     """Whether an instruction set gives the bits of the portable path, for every number of rows."""
     if not all(_same(binding, isa, case) for case in _cases()):
         return False
-    return all(_attends_alike(binding, isa, kind) for kind in range(len(_ROUNDING)))
+    return all(_attends_alike(binding, isa, given, pool) for given, pool, _ in _attention_cases())
 
 
 def portable_is_right(binding: Binding) -> bool:
     """Whether the portable path gives what numpy does, up to the rounding of sums."""
     if not all(_close(binding, case) for case in _cases()):
         return False
-    return all(_attends(binding, kind, loss) for kind, loss in enumerate(_ROUNDING))
+    return all(_attends(binding, given, pool, loss) for given, pool, loss in _attention_cases())
 
 
 def _same(binding: Binding, isa: str, case: _Case) -> bool:
@@ -141,45 +141,43 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
     return dense
 
 
-def _attention_pass(kind: int) -> tuple[AttentionPass, NDArray[np.uint8]]:
-    """Two rows of a sequence and a pool: one sees two pages and a branch, the other itself alone."""
+def _attention_cases() -> Iterator[tuple[AttentionPass, NDArray[np.uint8], float]]:
+    """A pass, a pool and what may be lost, for each type: one row sees two pages and a branch, one itself alone."""
     pages, rows = np.array([[1, 0]], np.int32), np.array([[0, _BEHIND, 0, 2], [0, 1, 0, 0]], np.int32)
     qkv = _floats(2 * (_HEADS * _KEY + _KEY + _VALUE)).reshape(2, -1) - np.float32(0.5)
-    angles = _floats(_ROTARY).reshape(2, -1)
-    memory = np.empty(2 * _PAGE_BYTES + 64, np.uint8)
-    pool = memory[-memory.ctypes.data % 64 :][: 2 * _PAGE_BYTES]
-    if kind:  # halves from 0.5 to 1, whose bytes are finite numbers in every type
-        pool.view(np.uint16)[:] = np.resize((_bytes(997).astype(np.uint16) << 2) + np.uint16(0x3800), _PAGE_BYTES)
-    else:
-        pool.view(np.float32)[:] = np.resize(_floats(997) - np.float32(0.5), _PAGE_BYTES // 2)
-    given = AttentionPass(
-        *(_HEADS, 1, _KEY, _VALUE, (kind, kind, _PAGE_BYTES, 0), pages, rows, np.array([71, 75], np.int32), qkv),
-        *(np.array([1, 0], np.int64), np.cos(angles), np.sin(angles), _ROTARY),
-        softcap=_SOFTCAP,
-    )
-    return given, pool
+    angles, numbers = _floats(_ROTARY).reshape(2, -1), np.resize(_floats(997) - np.float32(0.5), _PAGE_BYTES // 2)
+    # Halves from 0.5 to 1, whose bytes are finite numbers in every type.
+    halves = np.resize((_bytes(997).astype(np.uint16) << 2) + np.uint16(0x3800), _PAGE_BYTES)
+    cos, sin = np.cos(angles), np.sin(angles)
+    for kind, loss in enumerate(_ROUNDING):
+        given = AttentionPass(
+            *(_HEADS, 1, _KEY, _VALUE, (kind, kind, _PAGE_BYTES, 0), pages, rows, np.array([71, 75], np.int32), qkv),
+            *(np.array([1, 0], np.int64), cos, sin, _ROTARY),
+            softcap=_SOFTCAP,
+        )
+        yield given, (halves if kind else numbers).view(np.uint8), loss
 
 
-def _attends_alike(binding: Binding, isa: str, kind: int) -> bool:
-    (y, pool), (wanted, wanted_pool) = (_attend(binding, name, kind) for name in (isa, "portable"))
-    return np.array_equal(y, wanted) and np.array_equal(pool, wanted_pool)
+def _attend(binding: Binding, isa: str, given: AttentionPass, before: NDArray[np.uint8]) -> tuple[Floats, Floats]:
+    """The results (2, _HEADS, _VALUE) of a pass, and the pool after it, which begins as it must in memory."""
+    memory = np.empty(before.size + 64, np.uint8)
+    pool = memory[-memory.ctypes.data % 64 :][: before.size]
+    pool[:] = before
+    return binding.attend(isa, given, pool, jobs=2).reshape(2, _HEADS, _VALUE), pool.view(np.float32)
 
 
-def _attend(binding: Binding, isa: str, kind: int) -> tuple[Floats, NDArray[np.uint8]]:
-    """The results (2, _HEADS * _VALUE) of a pass, and the pool after it."""
-    given, pool = _attention_pass(kind)
-    return binding.attend(isa, given, pool, jobs=2), pool
+def _attends_alike(binding: Binding, isa: str, given: AttentionPass, pool: NDArray[np.uint8]) -> bool:
+    mine, portable = (_attend(binding, name, given, pool) for name in (isa, "portable"))
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(mine, portable, strict=True))
 
 
-def _attends(binding: Binding, kind: int, loss: float) -> bool:
+def _attends(binding: Binding, given: AttentionPass, before: NDArray[np.uint8], loss: float) -> bool:
     """Whether a row that sees itself gives its value, and in float32 the other one the softmax of all it sees."""
-    given, _ = _attention_pass(kind)
-    y, pool = _attend(binding, "portable", kind)
-    results = y.reshape(2, _HEADS, _VALUE)
+    results, pool = _attend(binding, "portable", given, before)
     right = bool(np.abs(results[1] - given.qkv[1, -_VALUE:]).max() <= loss)
-    if kind or not right:
+    if given.layout[0] or not right:
         return right
-    numbers = pool.view(np.float32).reshape(2, -1)[::-1]  # pages in the order of the sequence
+    numbers = pool.reshape(2, -1)[::-1]  # pages in the order of the sequence
     keys = numbers[:, : _PAGE * _KEY].reshape(2 * _PAGE // 16, _KEY, 16).transpose(0, 2, 1).reshape(-1, _KEY)
     values = numbers[:, _PAGE * _KEY :][:, : _PAGE * 32].reshape(-1, 32)[:, :_VALUE]
     seen = [*range(_BEHIND), *given.extras]
