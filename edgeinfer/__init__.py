@@ -51,13 +51,11 @@ if TYPE_CHECKING:
     from edgeinfer.tools import Divergence as Divergence
     from edgeinfer.tools import Evaluation as Evaluation
     from edgeinfer.tools import TuneResult as TuneResult
-    from edgeinfer.tools import calibrate_kv as calibrate_kv
     from edgeinfer.tools import evaluate, list_devices
     from edgeinfer.tools import forget_tuning as forget_tuning
     from edgeinfer.tools import measure_device as measure_device
     from edgeinfer.tools import measure_kv as measure_kv
     from edgeinfer.tools import tune_device as tune_device
-    from edgeinfer.tools import tune_kv as tune_kv
 
 __all__ = [
     "AsyncTokenStream",

@@ -46,7 +46,7 @@ DEVICES = (
 )  # fmt: skip
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
-ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "int8", "int4")
+ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
 GGUF_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "q8_0", "q4_0")
 KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.

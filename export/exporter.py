@@ -6,26 +6,24 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle import (
-    LAYOUTS,
+    NATIVE,
     PORTABLE,
     WEIGHTS,
     Capabilities,
-    DecoderSpec,
     Layout,
     Manifest,
     TensorEntry,
     seal,
     write_bundle,
 )
-from edgeinfer.bundle.kv_types import KV
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
 from edgeinfer.bundle.manifest import capabilities_in
-from edgeinfer.bundle.tables import Outline, convert_table, lay_out
+from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.graph.decoder import build_decoder_graph
+from edgeinfer.export.graph.decoder import decoder_graphs, graph_layouts
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
@@ -86,17 +84,19 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
         tensors, layout = _table(described, weights.quant, config.layout)
+        paged = NATIVE in graph_layouts(tensors, layout)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx",
             geometry=spec.geometry,
             parameters=stored.parameters,
-            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe),
+            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe, paged=paged),
             decoder=spec,
             tensors=tensors,
             layout=layout,
             layout_version=LAYOUT_VERSIONS[layout],
+            paged=paged,
             exits=tuple(range(1, spec.num_layers + 1)),
             export=config.options,
             plan=weights.record(),
@@ -105,7 +105,8 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             sidecar.write(work)
             with (work / WEIGHTS).open("wb") as file:
                 write_weights(file, spec, planned, tensors[: len(plans)], weights, progress)
-            _write_graphs(work, spec, tensors, layout)
+            for name, graph in decoder_graphs(spec, tensors, layout).items():
+                (work / name).write_bytes(graph)
             seal(work, manifest)
     return out
 
@@ -117,14 +118,3 @@ def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[t
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
     return lay_out(outlines, layout), layout
-
-
-def _write_graphs(work: Path, spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> None:
-    """Writes the graphs of the stored layout, and of the other where anything is quantized, one per type of cache."""
-    layouts = LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
-    for layout in layouts:
-        table = tensors if layout == stored else convert_table(tensors, layout)
-        tensors_by_name, weights = {t.name: t for t in table}, weights_name(stored, layout)
-        for kv in KV.values():
-            graph = build_decoder_graph(spec, tensors_by_name, weights, layout, kv)
-            (work / model_name(stored, layout, kv.name)).write_bytes(graph.SerializeToString(deterministic=True))

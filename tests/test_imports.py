@@ -55,8 +55,7 @@ ALLOWED = {
     # How much memory this machine has decides what is fetched.
     "edgeinfer.hub": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system"},
     # The process that converts a checkpoint when it is first asked for; whoever runs a model imports no maker.
-    "edgeinfer.tools.conversion": CORE
-    | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export", "edgeinfer.tools.kv_calibration"},
+    "edgeinfer.tools.conversion": CORE | {"edgeinfer.hub", "edgeinfer.runtime.system", "edgeinfer.export"},
     # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.

@@ -1,8 +1,9 @@
-"""Measures what quantized KV caches do to a model's predictions.
+"""Measures what smaller KV caches do to a model's predictions.
 
 The model reads the same stories with each type of cache. Measured are perplexity and how often
 the most likely next token is that of the float32 cache; of a passage given twice, how many tokens of the second time
-are foreseen; and how far each layer's attention is from that over a float32 cache.
+are foreseen; the same of a needle, a short passage somewhere in a context that is full of stories, begun again at its
+end; and how far each layer's attention is from that over a float32 cache.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from edgeinfer.config import ONNX_KV_TYPES, KvType
 
 __all__ = ["KVQuality", "compare_caches"]
 
+_PLAIN: KvType = "float32"
 # Tokens of a repeated passage that are given before the model has to foresee the rest of it.
 _HINT = 8
+# Tokens of a needle that are to be foreseen after the hint, and where needles lie, in shares of the context.
+_NEEDLE = 24
+_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class KVQuality:
         copied: share of a repeated passage's tokens that are the most likely ones.
         attention_error: root mean square over layers of the relative error of attention's output.
         worst_layer: the largest of these errors.
+        needle: share of the tokens of needles that are the most likely ones, behind `needle_context` tokens.
     """
 
     model: str
@@ -45,6 +51,8 @@ class KVQuality:
     worst_layer: float
     tokens: int
     copied_tokens: int
+    needle: float
+    needle_context: int
 
 
 @dataclass(frozen=True)
@@ -54,18 +62,20 @@ class _Reading:
     logprobs: NDArray[np.float64]  # (N,)
     best: NDArray[np.int64]  # (N,)
     copies: NDArray[np.bool_]  # (C,), whether the most likely token was the passage's
+    needles: NDArray[np.bool_]  # (N,), whether it was the needle's
+    context: int
 
 
 def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]:
     """Reads the stories with every type of cache, float32 first.
 
     Raises:
-        UsageError, ModelError: the model has no graphs or no scales for quantized caches, or cannot be loaded.
+        UsageError, ModelError: the model has float32 caches alone, or cannot be loaded.
     """
     errors = {error.kv: error for error in edgeinfer.tools.measure_kv(model, stories)}
-    readings = {kv: _read(model, kv, stories) for kv in ONNX_KV_TYPES if kv == ONNX_KV_TYPES[0] or kv in errors}
+    readings = {kv: _read(model, kv, stories) for kv in ONNX_KV_TYPES if kv == _PLAIN or kv in errors}
     name = "tales" if model is None else Path(model).name
-    base, results = readings[ONNX_KV_TYPES[0]], []
+    base, results = readings[_PLAIN], []
     for kv, reading in readings.items():
         perplexity, plain = (float(np.exp(-each.logprobs.mean())) for each in (reading, base))
         result = KVQuality(
@@ -79,19 +89,22 @@ def compare_caches(model: str | None, stories: Sequence[str]) -> list[KVQuality]
             worst_layer=max(errors[kv].layers) if kv in errors else 0.0,
             tokens=len(reading.best),
             copied_tokens=len(reading.copies),
+            needle=float(reading.needles.mean()) if len(reading.needles) else 0.0,
+            needle_context=reading.context,
         )
         results.append(result)
     return results
 
 
 def _read(model: str | None, kv: KvType, stories: Sequence[str]) -> _Reading:
-    logprobs, best, copies = [], [], []
+    logprobs, best, copies, told_ids = [], [], [], []
     with edgeinfer.load(model, kv=kv, speculation="off") as loaded:
         begin = loaded.begin_ids
         for story in stories:
             ids = loaded.tokenize(story, parse_special=False)
             ids = ids if ids[: len(begin)] == begin else begin + ids
             told = ids[: loaded.context]
+            told_ids.append(told[len(begin) :])
             predicted, likely = _predict(loaded, told)
             logprobs.append(predicted)
             best.append(likely)
@@ -99,7 +112,28 @@ def _read(model: str | None, kv: KvType, stories: Sequence[str]) -> _Reading:
             _, likely = _predict(loaded, [*begin, *passage, *passage])
             second = len(begin) + len(passage) + _HINT
             copies.append(likely[second - 1 :] == np.array(passage[_HINT:]))
-    return _Reading(*(np.concatenate(parts) for parts in (logprobs, best, copies)))
+        needles = [_find_needle(loaded, told_ids, depth) for depth in _DEPTHS]
+        context = loaded.context
+    texts = np.concatenate(logprobs), np.concatenate(best)
+    return _Reading(*texts, np.concatenate(copies), np.concatenate(needles), context)
+
+
+def _find_needle(model: edgeinfer.Model, stories: Sequence[Sequence[int]], depth: float) -> NDArray[np.bool_]:  # (N,)
+    """Whether each token of a needle at so much of the context is foreseen; empty where the stories have none.
+
+    The needle is the middle of the last story, so that nothing near the end of the context tells it.
+    """
+    middle, length = stories[-1][len(stories[-1]) // 2 :], _HINT + _NEEDLE
+    needle = middle[:length]
+    room = model.context - len(model.begin_ids) - 2 * length
+    hay = [token for story in stories[:-1] for token in story][: max(room, 0)]
+    if len(needle) < length or not hay:
+        return np.zeros(0, np.bool_)
+    place = round(len(hay) * depth)
+    asked = [*model.begin_ids, *hay[:place], *needle, *hay[place:], *needle]
+    _, likely = _predict(model, asked)
+    foreseen: NDArray[np.bool_] = likely[-_NEEDLE:] == np.array(needle[_HINT:])
+    return foreseen
 
 
 def _predict(model: edgeinfer.Model, ids: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

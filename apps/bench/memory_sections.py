@@ -288,7 +288,9 @@ def chat_section(data: Any) -> Section:
 
 
 def kv_section(data: Any) -> Section:
-    """What quantized caches do to predictions."""
+    """What smaller caches do to predictions."""
+    # Results made before there were needles are shown without.
+    needles = all("needle" in each for each in data["caches"])
     rows = tuple(
         (
             f"{each['model']}, {each['kv']}",
@@ -296,12 +298,16 @@ def kv_section(data: Any) -> Section:
             f"{each['change']:+.3%}",
             f"{each['agreement']:.2%}",
             f"{each['copied']:.2%}",
+            *([f"{each['needle']:.1%} of {each['needle_context']}"] if needles else []),
             f"{each['attention_error']:.2%}",
         )
         for each in data["caches"]
     )
-    header = ("cache", "perplexity", "change", "same next token", "copied", "error of attention")
-    caption = "Caches in fewer bits; copied: tokens foreseen where a passage comes a second time"
+    needle = ("needle",) if needles else ()
+    header = ("cache", "perplexity", "change", "same next token", "copied", *needle, "error of attention")
+    caption = "Caches in fewer bits; copied: tokens foreseen where a passage comes a second time" + (
+        "; needle: of a short passage within so many tokens" if needles else ""
+    )
     facts = (("Tokens", str(data["caches"][0]["tokens"])), *run_facts(data))
     worst = tuple(
         (f"{each['model']}, {each['kv']}", f"{each['worst_layer']:.2%}")

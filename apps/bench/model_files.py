@@ -256,8 +256,7 @@ def expanded_bundle(checkpoint: Path, factor: int, folder: Path) -> Path:
     bundle = place / "bundle"
     if not bundle.is_dir():
         expand_checkpoint(checkpoint, place / "checkpoint", grown(TrainedCheckpoint(checkpoint).shape, factor))
-        options = ("--bits", "8", "--no-kv-scales")
-        run_builder(export_command(place / "checkpoint", bundle, options), env=child_environment())
+        run_builder(export_command(place / "checkpoint", bundle, ("--bits", "8")), env=child_environment())
     return bundle
 
 

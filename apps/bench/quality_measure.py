@@ -200,9 +200,6 @@ class _Bench:
                 options[options.index(CALIBRATION)] = str(text)
                 tokens = self.material.calibration_tokens
                 options += [] if tokens is None else ["--calibration-tokens", str(tokens)]
-            # Scales of caches take longest, and only quantized caches need them.
-            of_caches = {(each.source, each.export) for each in self.family.variants if each.kv}
-            options += [] if key in of_caches else ["--no-kv-scales"]
             self.made[key] = self.folder / str(len(self.made))
             _export(Path(str(variant.source)), self.made[key], options)
         return self.made[key]

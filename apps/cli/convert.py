@@ -1,11 +1,11 @@
-"""`edgeinfer convert`: a bundle in the other layout of weights, or a .gguf file in another type."""
+"""`edgeinfer convert`: a bundle in the other layout or with today's graphs, or a .gguf file in another type."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer import hub
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, progress_bar
@@ -20,16 +20,23 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "execute"]
 
-_DESCRIPTION = (
-    "Store a bundle's weights in the layout of the native kernel (native) or of ONNX Runtime's "
-    "operators (portable). The\nconversion is lossless. Every bundle runs wherever edgeinfer does: a "
-    "layout that the device cannot run is converted at\nloading time, and this command does it in "
-    "advance.\n\nA .gguf file is rewritten with another quantization type, or with fewer layers, which "
-    "makes a drafter. Quantizing a file\nthat is already quantized loses more than starting from "
-    "floats, and needs --requantize.\n\nexamples:\n  edgeinfer convert my-bundle my-portable-bundle "
-    "--to portable\n  edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M\n  edgeinfer "
-    "convert model.gguf drafter.gguf --prune-layers 9,10,12,13\n"
-)
+_DESCRIPTION = """\
+Store a bundle's weights in the layout of the native kernel (native) or of ONNX Runtime's operators (portable). The
+conversion is lossless. Every bundle runs wherever edgeinfer does: a layout that the device cannot run is converted at
+loading time, and this command does it in advance.
+
+Bundles of earlier versions run as they did. With --renew they get today's graphs: attention is faster in long
+conversations, and the KV cache can be float16, int8 or int4 without calibration. The weights stay as they are.
+
+A .gguf file is rewritten with another quantization type, or with fewer layers, which makes a drafter. Quantizing a file
+that is already quantized loses more than starting from floats, and needs --requantize.
+
+examples:
+  edgeinfer convert my-bundle my-portable-bundle --to portable
+  edgeinfer convert my-old-bundle my-bundle --renew
+  edgeinfer convert model-f16.gguf model-q4.gguf --type Q4_K_M
+  edgeinfer convert model.gguf drafter.gguf --prune-layers 9,10,12,13
+"""
 _GGUF = ".gguf"
 
 
@@ -39,6 +46,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("bundle", metavar="MODEL", help="bundle directory, hub id ORG/NAME, or a .gguf file")
     parser.add_argument("out", metavar="OUT", type=Path, help="bundle directory or .gguf file to make")
     parser.add_argument("--to", choices=LAYOUTS, help="layout to store, for bundles")
+    text = "write today's graphs, for bundles made by an earlier edgeinfer"
+    parser.add_argument("--renew", action="store_true", help=text)
     text = "quantization type, such as Q4_K_M, for .gguf files (default: every tensor keeps its own)"
     parser.add_argument("--type", metavar="TYPE", help=text)
     text = "layers to leave out, such as 3,4,5, for .gguf files"
@@ -69,11 +78,15 @@ def execute(args: argparse.Namespace) -> int:
     files = [args.out] if is_file else [file for file in args.out.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     if args.json:
-        made = {"file": str(args.out), "type": args.type} if is_file else {"bundle": str(args.out), "layout": args.to}
+        made = {"file": str(args.out), "type": args.type} if is_file else _made(args.out)
         print_json(made | {"bytes": size, "seconds": round(seconds, 3)})
     else:
         print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {args.out} PROMPT")
     return 0
+
+
+def _made(bundle: Path) -> dict[str, Any]:
+    return {"bundle": str(bundle), "layout": open_bundle(bundle).manifest.layout}
 
 
 def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None:
@@ -82,12 +95,27 @@ def _convert_bundle(args: argparse.Namespace, progress: Progress | None) -> None
             option = f"--{name.replace('_', '-')}"
             hint = "Name the .gguf file itself, or export a bundle again from its checkpoint."
             raise UsageError(f"{option} applies to .gguf files, and {args.bundle} is not one.", hint)
+    if args.renew and args.to is not None:
+        raise UsageError("--renew and --to cannot be used together.", "Renew the bundle first, then convert that.")
+    if args.renew:
+        _renew_bundle(args)
+        return
     if args.to is None:
-        raise UsageError("No layout was given.", f"Add --to {' or --to '.join(LAYOUTS)}.")
+        raise UsageError("No layout was given.", f"Add --to {' or --to '.join(LAYOUTS)}, or --renew.")
     convert_bundle(open_bundle(hub.resolve(args.bundle)), args.to, args.out, progress, replace_existing=args.force)
 
 
+def _renew_bundle(args: argparse.Namespace) -> None:
+    try:
+        from edgeinfer.export.renewal import renew_bundle
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) from error
+    renew_bundle(open_bundle(hub.resolve(args.bundle)), args.out, replace_existing=args.force)
+
+
 def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
+    if args.renew:
+        raise UsageError("--renew is for bundles; a .gguf file has no graphs.", "Use it as it is.")
     if args.to is not None:
         raise UsageError(
             "--to is for bundles; a .gguf file has only one layout.", "Choose a type, such as --type Q4_K_M."

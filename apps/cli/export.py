@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_facts, plan_rows
-from edgeinfer.apps.cli.output import Progress, print_json, print_note, print_table, progress_bar
+from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
-from edgeinfer.apps.cli.text_files import read_paragraphs
 from edgeinfer.bundle import PORTABLE, open_bundle
 from edgeinfer.config import format_size, parse_size
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -69,13 +67,9 @@ def add_parser(commands: Subparsers) -> None:
         "optimum-onnx (default: native)"
     )
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
-    text = (
-        "UTF-8 text for calibrating int8 and int4 KV caches, with empty lines between paragraphs "
-        "(default: text that the model writes)"
-    )
+    text = "accepted for older scripts, without effect: KV caches need no calibration"
     parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
-    text = "do not run the model afterwards to calibrate int8 and int4 KV caches; edgeinfer tune can do it later"
-    parser.add_argument("--no-kv-scales", dest="kv_scales", action="store_false", help=text)
+    parser.add_argument("--no-kv-scales", action="store_true", help=text)
     text = "print the bits of each kind of matrix; edgeinfer inspect shows them later"
     parser.add_argument("--show-plan", action="store_true", help=text)
     _add_static(parser)
@@ -201,10 +195,6 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     given |= args.prune_layers | _static_options(args)
     if args.format == "gguf":
-        if args.kv_calibration is not None:
-            raise UsageError(
-                "--kv-calibration does not apply to GGUF models.", "Their KV caches need no calibration; leave it out."
-            )
         types = tuple((pattern, _BITS_TYPES.get(said, said)) for pattern, said in args.bits_for)
         return given | {"format": args.format} | ({"types_for": types} if types else {})
     for pattern, said in args.bits_for:
@@ -227,10 +217,6 @@ def _static_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in given:
             raise UsageError(f"--static-{name} needs --static.", f"Add --static, or leave --static-{name} out.")
         return {}
-    if args.kv_calibration is not None:
-        raise UsageError(
-            "--kv-calibration does not apply to --static models.", "Their KV caches are float32; leave it out."
-        )
     return {"static": StaticOptions(**given)}
 
 
@@ -241,7 +227,9 @@ def execute(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     config = ExportConfig(**_options(args), force=args.force)
-    texts = None if args.kv_calibration is None else read_paragraphs(args.kv_calibration)
+    if args.kv_calibration is not None or args.no_kv_scales:
+        option = "--kv-calibration" if args.kv_calibration is not None else "--no-kv-scales"
+        print_note(f"{option} has no effect: int8 and int4 KV caches need no calibration any more.")
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
     with progress_bar(enabled=not args.json) as progress:
@@ -249,8 +237,6 @@ def execute(args: argparse.Namespace) -> int:
             bundle = export_checkpoint(source, args.out, config, progress)
         except ModuleNotFoundError as error:
             raise missing_extra(error) from error
-        if args.kv_scales and args.format == "onnx" and config.exporter == "native" and config.static is None:
-            _calibrate(bundle, texts, progress)
     seconds = time.perf_counter() - start
     size = sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
     manifest = open_bundle(bundle).manifest if args.show_plan else None
@@ -262,11 +248,3 @@ def execute(args: argparse.Namespace) -> int:
             print_table(plan_rows(manifest), header=PLAN_HEADER)
         print_note(f"Wrote {format_size(size)} in {seconds:.1f} s. Run it: edgeinfer run -m {bundle} PROMPT")
     return 0
-
-
-def _calibrate(bundle: Path, texts: list[str] | None, progress: Progress | None) -> None:
-    """Adds scales for quantized caches; a model that cannot run here goes without."""
-    try:
-        edgeinfer.tools.calibrate_kv(bundle, texts, progress=progress)
-    except EdgeInferError as error:
-        print_note(f"Skipped the calibration of int8 and int4 KV caches: {error.message} {error.hint}")

@@ -111,7 +111,8 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     ]
     if bundle.header is None:
         rows.insert(5, ("layout", manifest.layout))
-        rows.insert(7, ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token"))
+        kinds = ", ".join(bundle.kv_types(manifest.layout))
+        rows.insert(7, ("KV cache", f"{geometry.kv_bytes_per_token():,} bytes per token in float32; types {kinds}"))
     if manifest.static is not None:
         rows.append(("shapes", _shapes(manifest.static)))
     plan = manifest.plan

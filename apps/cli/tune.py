@@ -24,8 +24,8 @@ __all__ = ["add_parser", "execute"]
 _DESCRIPTION = (
     "Find the fastest settings for a model on this device and keep those that are clearly faster "
     "than the defaults: number\nand placement of threads, prompt tokens per pass, where the weights "
-    "are kept, and layers to skip while drafting. Also\ncalibrate int8 and int4 KV caches if the "
-    "bundle has no scales for them. Options given here, such as -t, are not tuned.\n\nexamples:\n  "
+    "are kept, and layers to skip while drafting.\nOptions given here, such as -t, are "
+    "not tuned.\n\nexamples:\n  "
     "edgeinfer tune -m my-bundle --text prompts.txt\n  edgeinfer tune -m my-bundle --draft-model "
     "my-small-bundle --skip --entropy\n"
 )
@@ -69,11 +69,10 @@ def execute(args: argparse.Namespace) -> int:
         return _tune_compute(args, options, prompts)
     device = _tune_device(args, options)
     layers = _tune_layers(args, options, prompts, device)
-    with progress_bar() as bar:
-        scales = edgeinfer.tools.tune_kv(args.model, prompts, **({} if bar is None else {"progress": bar}))
     if args.json:
         found = {} if layers is None else _layer_facts(layers)
-        print_json(found | {"device": None if device is None else _device_facts(device), "kv_scales": scales})
+        # Caches once needed calibration, which this command did; scripts may still look for the field.
+        print_json(found | {"device": None if device is None else _device_facts(device), "kv_scales": False})
         return 0
     if device is not None:
         _print_device(device, args.out)
@@ -81,8 +80,6 @@ def execute(args: argparse.Namespace) -> int:
         _print_layers(layers)
     else:
         print_table([("layers that draft", "none, as this backend cannot skip layers")])
-    if scales:
-        print_note("Calibrated int8 and int4 KV caches for this model and kept the result for this user.")
     return 0
 
 

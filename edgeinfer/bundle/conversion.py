@@ -84,14 +84,14 @@ def convert_bundle(
     _require_other(bundle, layout)
     bundle.verify()
     manifest, stored = bundle.manifest, bundle.manifest.layout
-    graphs = [(reads, kv) for reads in (stored, layout) for kv in bundle.kv_types(reads)]
-    changed = {WEIGHTS, *(model_name(stored, reads, kv) for reads, kv in graphs)}
+    graphs = bundle.graphs
+    changed = {WEIGHTS, *graphs}
     with write_bundle(out, replace_existing=replace_existing) as work:
         for name in manifest.files.keys() - changed:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(bundle.path / name, work / name)
-        for reads, kv in graphs:
-            graph = bundle.model_file(reads, kv).read_bytes()
+        for name, (reads, kv) in graphs.items():
+            graph = bundle.file(name).read_bytes()
             moved = relocate(graph, weights_name(stored, reads), weights_name(layout, reads))
             (work / model_name(layout, reads, kv)).write_bytes(moved)
         with (work / WEIGHTS).open("wb") as file:

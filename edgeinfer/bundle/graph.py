@@ -1,17 +1,17 @@
-"""The names and meanings of the ONNX graph's inputs and outputs, shared by who writes the graph and who runs it.
+"""The names and meanings of the ONNX graphs' inputs and outputs, shared by who writes a graph and who runs it.
+
+A bundle has a native graph, whose attention (`edgeinfer.Attention`) reads and writes pages of a pool, and a portable
+one, whose attention is `GroupQueryAttention` over one buffer per layer. Native graphs of bundles made before there was
+the former (`Manifest.paged` is false) attend as the portable one does, with others beside them for quantized caches.
 
 Symbols: S new tokens of a pass, T tokens including the past, C KV capacity, P rotary rows (>= T), R logit rows,
-D hidden size, V vocabulary, L layers, H key/value heads, h head dimension, E experts of a layer, K of a token.
+D hidden size, V vocabulary, L layers, H key/value heads, h head dimension, E experts of a layer, K of a token;
+of the paged cache B bytes of the pool, N sequences of a pass, G pages of the longest of them, X path slots (>= 1).
 
-inputs
+inputs of every graph
   input_ids              int64   (1, S)
   position_ids           int64   (1, S)          rotary position of each new token
   cos_cache, sin_cache   float32 (P, rope.dim/2) rotary tables; made by the runtime for the context it planned
-  attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
-  window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
-                                                 an input only of models that have such layers
-  seqlens_k              int32   (1,)            T - 1
-  total_sequence_length  int32   ()              T
   layer_mask             bool    (2 L,)          [2i] attention of layer i runs, [2i+1] its MLP runs
   hidden_in              float32 (1, Sh, D)      enters the first layer instead of the embeddings when use_hidden
   use_hidden             bool    (1,)            Sh = S when true; Sh is free when false
@@ -24,18 +24,34 @@ inputs
                                                  inputs only of models with a mixture of experts
   expert_bias            float32 (L, E)          added to what a router chooses by: 0, or -1e9 for an expert that may
                                                  not be chosen; weights are those of the chosen as DecoderSpec says
-  past_key.{i}, past_value.{i}        float32 (1, H, C, h); in graphs of a quantized cache int8 (1, H, C, h), or for
-                                      int4 uint8 (1, H, C, h / 2), as edgeinfer.bundle.kv_types lays them out
-  k_scale.{i}, v_scale.{i}            float32 (H h,)  of each channel, inputs only of graphs of a quantized cache
+inputs of a paged graph; a slot is the index of a row in its sequence and lies in page slot // PAGE_SLOTS of it. A row
+attends to its path: the first n slots of its sequence, then some further ones, the last of all its own
+  kv_pool                uint8   (B,)            all pages; written in place before any row of a layer attends
+  kv_layout              int64   (3 + L,)        type of keys, type of values (edgeinfer.bundle.kv_types.PAGED_KV),
+                                                 bytes of a page, where each layer begins in it
+  kv_pages               int32   (N, G)          page of the pool that holds each PAGE_SLOTS slots of each sequence; -1
+                                                 where there is none yet
+  rows                   int32   (S, 4)          of each new token: sequence, n, where its further slots begin in
+                                                 path_slots, and how many they are
+  path_slots             int32   (X,)            further slots, ascending for each row and none below its n
+inputs of a graph that is not paged
+  attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
+  window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
+                                                 an input only of models that have such layers
+  seqlens_k              int32   (1,)            T - 1
+  total_sequence_length  int32   ()              T
+  past_key.{i}, past_value.{i}        float32 (1, H, C, h); in old graphs of a quantized cache int8 (1, H, C, h), or
+                                      for int4 uint8 (1, H, C, h / 2), as edgeinfer.bundle.kv_types lays them out
+  k_scale.{i}, v_scale.{i}            float32 (H h,)  of each channel, inputs only of such graphs
 outputs
   logits                 float32 (R, V)
   hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
   expert_ids             int64   (L, S, K)       experts of each token by falling score; -1 in layers that have none
                                                  or are masked, and for weights of zero; an output only of models
                                                  with a mixture of experts
-  present_key.{i}, present_value.{i}  as the past        bound to the buffer of the past
+  present_key.{i}, present_value.{i}  as the past        bound to the buffer of the past; not of a paged graph
 
-A masked attention block leaves the hidden states and the KV buffer as they are; a masked MLP leaves the hidden states.
+A masked attention block leaves the hidden states, and pool or KV buffer, as they are; a masked MLP the hidden states.
 """
 
 from __future__ import annotations
@@ -49,12 +65,18 @@ __all__ = [
     "HIDDEN_IN",
     "HIDDEN_OUT",
     "INPUT_IDS",
+    "KV_LAYOUT",
+    "KV_PAGES",
+    "KV_POOL",
     "LAYER_MASK",
     "LOGITS",
     "LOGIT_ROWS",
     "NATIVE_DOMAIN",
+    "PAGE_SLOTS",
+    "PATH_SLOTS",
     "PLANES",
     "POSITION_IDS",
+    "ROWS",
     "SEQLENS_K",
     "SIN_CACHE",
     "TOTAL_LENGTH",
@@ -78,14 +100,21 @@ LAYER_MASK = "layer_mask"
 HIDDEN_IN = "hidden_in"
 USE_HIDDEN = "use_hidden"
 LOGIT_ROWS = "logit_rows"
+KV_POOL = "kv_pool"
+KV_LAYOUT = "kv_layout"
+KV_PAGES = "kv_pages"
+ROWS = "rows"
+PATH_SLOTS = "path_slots"
 PLANES = "planes"
 EXPERT_COUNT = "expert_count"
 EXPERT_BIAS = "expert_bias"
 EXPERT_IDS = "expert_ids"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
-# Operators of the native layout, LinearLowBit, EmbeddingLowBit and MoELowBit, version 1.
+# Operators of the native layout, LinearLowBit, EmbeddingLowBit, MoELowBit and Attention, version 1.
 NATIVE_DOMAIN = "edgeinfer"
+# Slots of a page.
+PAGE_SLOTS = 64
 # Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
 # counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.
 TREE_ROWS = 256

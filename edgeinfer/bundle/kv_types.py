@@ -26,6 +26,7 @@ __all__ = [
     "FLOAT32",
     "KV",
     "LLAMA_KV",
+    "PAGED_KV",
     "QUANTIZED_KV",
     "KVType",
     "find_kv_type",
@@ -137,6 +138,8 @@ LLAMA_KV: dict[str, KVType] = {
         KVType("q4_0", "uint8", 4, blocks=True),
     )
 }
+# Those of a paged cache, which makes scales as rows are written; the place of a type is its number in `kv_layout`.
+PAGED_KV = (FLOAT32, FLOAT16, "int8", "int4")
 
 
 def find_kv_type(name: str) -> KVType:

@@ -5,9 +5,8 @@ portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and
 
 `weights.bin` holds one of these two, the stored layout, and `model.onnx` is the graph that reads it. A bundle with
 quantized weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that
-needs it (edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Beside each graph lie
-others of the same weights, one for each quantized type of edgeinfer.bundle.kv_types that its cache may have:
-`model.kv-int8.onnx`.
+needs it (edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Bundles made before the
+cache was paged have others beside each graph, one for each quantized type of cache: `model.kv-int8.onnx`.
 
 static: columns of edgeinfer.bundle.static_layout, which DequantizeLinear reads, and the graphs of
 edgeinfer.bundle.static_graph beside them. A bundle has no other layout then, and is not converted.

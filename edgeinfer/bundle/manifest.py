@@ -15,18 +15,14 @@ A tied head is listed with the embedding's own blobs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import sys
-import types
-import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
+from edgeinfer.bundle.manifest_json import DAMAGED, read, require
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.plan_record import PlanRecord
@@ -48,8 +44,9 @@ __all__ = [
 ]
 
 FORMAT = "edgeinfer-bundle"
-FORMAT_VERSION = 2
-_DAMAGED = "The bundle is damaged or was edited by hand; export or download it again."
+# 3 brought paged graphs (`Manifest.paged`); bundles of version 2 are read as before.
+FORMAT_VERSION = 3
+_READ_VERSIONS = (2, FORMAT_VERSION)
 
 # What a quantized matrix is stored as in each layout; the names are fields of TensorEntry.
 PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
@@ -58,11 +55,6 @@ PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
     STATIC: static_parts,
 }
 _ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "uint8": 1, "uint16": 2}
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise BundleError(f"Manifest: {what}.", _DAMAGED)
 
 
 @dataclass(frozen=True)
@@ -74,8 +66,8 @@ class Blob:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(self.dtype in _ITEM_BYTES, f"dtype {self.dtype!r} is unknown")
-        _require(self.offset >= 0 and all(d > 0 for d in self.shape), f"blob {self.offset}, {self.shape} is impossible")
+        require(self.dtype in _ITEM_BYTES, f"dtype {self.dtype!r} is unknown")
+        require(self.offset >= 0 and all(d > 0 for d in self.shape), f"blob {self.offset}, {self.shape} is impossible")
 
     @property
     def size(self) -> int:
@@ -115,26 +107,26 @@ class TensorEntry:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        _require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
+        require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
         halves = len(self.shape) == 2 and self.shape[0] % 2 == 0 and not self.transposed
-        _require(halves or not self.interleaved, f"{self.name} has no halves to interleave")
+        require(halves or not self.interleaved, f"{self.name} has no halves to interleave")
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
-            _require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
-            _require(len(self.blobs) == 1 and not self.paired, f"{self.name} has parts that float32 has not")
+            require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
+            require(len(self.blobs) == 1 and not self.paired, f"{self.name} has parts that float32 has not")
             return
-        _require(self.bits in BITS, f"{self.name} has {self.bits} bits")
-        _require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
-        _require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
+        require(self.bits in BITS, f"{self.name} has {self.bits} bits")
+        require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
+        require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
         whole = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == self.shape[1] % self.block_size == 0
-        _require(whole or not self.transposed, f"{self.name} is quantized and transposed")
+        require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
-        _require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
+        require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
             blob: Blob | None = getattr(self, part)
             found = None if blob is None else (blob.dtype, blob.shape)
-            _require(found == parts.get(part), f"{self.name} has inconsistent {part.replace('_', ' ')}")
+            require(found == parts.get(part), f"{self.name} has inconsistent {part.replace('_', ' ')}")
 
     @property
     def layout(self) -> Layout:
@@ -174,7 +166,7 @@ class FileEntry:
 
     def __post_init__(self) -> None:
         digest = len(self.sha256) == 64 and set(self.sha256) <= set("0123456789abcdef")
-        _require(self.bytes >= 0 and digest, "a file entry has no valid size and sha256")
+        require(self.bytes >= 0 and digest, "a file entry has no valid size and sha256")
 
 
 @dataclass(frozen=True)
@@ -192,6 +184,8 @@ class Capabilities:
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
         branches: a pass can be told which rows each of its rows sees (`sees`); not of the file but of who runs it.
+        paged: the graph's attention reads pages of a pool (edgeinfer.bundle.graph), so a row depends on its own path
+            alone, and the type of the cache is chosen when it is loaded.
     """
 
     layer_skip: bool
@@ -203,17 +197,26 @@ class Capabilities:
     exact: bool = True
     copies: bool = True
     branches: bool = False
+    paged: bool = False
 
     def __post_init__(self) -> None:
-        _require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
+        require(1 <= self.row_multiple <= 64, f"row_multiple {self.row_multiple} is impossible")
         ascending = self.expert_counts == tuple(sorted(set(self.expert_counts)))
-        _require(ascending and min(self.expert_counts, default=1) > 0, "expert_counts must ascend")
+        require(ascending and min(self.expert_counts, default=1) > 0, "expert_counts must ascend")
 
 
 def capabilities_in(
-    capabilities: Capabilities, tensors: Iterable[TensorEntry], layout: Layout, moe: MoESpec | None = None
+    capabilities: Capabilities,
+    tensors: Iterable[TensorEntry],
+    layout: Layout,
+    moe: MoESpec | None = None,
+    *,
+    paged: bool = False,
 ) -> Capabilities:
     """The capabilities of a model whose quantized tensors are run in `layout`, whatever layout they are stored in.
+
+    Args:
+        paged: the native graph is.
 
     MatMulNBits takes two rows at a time at blocks of 64 and 128, and an odd last row goes another way. Our own kernel
     computes what it is asked for; ONNX Runtime's operators have one number of experts each, so there are two of them.
@@ -229,7 +232,12 @@ def capabilities_in(
     exact = moe is None or (layout == NATIVE and all(t.bits < 32 for t in tensors if find_expert(t.name)))
     row_multiple = 2 if pairs else 1
     return dataclasses.replace(
-        capabilities, row_multiple=row_multiple, elastic=elastic, expert_counts=counts, exact=exact
+        capabilities,
+        row_multiple=row_multiple,
+        elastic=elastic,
+        expert_counts=counts,
+        exact=exact,
+        paged=paged and layout == NATIVE,
     )
 
 
@@ -250,6 +258,7 @@ class Manifest:
         quality: figures measured at export by name.
         plan: how the bits of the weights were chosen; None in bundles that do not say.
         static: the graphs of an "onnx-static" bundle; None in all others.
+        paged: the native graph reads pages; not so in bundles made before there were such graphs.
     """
 
     name: str
@@ -269,31 +278,34 @@ class Manifest:
     quality: dict[str, float] = field(default_factory=dict)
     plan: PlanRecord | None = None
     static: StaticGraphs | None = None
+    paged: bool = False
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
-        _require(len(names) == len(set(names)), "a tensor is listed twice")
-        _require(self.parameters > 0, "parameters must be positive")
-        _require(self.exits == tuple(sorted(set(self.exits))), "exits must ascend")
-        _require(all(0 < e <= self.geometry.num_layers for e in self.exits), "exits must be layers")
+        require(len(names) == len(set(names)), "a tensor is listed twice")
+        require(self.parameters > 0, "parameters must be positive")
+        require(self.exits == tuple(sorted(set(self.exits))), "exits must ascend")
+        require(all(0 < e <= self.geometry.num_layers for e in self.exits), "exits must be layers")
         consistent = self.decoder is None or self.decoder.geometry == self.geometry
-        _require(consistent, "decoder and geometry disagree")
+        require(consistent, "decoder and geometry disagree")
         known = LAYOUT_VERSIONS[self.layout]
         if self.layout_version != known:
             hint = f"This edgeinfer reads version {known}: update edgeinfer or export again."
             raise BundleError(f"The bundle has version {self.layout_version} of the {self.layout} layout.", hint)
         for tensor in self.tensors:
             fits = tensor.bits == 32 or tensor.layout == tensor_layout(tensor.name, self.layout)
-            _require(fits, f"{tensor.name} is not in the {self.layout} layout")
+            require(fits, f"{tensor.name} is not in the {self.layout} layout")
         is_static = (self.static is not None, self.layout == STATIC)
-        _require(is_static == (self.backend == BACKEND,) * 2, "backend, layout and graphs disagree")
+        require(is_static == (self.backend == BACKEND,) * 2, "backend, layout and graphs disagree")
         agree = self.capabilities == self.capabilities_in(self.layout)
-        _require(agree, "capabilities and tensors disagree")
+        require(agree, "capabilities and tensors disagree")
 
     def capabilities_in(self, layout: Layout) -> Capabilities:
         """What the model can do when it runs in `layout`, whether stored or converted to."""
+        if not self.tensors:
+            return self.capabilities
         moe = None if self.decoder is None else self.decoder.moe
-        return capabilities_in(self.capabilities, self.tensors, layout, moe) if self.tensors else self.capabilities
+        return capabilities_in(self.capabilities, self.tensors, layout, moe, paged=self.paged)
 
     @property
     def weight_bytes(self) -> int:
@@ -317,7 +329,7 @@ class Manifest:
         for entry in self.tensors:
             if entry.name == name:
                 return entry
-        raise BundleError(f"The bundle has no tensor {name!r}.", _DAMAGED)
+        raise BundleError(f"The bundle has no tensor {name!r}.", DAMAGED)
 
     def to_json(self) -> str:
         """The text of `edgeinfer.json`."""
@@ -334,62 +346,14 @@ class Manifest:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise BundleError(f"edgeinfer.json is not valid JSON: {error}.", _DAMAGED) from error
+            raise BundleError(f"edgeinfer.json is not valid JSON: {error}.", DAMAGED) from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             hint = "Point to a directory made by edgeinfer export."
             raise BundleError("edgeinfer.json is not an edgeinfer manifest.", hint)
         version = data.pop("format_version", None)
-        if version != FORMAT_VERSION:
+        if version not in _READ_VERSIONS:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
-        manifest = _read(cls, data, "manifest")
+        manifest = read(cls, data, "manifest")
         assert isinstance(manifest, cls)
         return manifest
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into `kind`, a dataclass or a type built of JSON's types."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        candidates = [a for a in args if a is not type(None)]
-        if len(candidates) == 1:
-            return _read(candidates[0], value, where)
-        _require(isinstance(value, tuple(candidates)), f"{where} has the wrong type")
-        return value
-    if origin is tuple:
-        _require(isinstance(value, list), f"{where} must be a list")
-        return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict:
-        _require(isinstance(value, dict), f"{where} must be an object")
-        return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin is Literal:
-        _require(value in args, f"{where} must be one of {', '.join(map(str, args))}")
-        return value
-    if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Compared, not converted: an integer may be too large for a float. NaN compares as false.
-        _require(number and abs(value) <= sys.float_info.max, f"{where} must be a finite number")
-        return float(value)
-    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    _require(fits, f"{where} must be a {kind.__name__}")
-    return value
-
-
-# A manifest has hundreds of tensors of one type, and evaluating its annotations each time took most of opening.
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    _require(isinstance(value, dict), f"{where} must be an object")
-    hints = _hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for name in value:
-        _require(name in fields, f"{where} has an unknown field {name!r}")
-    for name, f in fields.items():
-        optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-        _require(optional or name in value, f"{where} lacks {name!r}")
-    return kind(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.layouts import model_name
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
@@ -26,7 +25,7 @@ _SCALES = "kv_scales.json"
 def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bool = False) -> Bundle:
     """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
 
-    Left out is what a drafter does not use: its graphs for other caches than float32.
+    Left out is what a drafter does not use: graphs for other caches than float32, which old bundles have.
 
     Args:
         out: the bundle to make; the target itself only with `replace_existing`, and then it is whole at every moment.
@@ -64,11 +63,7 @@ def nested_drafter(target: Bundle) -> Bundle | None:
 
 
 def _unused(drafter: Bundle) -> set[str]:
-    stored = drafter.manifest.layout
-    graphs = {
-        model_name(stored, layout, kv) for layout in drafter.layouts for kv in drafter.kv_types(layout) if kv != FLOAT32
-    }
-    return graphs | {_SCALES}
+    return {name for name, (_, kv) in drafter.graphs.items() if kv != FLOAT32} | {_SCALES}
 
 
 def _require_copied(source: Bundle, sealed: Manifest) -> None:

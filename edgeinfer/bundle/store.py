@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
 from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
-from edgeinfer.bundle.layouts import LAYOUTS, STATIC, WEIGHTS, Layout, model_name, weights_name
+from edgeinfer.bundle.kv_types import FLOAT32, KV, PAGED_KV, find_kv_type
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
 from edgeinfer.bundle.writing import digest_of
@@ -77,24 +77,52 @@ class Bundle:
         return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
 
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
-        """Types of cache (edgeinfer.bundle.kv_types) that the bundle has a graph of a layout for, float32 first."""
+        """Types of cache (edgeinfer.bundle.kv_types) that a graph of a layout can have, float32 first.
+
+        A paged graph takes them all. Otherwise there is a graph for each, and new bundles have that of float32 alone.
+        """
         stored = self.manifest.layout
         if stored == STATIC:
             return (FLOAT32,)
+        if self._is_paged(layout):
+            return PAGED_KV
         return tuple(kv for kv in KV if self.has(model_name(stored, layout, kv)))
 
-    def model_file(self, layout: Layout, kv: str = FLOAT32) -> Path:
-        """Path of the graph that reads a layout and caches keys and values in a type.
+    @property
+    def graphs(self) -> dict[str, tuple[Layout, str]]:
+        """Names of the graphs, with the layout that each reads and the type of cache in its name."""
+        named = ((layout, kv) for layout in self.layouts for kv in self.kv_types(layout))
+        kinds = ((layout, FLOAT32 if self._is_paged(layout) else kv) for layout, kv in named)
+        return {model_name(self.manifest.layout, *kind): kind for kind in kinds}
+
+    def model_name(self, layout: Layout, kv: str = FLOAT32) -> str:
+        """Name of the graph that reads a layout and can cache keys and values in a type.
 
         Raises:
-            BundleError: as `file`; or the bundle was made before there were caches of this type.
+            BundleError: there is none.
             UsageError: there is no such type.
         """
-        name = model_name(self.manifest.layout, layout, find_kv_type(kv).name)
-        if kv != FLOAT32 and not self.has(name):
-            hint = "Export the model again, or load it with a float32 KV cache."
+        kind, stored = find_kv_type(kv).name, self.manifest.layout
+        if kind == FLOAT32 or (self._is_paged(layout) and kind in PAGED_KV):
+            return model_name(stored, layout)
+        name = model_name(stored, layout, kind)
+        if not self.has(name):
+            hint = "Load it with a float32 KV cache" + (
+                ", or where the native kernel works." if self.manifest.paged else ", or export the model again."
+            )
             raise BundleError(f"{self.path} has no graph for a KV cache of type {kv}.", hint)
-        return self.file(name)
+        return name
+
+    def model_file(self, layout: Layout, kv: str = FLOAT32) -> Path:
+        """Path of the graph that reads a layout and can cache keys and values in a type; errors as `model_name`.
+
+        Raises:
+            BundleError: besides, the file differs from its digest.
+        """
+        return self.file(self.model_name(layout, kv))
+
+    def _is_paged(self, layout: Layout) -> bool:
+        return self.manifest.paged and layout == NATIVE
 
     def weights_file(self, layout: Layout) -> Path:
         """Path of the weights in a layout, where the graph beside looks for them.

@@ -1,4 +1,4 @@
-"""What is measured of a model or a device, tuned and calibrated for it, and learnt from it, beside replies."""
+"""What is measured of a model or a device, tuned for it, and learnt from it, beside replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         tune_device,
     )
     from edgeinfer.tools.evaluation import evaluate
-    from edgeinfer.tools.kv_calibration import calibrate_kv, measure_kv, tune_kv
+    from edgeinfer.tools.kv_quality import measure_kv
     from edgeinfer.tools.measuring import (
         DecodeTimes,
         FewerExperts,
@@ -50,7 +50,6 @@ __all__ = [
     "TuneResult",
     "TunedSettings",
     "WorkTimes",
-    "calibrate_kv",
     "compare_fewer_experts",
     "drafting_state",
     "evaluate",
@@ -70,7 +69,6 @@ __all__ = [
     "tune_device",
     "tune_drafting",
     "tune_entropy",
-    "tune_kv",
     "tune_skips",
 ]
 
@@ -87,7 +85,6 @@ _HOMES = {
     "TuneResult": "tuning",
     "TunedSettings": "devices",
     "WorkTimes": "measuring",
-    "calibrate_kv": "kv_calibration",
     "compare_fewer_experts": "measuring",
     "drafting_state": "measuring",
     "evaluate": "evaluation",
@@ -97,7 +94,7 @@ _HOMES = {
     "list_devices": "devices",
     "measure_decode": "measuring",
     "measure_device": "devices",
-    "measure_kv": "kv_calibration",
+    "measure_kv": "kv_quality",
     "measure_passes": "measuring",
     "measure_prefill": "measuring",
     "measure_work": "measuring",
@@ -107,13 +104,17 @@ _HOMES = {
     "tune_device": "devices",
     "tune_drafting": "tuning",
     "tune_entropy": "tuning",
-    "tune_kv": "kv_calibration",
     "tune_skips": "tuning",
 }
+
+# What calibrated caches, which has no successor: a call of it is to be removed.
+_GONE = ("calibrate_kv", "tune_kv")
 
 if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
 
     def __getattr__(name: str) -> object:
+        if name in _GONE:
+            raise AttributeError(f"{name} is gone, as KV caches need no calibration: load a model with kv='int8'.")
         if name not in _HOMES:
             raise AttributeError(f"module 'edgeinfer.tools' has no attribute {name!r}")
         return getattr(_import_module(f"edgeinfer.tools.{_HOMES[name]}"), name)

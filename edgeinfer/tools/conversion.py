@@ -43,7 +43,6 @@ from edgeinfer.hub.folder import (
 )
 from edgeinfer.hub.gguf_offers import best_offer, offers_in, require_gguf
 from edgeinfer.hub.ids import gguf_parts, parse_name
-from edgeinfer.tools.kv_calibration import calibrate_kv
 
 __all__ = ["main"]
 
@@ -54,9 +53,6 @@ _SMALL_FILES_BYTES = 15_000_000
 # What a disk should have beside what is written.
 _SPARE = 1.02
 _MOST_TRIES = 100
-# Where a model takes less of the memory than this, its cache is not made small. Finding scales takes as long as
-# converting, a minute for 0.6 billion parameters on two cores; `edgeinfer tune` does it later.
-_AMPLE = 0.5
 
 
 @dataclass(frozen=True)
@@ -132,18 +128,13 @@ def _convert(run: _Run, source: CheckpointSource, origin: _Origin) -> Path:
         folder = origin.folder or _pull(run, source.name, origin.repository)
         source.record()
         run.note(f"Converting {source.name} to {bits} bits, once (about {format_size(converted)} in {place}).")
-        is_tight = sizes.memory(bits) > room(job.memory) * _AMPLE
-        _export(run, source, folder, place, bits, is_tight=is_tight)
+        _export(run, source, folder, place, bits)
         _remove_former(source, bits, place)
         return place
 
 
-def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int, *, is_tight: bool) -> None:
-    """Converts beside the place and renames, so that half of a bundle is never found.
-
-    Args:
-        is_tight: the cache may have to be small, so scales for that are found too.
-    """
+def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits: int) -> None:
+    """Converts beside the place and renames, so that half of a bundle is never found."""
     from edgeinfer.export import ExportConfig, export_checkpoint
 
     stage = f"Converting {source.name} to {bits} bits"
@@ -155,10 +146,6 @@ def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits
         bundle = inside / "bundle"
         name = source.name.rpartition("/")[2] if source.directory is None else source.directory.name
         export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)
-        if is_tight:
-            stage = f"Fitting small caches to {source.name}"
-            with contextlib.suppress(EdgeInferError):  # what cannot run here goes without
-                calibrate_kv(bundle, progress=progress)
         with storage_errors(place):
             sync_tree(bundle)
             bundle.rename(place)

@@ -6,14 +6,16 @@ and drops the raw pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 
-from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
+from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.kv_types import FLOAT32, KV, KVType
-from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
+from edgeinfer.bundle.layouts import model_name, weights_name
+from edgeinfer.bundle.tables import convert_table
+from edgeinfer.export.graph.attention import ATTENTIONS, Attention
+from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.operators import (
     NO_EXPERTS,
     Experts,
@@ -25,23 +27,43 @@ from edgeinfer.export.graph.operators import (
 )
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 
-__all__ = ["build_decoder_graph"]
+__all__ = ["build_decoder_graph", "decoder_graphs", "graph_layouts"]
 
 _OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 
 
 def build_decoder_graph(
-    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout, kv: KVType = KV[FLOAT32]
+    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout
 ) -> onnx.ModelProto:
     """Builds the graph of a decoder.
 
     Args:
         tensors: the tensor table by canonical name; complete for the spec.
         weights: name of the file the tensors lie in.
-        layout: of the quantized ones.
-        kv: type of the cache.
+        layout: of the quantized ones, which decides about attention too.
     """
-    return _DecoderGraph(spec, GraphBuilder(weights), tensors, _OPERATORS[layout](spec, tensors), kv).build()
+    operators = _OPERATORS[layout](spec, tensors)
+    attention = ATTENTIONS[layout](spec, tensors, operators)
+    return _DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention).build()
+
+
+def graph_layouts(tensors: Iterable[TensorEntry], stored: Layout) -> tuple[Layout, ...]:
+    """Layouts that a bundle has graphs for: the stored one, and the other where anything is quantized."""
+    return LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
+
+
+def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> dict[str, bytes]:
+    """The graphs of a bundle as files, by their names.
+
+    Args:
+        tensors: the table of the stored layout.
+    """
+    graphs = {}
+    for layout in graph_layouts(tensors, stored):
+        table = tensors if layout == stored else convert_table(tensors, layout)
+        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights_name(stored, layout), layout)
+        graphs[model_name(stored, layout)] = graph.SerializeToString(deterministic=True)
+    return graphs
 
 
 class _DecoderGraph:
@@ -51,13 +73,13 @@ class _DecoderGraph:
         graph: GraphBuilder,
         tensors: Mapping[str, TensorEntry],
         operators: Operators,
-        kv: KVType,
+        attention: Attention,
     ) -> None:
         self._spec = spec
         self._graph = graph
         self._tensors = tensors
         self._ops = operators
-        self._kv = kv
+        self._attend = attention
         self._ids: list[str] = []
 
     def build(self) -> onnx.ModelProto:
@@ -92,20 +114,11 @@ class _DecoderGraph:
         graph.input(io.POSITION_IDS, "int64", (1, "S"))
         graph.input(io.COS_CACHE, "float32", ("P", spec.rope.dim // 2))
         graph.input(io.SIN_CACHE, "float32", ("P", spec.rope.dim // 2))
-        graph.input(io.ATTENTION_BIAS, "float32", (1, 1, "S", "T"))
-        if spec.window_size:
-            graph.input(io.WINDOW_BIAS, "float32", (1, 1, "S", "T"))
-        graph.input(io.SEQLENS_K, "int32", (1,))
-        graph.input(io.TOTAL_LENGTH, "int32", ())
         graph.input(io.LAYER_MASK, "bool", (2 * spec.num_layers,))
         graph.input(io.HIDDEN_IN, "float32", (1, "Sh", spec.hidden_size))
         graph.input(io.USE_HIDDEN, "bool", (1,))
         graph.input(io.LOGIT_ROWS, "int64", ("R",))
-        for layer in range(spec.num_layers):
-            for name in io.past_names(layer):
-                graph.input(name, self._kv.dtype, self._cache_shape)
-            for name in io.scale_names(layer) if self._kv.quantized else ():
-                graph.input(name, "float32", (spec.kv_size,))
+        self._attend.declare_inputs(graph)
         self._ops.declare_inputs(graph)
 
     def _declare_outputs(self) -> None:
@@ -113,15 +126,11 @@ class _DecoderGraph:
         graph.output(io.LOGITS, "float32", ("R", spec.vocab_size))
         graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.hidden_size))
         for layer in range(spec.num_layers):
-            for name in io.present_names(layer):
-                graph.output(name, self._kv.dtype, self._cache_shape)
+            for each in self._attend.carried(layer):
+                graph.output(each.name, each.dtype, each.shape)
         if spec.moe is not None:
             # Last: bundles made before it, and those without it, have the other outputs in the same places.
             graph.output(io.EXPERT_IDS, "int64", (spec.num_layers, "S", "K"))
-
-    @property
-    def _cache_shape(self) -> tuple[int | str, ...]:
-        return (1, self._spec.num_kv_heads, "C", self._kv.width(self._spec.head_dim))
 
     @property
     def _hidden_shape(self) -> tuple[int | str, ...]:
@@ -136,78 +145,19 @@ class _DecoderGraph:
         return "hidden"
 
     def _attention(self, layer: int, hidden: str, runs: str) -> str:
-        prefix = f"layers.{layer}.attn"
-        graph = self._graph.branch()
+        prefix, carried = f"layers.{layer}.attn", self._attend.carried(layer)
+        graph, skip = self._graph.branch(), self._graph.branch()
         norm = f"layers.{layer}.attn_norm"
         qkv = self._ops.linear(graph, hidden, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm)
-        query, key, value = self._heads(graph, qkv, prefix)
-        past, present = io.past_names(layer), (f"{prefix}.present_key", f"{prefix}.present_value")
-        lengths, window = [io.SEQLENS_K, io.TOTAL_LENGTH], self._spec.window(layer)
-        rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
-        bias = io.WINDOW_BIAS if window else io.ATTENTION_BIAS
-        # Between bias and scales: attention sinks, which no family here has.
-        scales = ["", *io.scale_names(layer)] if self._kv.quantized else []
-        graph.ops(
-            "GroupQueryAttention",
-            [query, key, value, *past, *lengths, *rotary, bias, *scales],
-            [f"{prefix}.heads", *present],
-            domain=MICROSOFT,
-            num_heads=self._spec.num_heads,
-            kv_num_heads=self._spec.num_kv_heads,
-            local_window_size=window + io.TREE_ROWS if window else -1,
-            do_rotary=int(self._fused_rotation),
-            **self._cache_attributes,
-        )
-        added = self._ops.linear(graph, f"{prefix}.heads", f"{prefix}.out", f"{prefix}.added", residual=hidden)
+        heads = self._attend.attend(graph, layer, qkv)
+        added = self._ops.linear(graph, heads, f"{prefix}.out", f"{prefix}.added", residual=hidden)
         graph.output(added, "float32", self._hidden_shape)
-        skip = self._graph.branch()
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
-        for name, kept, source in zip(present, ("kept_key", "kept_value"), past, strict=True):
-            graph.output(name, self._kv.dtype, self._cache_shape)
-            skip.output(skip.op("Identity", [source], f"{prefix}.{kept}"), self._kv.dtype, self._cache_shape)
-        self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *io.present_names(layer)])
+        for each in carried:
+            graph.output(each.inside, each.dtype, each.shape)
+            skip.output(skip.op("Identity", [each.source], f"{each.inside}.kept"), each.dtype, each.shape)
+        self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *(each.name for each in carried)])
         return f"{prefix}.hidden"
-
-    @property
-    def _cache_attributes(self) -> dict[str, str | int]:
-        """What tells GroupQueryAttention the type of its cache."""
-        if not self._kv.quantized:
-            return {}
-        per_channel = "PER_CHANNEL"
-        return {"k_quant_type": per_channel, "v_quant_type": per_channel, "kv_cache_bit_width": self._kv.bits}
-
-    @property
-    def _fused_rotation(self) -> bool:
-        """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
-        return self._spec.rope.dim % 16 == 0
-
-    def _heads(self, graph: GraphBuilder, qkv: str, prefix: str) -> tuple[str, str, str]:
-        """Queries, keys and values as GroupQueryAttention takes them: packed, unless something is done before it."""
-        spec = self._spec
-        if self._fused_rotation and not spec.qk_norm:
-            return qkv, "", ""
-        query, key, value = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
-        sizes = graph.constant([spec.q_size, spec.kv_size, spec.kv_size])
-        graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
-        if spec.qk_norm:
-            query = self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size)
-            key = self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size)
-        if not self._fused_rotation:
-            query = self._rotate(graph, query, spec.num_heads)
-            key = self._rotate(graph, key, spec.num_kv_heads)
-        return query, key, value
-
-    def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
-        if self._spec.whole_norm:
-            return self._ops.norm(graph, value, norm)
-        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
-        normed = self._ops.norm(graph, heads, norm)
-        return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
-
-    def _rotate(self, graph: GraphBuilder, value: str, heads: int) -> str:
-        inputs = [value, io.POSITION_IDS, io.COS_CACHE, io.SIN_CACHE]
-        attributes = {"num_heads": heads, "rotary_embedding_dim": self._spec.rope.dim}
-        return graph.op("RotaryEmbedding", inputs, f"{value}.rotated", domain=MICROSOFT, **attributes)
 
     def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
@@ -248,5 +198,5 @@ class _DecoderGraph:
         """Normalises the wanted rows only and multiplies them by the head; no rows give no logits."""
         graph = self._graph
         flat = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
-        rows = graph.op("Gather", [flat, io.LOGIT_ROWS], "rows", axis=0)
-        self._ops.linear(graph, rows, "head", io.LOGITS, norm="final_norm")
+        wanted = graph.op("Gather", [flat, io.LOGIT_ROWS], "wanted", axis=0)
+        self._ops.linear(graph, wanted, "head", io.LOGITS, norm="final_norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,25 +14,71 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["CacheSnapshot", "Edit", "KVCache", "check_edit", "check_length", "check_snapshot", "row_range"]
+__all__ = [
+    "CacheSnapshot",
+    "Edit",
+    "KVCache",
+    "ObservedCache",
+    "check_edit",
+    "check_edit_sizes",
+    "check_length",
+    "check_snapshot",
+    "row_range",
+]
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 
 
-@dataclass(frozen=True)
-class CacheSnapshot:
-    """A copy of the cache: keys and values of each layer as they are stored.
+class CacheSnapshot(Protocol):
+    """Rows of a cache as they were when it was asked for them: copied, or held where they lie."""
+
+    @property
+    def length(self) -> int:
+        """Rows."""
+
+    @property
+    def kv(self) -> str:
+        """Name of the type of the cache."""
+
+    @property
+    def scales(self) -> str:
+        """What the rows are quantized by: `KVScales.digest`, `ROW_SCALES` where each has its own, or nothing."""
+
+    @property
+    def keys(self) -> Sequence[NDArray[Any]]:
+        """Keys of each layer as they are stored, (kv_heads, length, width); copied each time where they are held."""
+
+    @property
+    def values(self) -> Sequence[NDArray[Any]]:
+        """Values of each layer, alike."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for these rows, those of neighbours in the same page counted."""
+
+    def part(self, start: int, stop: int) -> CacheSnapshot:
+        """Rows start..stop-1 of these, which are not copied: copied rows change with these, held ones are held too."""
+
+    def cut(self, at: int) -> CacheSnapshot:
+        """Takes the rows from `at` on out of these and gives them apart."""
+
+    def bytes_for(self, rows: int) -> int:
+        """Bytes that are kept for so many rows of this kind, wherever they lie, at most."""
+
+
+@dataclass(eq=False)
+class CopiedRows:
+    """Implements `CacheSnapshot` by arrays of its own.
 
     Attributes:
-        keys, values: (kv_heads, length, width) of the type's dtype, see edgeinfer.bundle.kv_types.
-        kv: name of the type of the cache.
-        scales: `KVScales.digest` of what it is quantized by; empty where it is not.
+        keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.kv_types. (kv_heads, length,
+            width)
     """
 
     length: int
-    keys: tuple[NDArray[Any], ...]
-    values: tuple[NDArray[Any], ...]
+    keys: Sequence[NDArray[Any]]
+    values: Sequence[NDArray[Any]]
     kv: str = FLOAT32
     scales: str = ""
 
@@ -39,6 +86,29 @@ class CacheSnapshot:
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return sum(a.nbytes for a in (*self.keys, *self.values))
+
+    def part(self, start: int, stop: int) -> CopiedRows:
+        """Rows start..stop-1, as views."""
+        keys, values = ([a[:, start:stop] for a in arrays] for arrays in (self.keys, self.values))
+        return CopiedRows(stop - start, keys, values, self.kv, self.scales)
+
+    def cut(self, at: int) -> CopiedRows:
+        """Both are copied, array by array, so that neither keeps the other's rows alive."""
+        keys, values = list(self.keys), list(self.values)
+        self.keys, self.values, length, self.length = keys, values, self.length, at
+        return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales)
+
+    def bytes_for(self, rows: int) -> int:
+        """Bytes of a copy of so many rows."""
+        return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values))
+
+
+def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H, n, w) each
+    rest = []
+    for place, array in enumerate(arrays):
+        rest.append(array[:, at:].copy())
+        arrays[place] = array[:, :at].copy()
+    return rest
 
 
 class KVCache(Protocol):
@@ -74,13 +144,13 @@ class KVCache(Protocol):
         """After a pass that began at row `start`: keeps these of its rows, in this order, and drops the others."""
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """Copies all rows, or rows start..stop-1."""
+        """All rows, or rows start..stop-1, as they are now: copied, or held where they lie."""
 
     def append(self, snapshot: CacheSnapshot) -> None:
-        """Adds copied rows behind those in use, as the pass that made them had done."""
+        """Adds rows behind those in use, as the pass that made them had done."""
 
     def restore(self, snapshot: CacheSnapshot) -> None:
-        """Puts a copy in the place of all rows."""
+        """Puts rows in the place of all."""
 
     def rewrite(self, edit: Edit) -> None:
         """Replaces the rows in use: calls `edit` for each layer in order and stores what it returns.
@@ -96,6 +166,16 @@ class KVCache(Protocol):
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
 
 
+class ObservedCache(KVCache, Protocol):
+    """A cache that tells which rows it was told to keep.
+
+    Attributes:
+        observe_keep: called with the arguments of every `keep`.
+    """
+
+    observe_keep: Callable[[int, Sequence[int]], None] | None
+
+
 def check_snapshot(
     snapshot: CacheSnapshot, geometry: Geometry, capacity: int, kv: str = FLOAT32, scales: str = ""
 ) -> None:
@@ -104,17 +184,51 @@ def check_snapshot(
     Raises:
         BackendError: it belongs to another model or type of cache, or is longer than the cache.
     """
+    check_type(snapshot, capacity, kv, scales)
+    kind = find_kv_type(kv)
+    width = kind.width(geometry.head_dim)
+    check_rows(snapshot, geometry.num_layers, geometry.num_kv_heads, (width, width), kind.dtype)
+
+
+def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> None:
+    """Refuses rows of another type than a cache's, and more than it holds.
+
+    Raises:
+        BackendError: they are.
+    """
     if (snapshot.kv, snapshot.scales) != (kv, scales):
         what = "with other scales" if snapshot.kv == kv else f"of {snapshot.kv}"
         raise BackendError(f"The snapshot is of a cache {what}, this one is of {kv}.")
-    kind = find_kv_type(kv)
-    shape = (geometry.num_kv_heads, snapshot.length, kind.width(geometry.head_dim))
-    arrays = (*snapshot.keys, *snapshot.values)
-    fit = all(a.shape == shape and a.dtype == kind.dtype for a in arrays)
-    if len(arrays) != 2 * geometry.num_layers or not fit:
-        raise BackendError("The snapshot belongs to another model.")
     if snapshot.length > capacity:
         raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
+
+
+def check_rows(snapshot: CacheSnapshot, layers: int, heads: int, widths: tuple[int, int], dtype: str) -> None:
+    """Refuses rows of other shapes than a model's: its layers, heads, and items of a stored key and value.
+
+    Raises:
+        BackendError: they have others.
+    """
+    kinds = zip((snapshot.keys, snapshot.values), widths, strict=True)
+    fit = all(
+        len(arrays) == layers and all(a.shape == (heads, snapshot.length, width) and a.dtype == dtype for a in arrays)
+        for arrays, width in kinds
+    )
+    if not fit:
+        raise BackendError("The snapshot belongs to another model.")
+
+
+def kept_rows(start: int, rows: Sequence[int], length: int) -> list[int]:
+    """The rows of a cache that `KVCache.keep` names.
+
+    Raises:
+        BackendError: they are not in order, or not of the pass.
+    """
+    wanted = [start + r for r in rows]
+    ordered = all(a < b for a, b in itertools.pairwise(wanted))
+    if not ordered or (wanted and not start <= wanted[0] <= wanted[-1] < length):
+        raise BackendError(f"Cannot keep rows {list(rows)} of a pass that began at {start}.")
+    return wanted
 
 
 def check_length(length: int, rows: int) -> None:
@@ -142,17 +256,30 @@ def check_edit(
     rows: int,
     left: int | None,
 ) -> int:
+    """As `check_edit_sizes`, of a model whose keys and values have heads of one size."""
+    return check_edit_sizes((geometry.num_kv_heads, geometry.head_dim, geometry.head_dim), layer, edited, rows, left)
+
+
+def check_edit_sizes(
+    sizes: tuple[int, int, int],
+    layer: int,
+    edited: tuple[Floats, Floats],  # (H, n, h), (H, n, v)
+    rows: int,
+    left: int | None,
+) -> int:
     """How many rows an edit of `rows` rows left in a layer.
 
     Args:
+        sizes: heads, and channels of a key's and of a value's.
         left: in the layers before; None in the first.
 
     Raises:
         BackendError: more than there were, or not `left`.
     """
-    keys, values = edited
+    (keys, values), (heads, key_size, value_size) = edited, sizes
     found = keys.shape[1] if left is None else left
-    if not keys.shape == values.shape == (geometry.num_kv_heads, found, geometry.head_dim) or found > rows:
+    fit = keys.shape == (heads, found, key_size) and values.shape == (heads, found, value_size)
+    if not fit or found > rows:
         message = f"An edit of {rows} rows returned shapes {keys.shape} and {values.shape} in layer {layer}."
         raise BackendError(message)
     return found

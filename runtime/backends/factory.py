@@ -9,8 +9,8 @@ from typing import ClassVar
 from edgeinfer.bundle import Bundle, KVScales, Layout
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
+from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
@@ -127,7 +127,7 @@ def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
     return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
 
 
-def counting_experts(bundle: Bundle, backend: Backend, buffers: KVBuffers) -> Backend:
-    """A backend with these buffers, its experts counted where it has any."""
+def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:
+    """A backend with this cache, its experts counted where it has any."""
     decoder = bundle.manifest.decoder
-    return backend if decoder is None or decoder.moe is None else ExpertCountingBackend(backend, buffers, decoder)
+    return backend if decoder is None or decoder.moe is None else ExpertCountingBackend(backend, cache, decoder)

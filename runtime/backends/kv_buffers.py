@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,16 @@ from edgeinfer.bundle import Geometry, KVScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
 from edgeinfer.errors import BackendError, DeviceError, UsageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_edit, check_length, check_snapshot, row_range
+from edgeinfer.runtime.backends.cache import (
+    CacheSnapshot,
+    CopiedRows,
+    Edit,
+    check_edit,
+    check_length,
+    check_snapshot,
+    kept_rows,
+    row_range,
+)
 
 __all__ = ["KVBuffers"]
 
@@ -146,10 +154,7 @@ class KVBuffers:
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
-        wanted = [start + r for r in rows]
-        ordered = all(a < b for a, b in itertools.pairwise(wanted))
-        if not ordered or (wanted and not start <= wanted[0] <= wanted[-1] < self.length):
-            raise BackendError(f"Cannot keep rows {list(rows)} of a pass that began at {start}.")
+        wanted = kept_rows(start, rows, self.length)
         if wanted != list(range(start, start + len(wanted))):
             for array in (*self.keys, *self.values):
                 array[:, :, start : start + len(wanted)] = array[:, :, wanted]
@@ -162,7 +167,7 @@ class KVBuffers:
         start, stop = row_range(start, stop, self.length)
         keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
         values = tuple(v[0, :, start:stop].copy() for v in self.values)
-        return CacheSnapshot(stop - start, keys, values, self._kind.name, self._digest)
+        return CopiedRows(stop - start, keys, values, self._kind.name, self._digest)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy in the place of all rows."""

@@ -10,13 +10,12 @@ import numpy as np
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
-from edgeinfer.runtime.backends.cache import KVCache
+from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
     ForwardInput,
     ForwardOutput,
 )
-from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
 
@@ -92,7 +91,7 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
 
     Args:
         inner: of a model with experts; this closes it.
-        buffers: its cache, which tells which rows were kept.
+        cache: its own, which tells which rows were kept.
         decoder: of the model.
         expert_cache: of its experts, where not all stay in memory.
 
@@ -101,12 +100,12 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
     """
 
     def __init__(
-        self, inner: Backend, buffers: KVBuffers, decoder: DecoderSpec, expert_cache: ExpertCache | None = None
+        self, inner: Backend, cache: ObservedCache, decoder: DecoderSpec, expert_cache: ExpertCache | None = None
     ) -> None:
         super().__init__(inner)
         self._counter = ExpertCounter(decoder)
         self.expert_cache = expert_cache
-        buffers.observe_keep = self._counter.kept
+        cache.observe_keep = self._counter.kept
 
     @property
     def counts(self) -> ExpertCounts:

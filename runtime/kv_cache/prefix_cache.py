@@ -1,17 +1,16 @@
 """Rows of conversations other than the current one, stored once per shared prefix under a cap.
 
-A tree of spans: each node holds the tokens that follow its parent's and the keys and values of their rows, so that two
-conversations with the same system message keep its rows once. What was used longest ago is dropped first, ends of
-conversations before their beginnings.
+A tree of spans: each node holds the tokens that follow its parent's and a snapshot of their rows, so that two
+conversations with the same system message keep its rows once. The snapshots of a paged cache hold its pages; those of
+others are copies. What was used longest ago is dropped first, ends of conversations before their beginnings.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +32,18 @@ def planned_bytes(cap: int, layers: int) -> int:
 
 
 class _Span:
-    """Tokens that follow those of the parent, and their rows: keys of each layer, then values, (H, n, h) each."""
+    """Tokens that follow those of the parent, and their rows; the root has none."""
 
-    def __init__(self, tokens: Ids, arrays: list[NDArray[Any]], parent: _Span | None, used: int) -> None:
+    def __init__(self, tokens: Ids, rows: CacheSnapshot | None, parent: _Span | None, used: int) -> None:
         self.tokens = tokens
-        self.arrays = arrays
+        self.rows = rows
         self.parent = parent
         self.used = used
         self.children: dict[int, _Span] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + (0 if self.rows is None else self.rows.nbytes)
 
 
 class PrefixCache:
@@ -55,23 +58,16 @@ class PrefixCache:
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
-        self._root = _Span(np.zeros(0, _ID), [], None, 0)
+        self._root = _Span(np.zeros(0, _ID), None, None, 0)
         self._spans: set[_Span] = set()
-        self._kind: CacheSnapshot | None = None  # of no rows: what pieces are made after
-        self._count = 0
+        self._kind: CacheSnapshot | None = None  # of no rows, which tells what more of them take
+        self._nbytes = 0
         self._clock = itertools.count(1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and token ids kept."""
-        return self._count * self._token_bytes
-
-    @property
-    def _token_bytes(self) -> int:
-        if self._kind is None:
-            return _ID.itemsize
-        arrays = (*self._kind.keys, *self._kind.values)
-        return _ID.itemsize + sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in arrays)
+        return self._nbytes
 
     def match(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens have their rows here."""
@@ -80,14 +76,14 @@ class PrefixCache:
     def take(self, tokens: Sequence[int], start: int, stop: int) -> Iterator[CacheSnapshot]:
         """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece.
 
-        The pieces are views of what is stored: copy them before anything else is asked of the cache.
+        The pieces may be views of what is stored: add them to a cache before anything else is asked of this one.
         """
         tick, at = next(self._clock), 0
         for span, shared in self._path(np.array(tokens, _ID)):
             span.used = tick
             low, high = max(start - at, 0), min(stop - at, shared)
-            if low < high:
-                yield self._piece([array[:, low:high] for array in span.arrays], high - low)
+            if low < high and span.rows is not None:
+                yield span.rows.part(low, high)
             at += shared
 
     def offer(
@@ -113,11 +109,10 @@ class PrefixCache:
         for span in spans:
             span.used = tick
         pinned = {*spans, *(span for span, _ in self._path(np.array(wanted, _ID)))}
-        room = self.cap // self._token_bytes - sum(len(span.tokens) for span in pinned)
-        new = min(len(ids) - cached, room)
+        new = self._fitting(len(ids) - cached, self.cap - sum(span.nbytes for span in pinned))
         if new < 1:
             return
-        self._evict(self.cap - new * self._token_bytes, pinned)
+        self._evict(self.cap - self._bytes_for(new), pinned)
         try:
             rows = copy(cached, cached + new)
         except MemoryError:
@@ -125,7 +120,15 @@ class PrefixCache:
             self.evict(0)
             return
         parent = spans[-1] if spans else self._root
-        self._add(ids[cached : cached + new].copy(), [*rows.keys, *rows.values], parent, tick)
+        self._add(_Span(ids[cached : cached + new].copy(), rows, parent, tick))
+
+    def _bytes_for(self, rows: int) -> int:
+        """Bytes of so many further rows and their tokens, at most."""
+        return rows * _ID.itemsize + (0 if self._kind is None else self._kind.bytes_for(rows))
+
+    def _fitting(self, most: int, room: int) -> int:
+        """How many of `most` further rows fit into so many bytes."""
+        return bisect.bisect_right(range(1, most + 1), room, key=self._bytes_for)
 
     def evict(self, keep_bytes: int = 0) -> None:
         """Drops what was used longest ago until no more than this is kept."""
@@ -144,29 +147,23 @@ class PrefixCache:
                 return
             span, at = child, at + shared
 
-    def _piece(self, arrays: list[NDArray[Any]], length: int) -> CacheSnapshot:
-        assert self._kind is not None
-        layers = len(arrays) // 2
-        return replace(self._kind, length=length, keys=tuple(arrays[:layers]), values=tuple(arrays[layers:]))
-
-    def _add(self, tokens: Ids, arrays: list[NDArray[Any]], parent: _Span, used: int) -> _Span:
-        span = _Span(tokens, arrays, parent, used)
-        parent.children[int(tokens[0])] = span
+    def _add(self, span: _Span) -> None:
+        assert span.parent is not None
+        span.parent.children[int(span.tokens[0])] = span
         self._spans.add(span)
-        self._count += len(tokens)
-        return span
+        self._nbytes += span.nbytes
 
     def _split(self, span: _Span, at: int) -> None:
-        """Makes two spans of one, copied array by array so that neither keeps the other's rows alive."""
-        below = _Span(span.tokens[at:].copy(), [], span, span.used)
-        for place, array in enumerate(span.arrays):
-            below.arrays.append(array[:, at:].copy())
-            span.arrays[place] = array[:, :at].copy()
+        """Makes two spans of one."""
+        assert span.rows is not None
+        self._nbytes -= span.nbytes
+        below = _Span(span.tokens[at:].copy(), span.rows.cut(at), span, span.used)
         span.tokens = span.tokens[:at].copy()
-        below.children, span.children = span.children, {int(below.tokens[0]): below}
+        below.children, span.children = span.children, {}
         for child in below.children.values():
             child.parent = below
-        self._spans.add(below)
+        self._nbytes += span.nbytes
+        self._add(below)
 
     def _evict(self, keep_bytes: int, pinned: Collection[_Span]) -> None:
         while self.nbytes > keep_bytes:
@@ -177,7 +174,7 @@ class PrefixCache:
             assert oldest.parent is not None
             del oldest.parent.children[int(oldest.tokens[0])]
             self._spans.remove(oldest)
-            self._count -= len(oldest.tokens)
+            self._nbytes -= oldest.nbytes
 
 
 def _shared(a: Ids, b: Ids) -> int:

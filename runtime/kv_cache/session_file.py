@@ -39,7 +39,7 @@ from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.version import VERSION
 
 __all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "write_session"]
@@ -155,7 +155,7 @@ class SessionFile:
         for tensor in self._tensors[1:-1]:
             arrays = self._array(tensor)
             half = len(arrays) // 2
-            yield CacheSnapshot(tensor.shape[2], tuple(arrays[:half]), tuple(arrays[half:]), self.kv, self.scales)
+            yield CopiedRows(tensor.shape[2], tuple(arrays[:half]), tuple(arrays[half:]), self.kv, self.scales)
 
     def _decoded(self, text: bytes) -> str:
         try:

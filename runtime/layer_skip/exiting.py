@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.divergence import likeliest
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.paging.codecs import ROW_SCALES
 
 __all__ = ["EarlyExitDecoding", "fill_below"]
 
@@ -144,18 +144,19 @@ def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tupl
     and drops what comes after them.
 
     Raises:
-        CapabilityError: the cache is quantized: each layer has scales of its own.
+        CapabilityError: the cache is quantized by scales of each layer.
     """
     copied = backend.cache.snapshot(start, stop)
-    if copied.kv != FLOAT32:
+    if copied.scales not in ("", ROW_SCALES):
         message = f"A KV cache of type {copied.kv} cannot be copied from the layer below."
         raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
     source = 0
-    keys, values = list(copied.keys), list(copied.values)
+    below_keys, below_values = copied.keys, copied.values
+    keys, values = list(below_keys), list(below_values)
     for layer in range(len(keys)):
         if missing[2 * layer]:
-            keys[layer], values[layer] = copied.keys[source], copied.values[source]
+            keys[layer], values[layer] = below_keys[source], below_values[source]
         else:
             source = layer
     backend.cache.trim(start)
-    backend.cache.append(CacheSnapshot(copied.length, tuple(keys), tuple(values), copied.kv, copied.scales))
+    backend.cache.append(CopiedRows(copied.length, tuple(keys), tuple(values), copied.kv, copied.scales))

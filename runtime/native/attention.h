@@ -71,9 +71,23 @@ typedef struct {
     size_t bytes;   /* of working memory, to be 64-byte aligned */
     /* The rest is the kernels' own. */
     void *memory;
-    int64_t tile_rows, tiles, blocks, split;
-    size_t queries_at, tiles_at, busy_at, partials_at, slots_at, slot_bytes;
+    int64_t tile_rows, tiles, blocks, split, gathered;
+    size_t queries_at, rows_at, tiles_at, busy_at, partials_at, slots_at, slot_bytes;
 } attention_plan;
+
+/* Floats from one query's scores of a block to the next one's, apart by more than whole blocks for the cache's sake;
+ * floats that a result has beside its channels: the greatest score and the sum. */
+enum { ATTENTION_STRIDE = ATTENTION_BLOCK + ATTENTION_TILE, ATTENTION_STATE = 2 };
+
+/* Working memory of one job. */
+typedef struct {
+    float *scores, *results; /* (queries, ATTENTION_STRIDE), (queries, v rounded up to 16): of a block */
+    float *merged, *state;   /* the results of all blocks so far, and (queries, 2): greatest score and sum */
+    float *greatest, *sums;  /* (queries): of a block */
+    int64_t (*seen)[2];      /* (rows): what they see of a block */
+    float *keys, *values;    /* a page as float32 */
+    uint8_t *gathered;       /* pages of a head, as they are stored */
+} attention_bench;
 
 typedef struct {
     const char *name;
@@ -94,12 +108,21 @@ static inline int64_t attention_head_bytes(const attention *a) {
     return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
 }
 
-/* Bytes of cache that the rows of a pass read, every time they do: what a caller weighs threads by. */
+/* What write needs for one row, a key or a value and its quantized bytes: a multiple of 64. */
+static inline int64_t attention_row_bytes(const attention *a) {
+    int64_t size = a->key_size > a->value_size ? a->key_size : a->value_size;
+    return (size + 63) / 64 * 64 * 5;
+}
+
+/* What a pass costs, as bytes that could be read in its time: what a caller weighs threads by. */
 int64_t attention_cost(const attention *a);
 /* A pass cut into at most `wanted` jobs. Its memory is still to be given. */
 attention_plan attention_plan_of(const attention *a, int64_t wanted);
 /* Gives a plan its memory, plan->bytes of it, before the first write. */
 void attention_start(const attention *a, attention_plan *plan, void *memory);
+
+/* Lays out a job's memory; returns its bytes. For the kernels. */
+size_t attention_lay_out(const attention *a, const attention_plan *plan, char *memory, attention_bench *out);
 
 /* The functions for an instruction set: its own, or the portable ones. */
 const attention_path *attention_path_of(const lowbit_isa *isa);

@@ -7,70 +7,8 @@
  * written so that compilers vectorize it without reordering: compile with -ffp-contract=off, so that only the fused
  * operations written as fmaf are fused, and every path gives the same bits.
  */
-#include <math.h>
-#include <string.h>
-
+#include "arithmetic.inc.h"
 #include "lowbit.h"
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#pragma fp_contract(off)
-#endif
-
-#define LANES 16
-
-/* Blocks whose largest value is below this count as zero: 127 / max would overflow. */
-static const float TINY_MAX = 1e-35f;
-/* Adding 1.5 * 2^23 leaves a float of small magnitude rounded to nearest even in the low bits of its mantissa. */
-static const float ROUNDER = 12582912.0f;
-
-static inline uint32_t float_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static inline float bits_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* 1 / sqrt(mean of squares + epsilon), summed in a fixed order of 16 lanes. */
-static float inverse_norm(const float *x, int64_t k, float epsilon) {
-    float lanes[LANES] = {0};
-    int64_t whole = k / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        for (int l = 0; l < LANES; l++) lanes[l] = fmaf(x[i + l], x[i + l], lanes[l]);
-    for (int64_t i = whole; i < k; i++) lanes[i - whole] = fmaf(x[i], x[i], lanes[i - whole]);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
-    return 1.0f / sqrtf(lanes[0] / (float)k + epsilon);
-}
-
-static void quantize_block(const float *v, int32_t block, int8_t *q, float *scale, int32_t *sum) {
-    uint32_t top = 0;
-    for (int32_t i = 0; i < block; i++) {
-        uint32_t magnitude = float_bits(v[i]) & 0x7fffffffu;
-        top = magnitude > top ? magnitude : top;
-    }
-    float max = bits_float(top);
-    if (top >= 0x7f800000u || max < TINY_MAX) {
-        memset(q, 0, (size_t)block);
-        *sum = 0;
-        /* Whatever a value that is not finite is multiplied by, the row's result is not a number. */
-        *scale = top >= 0x7f800000u ? bits_float(0x7fc00000u) : 0.0f;
-        return;
-    }
-    float inverse = 127.0f / max;
-    int32_t total = 0;
-    for (int32_t i = 0; i < block; i++) {
-        int32_t value = (int32_t)float_bits(v[i] * inverse + ROUNDER) - 0x4b400000;
-        q[i] = (int8_t)value;
-        total += value;
-    }
-    *sum = total;
-    *scale = max / 127.0f;
-}
 
 static void quantize(const lowbit_input *in, const lowbit_rows *rows, int64_t first, int64_t last) {
     int64_t k = rows->k, blocks = lowbit_blocks(k, rows->block);
@@ -90,24 +28,6 @@ static void quantize(const lowbit_input *in, const lowbit_rows *rows, int64_t fi
             quantize_block(values, rows->block, rows->values + at * rows->block, &rows->scales[at], &rows->sums[at]);
         }
     }
-}
-
-/* exp(x) to 1 ulp or so, the same on every machine: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes' expf). */
-static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x;
-    x = x < -87.0f ? -87.0f : x;
-    float shifted = x * 1.44269504088896341f + ROUNDER;
-    float n = shifted - ROUNDER;
-    float r = fmaf(n, -0.693359375f, x);
-    r = fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = fmaf(p, r, 1.3981999507e-3f);
-    p = fmaf(p, r, 8.3334519073e-3f);
-    p = fmaf(p, r, 4.1665795894e-2f);
-    p = fmaf(p, r, 1.6666665459e-1f);
-    p = fmaf(p, r, 5.0000001201e-1f);
-    p = fmaf(p, r * r, r + 1.0f);
-    return p * bits_float((float_bits(shifted) - 0x4b400000u + 127u) << 23);
 }
 
 static void finish_half(const float *sums, const lowbit_output *out, int64_t row, int64_t width, int64_t column,
@@ -148,8 +68,6 @@ static void finish_silu(const float *sums, const lowbit_output *out, int64_t row
     lowbit_output rest = {out->y, NULL, out->residual, 0};
     finish_half(y, &rest, row, width, column, count);
 }
-
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void finish(const lowbit_matrix *w, const lowbit_output *out, int64_t tile, const float *sums, int64_t first,
                    int64_t count) {

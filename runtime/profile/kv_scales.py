@@ -1,7 +1,7 @@
-"""The scales of a bundle's quantized caches, wherever they are: in the bundle, or kept for this user by tuning.
+"""The static scales of an older bundle's quantized caches, wherever they are: in the bundle, or kept for this user.
 
-A bundle that is read-only, or a hub's, stays as it is: what is found for it later
-is kept in the user's cache, by the digest of its weights, and read as strictly as a bundle's own.
+`edgeinfer tune` once found scales for bundles without, and kept them in the user's cache, by the digest of the weights;
+they are read as strictly as a bundle's own. Paged caches need none.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import json
 import logging
 from pathlib import Path
 
-from edgeinfer.bundle import WEIGHTS, Bundle, KVScales, write_file
+from edgeinfer.bundle import WEIGHTS, Bundle, KVScales
 from edgeinfer.bundle.kv_scales import most_bytes, read_kv_scales
-from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import EdgeInferError, StorageError
 from edgeinfer.user_folders import user_cache
 
-__all__ = ["keep_kv_scales", "kept_kv_scales_file", "kv_scales"]
+__all__ = ["kept_kv_scales_file", "kv_scales"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -32,18 +31,6 @@ def kv_scales(bundle: Bundle) -> KVScales | None:
         BundleError: the bundle's own are damaged.
     """
     return read_kv_scales(bundle) or _kept(bundle)
-
-
-def keep_kv_scales(bundle: Bundle, scales: KVScales) -> None:
-    """Keeps scales for this user's next sessions.
-
-    Raises:
-        StorageError: they cannot be kept.
-    """
-    path = kept_kv_scales_file(bundle)
-    with storage_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, scales.to_json().encode())
 
 
 def kept_kv_scales_file(bundle: Bundle) -> Path:

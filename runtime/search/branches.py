@@ -32,12 +32,11 @@ class Branch:
     """A continuation.
 
     Attributes:
-        sees: rows of the cache that it is made of, the trunk's too if it is a continuation of that. (C,)
-        place: the position of its next token.
+        path: rows of the cache that it is made of, ascending, the trunk's too if it is a continuation of that; as many
+            as it has tokens. (n,)
     """
 
-    sees: NDArray[np.bool_]
-    place: int
+    path: Ints
 
 
 class Branches:
@@ -52,7 +51,7 @@ class Branches:
         self._backend, self._statistics = parts.backend, statistics
         self._passes = Passes(parts, statistics)
         self._trunk = parts.backend.cache.length
-        self._places: Ints = np.arange(parts.backend.cache.capacity)
+        self._slots: Ints = np.arange(parts.backend.cache.capacity)
         self._live: list[Branch] = []
 
     @property
@@ -67,22 +66,18 @@ class Branches:
 
     def begin(self, *, apart: bool = False, rows: Sequence[CacheSnapshot] = ()) -> Branch:
         """Begins a branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
-        sees = np.zeros(self._backend.cache.capacity, np.bool_)
-        sees[: 0 if apart else self._trunk] = True
-        branch = Branch(sees, 0 if apart else self._trunk)
+        branch = Branch(self._slots[: 0 if apart else self._trunk])
         for piece in rows:
             start = self._backend.cache.length
             self._backend.cache.append(piece)
-            branch.sees[start : start + piece.length] = True
-            self._places[start : start + piece.length] = branch.place + np.arange(piece.length)
-            branch.place += piece.length
+            branch.path = np.concatenate([branch.path, self._slots[start : start + piece.length]])
         self._live.append(branch)
         self._statistics.branches += 1
         return branch
 
     def fork(self, branch: Branch) -> Branch:
         """Begins a branch that goes on from where another is now, whose rows both have."""
-        forked = Branch(branch.sees.copy(), branch.place)
+        forked = Branch(branch.path)
         self._live.append(forked)
         self._statistics.branches += 1
         return forked
@@ -110,30 +105,26 @@ class Branches:
         if self._backend.cache.length + len(tokens) > self._backend.cache.capacity:
             message = f"A pass of {len(tokens)} tokens of several texts does not fit: there is room for {self.room}."
             raise BackendError(message)
-        start, size = self._backend.cache.length, len(tokens)
-        sees = np.zeros((size, start + size), np.bool_)
-        row, ends = 0, []
+        paths, ends, row = list[Ints](), list[int](), self._backend.cache.length
         for branch, part in fed:
-            sees[row : row + len(part), :start] = branch.sees[:start]
-            sees[row : row + len(part), start + row : start + row + len(part)] = np.tri(len(part), dtype=np.bool_)
-            self._places[start + row : start + row + len(part)] = branch.place + np.arange(len(part))
+            path = np.concatenate([branch.path, self._slots[row : row + len(part)]])
+            paths += [path[: len(branch.path) + count] for count in range(1, len(part) + 1)]
             row += len(part)
-            ends.append(row - 1)
-        visibility = Visibility(sees, self._places[: start + size])
-        positions = self._places[start : start + size].copy()
-        output = self._backend.forward(ForwardInput(tokens, positions, np.array(ends), visibility=visibility))
-        for (branch, part), end in zip(fed, ends, strict=True):
-            branch.sees[start + end + 1 - len(part) : start + end + 1] = True
-            branch.place += len(part)
+            ends.append(len(paths) - 1)
+        positions = np.array([len(path) - 1 for path in paths])
+        batch = ForwardInput(tokens, positions, np.array(ends), visibility=Visibility(tuple(paths)))
+        output = self._backend.forward(batch)
+        for (branch, _), end in zip(fed, ends, strict=True):
+            branch.path = paths[end]
         self._statistics.passes += 1
-        self._statistics.rows += size
+        self._statistics.rows += len(tokens)
         return output.logits
 
     def _used(self) -> NDArray[np.bool_]:
         """Which rows behind the trunk a live branch has."""
         used = np.zeros(self._backend.cache.length - self._trunk, np.bool_)
         for branch in self._live:
-            used |= branch.sees[self._trunk : self._backend.cache.length]
+            used[branch.path[branch.path >= self._trunk] - self._trunk] = True
         return used
 
     def _make_room(self, rows: int) -> None:
@@ -147,8 +138,8 @@ class Branches:
         if count == len(used) or not (full or len(used) - count > max(_FEW, count)):
             return
         self._backend.cache.keep(self._trunk, kept.tolist())
-        end = self._trunk + count
-        self._places[self._trunk : end] = self._places[self._trunk + kept]
+        # Where a row of the cache is now, if it was kept.
+        moved = self._slots[:length].copy()
+        moved[self._trunk + kept] = self._trunk + np.arange(count)
         for branch in self._live:
-            branch.sees[self._trunk : end] = branch.sees[self._trunk + kept]
-            branch.sees[end:] = False
+            branch.path = moved[branch.path]

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
 
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter
@@ -105,12 +104,12 @@ def _fill(backend: Backend, length: int) -> None:
         backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))
 
 
-def _blank(backend: Backend, length: int) -> CacheSnapshot:
+def _blank(backend: Backend, length: int) -> CopiedRows:
     """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
     empty = backend.cache.snapshot(0, 0)
-    heads, _, width = empty.keys[0].shape
-    zeros = (np.zeros((heads, length, width), empty.keys[0].dtype),) * backend.geometry.num_layers
-    return replace(empty, length=length, keys=zeros, values=zeros)
+    nothing = empty.keys[0]  # (H, 0, width)
+    zeros = (np.zeros((len(nothing), length, nothing.shape[2]), nothing.dtype),) * backend.geometry.num_layers
+    return CopiedRows(length, zeros, zeros, empty.kv, empty.scales)
 
 
 def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:

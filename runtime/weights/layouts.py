@@ -17,7 +17,7 @@ from pathlib import Path
 from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
 from edgeinfer.bundle.conversion import convert_weights, is_converted
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, weights_name
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.runtime.native.library import native_kernel, switched_off
@@ -160,7 +160,7 @@ def _as_made(weights: Path) -> FileCheck:
 def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None, kv: str) -> RunnableGraph:
     """Puts weights and graph into the folder, unless they are there."""
     stored = bundle.manifest.layout
-    model, weights = folder / model_name(stored, layout, kv), folder / weights_name(stored, layout)
+    model, weights = folder / bundle.model_name(layout, kv), folder / weights_name(stored, layout)
     if not _is_sound(bundle, layout, weights):
         _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
         convert_weights(bundle, layout, weights, progress)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Geometry, KVScales, open_bundle, seal
+from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle, seal
 from edgeinfer.bundle import kv_scales as module
-from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.bundle.kv_scales import KV_SCALES, LayerScales, add_kv_scales, read_kv_scales
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig
@@ -142,28 +141,3 @@ def test_the_longest_numbers_are_not_too_large() -> None:
     geometry = Geometry(10, 64, num_layers=2, num_kv_heads=1, head_dim=64, max_positions=10)
     scales = KVScales(dict.fromkeys(("int8", "int4"), (longest, longest)), tokens=10**6)
     assert len(scales.to_json()) <= module.most_bytes(geometry)
-
-
-def test_bundles_made_before_quantized_caches_run_float32_only(bundle: Bundle) -> None:
-    for path in bundle.path.glob("*.kv-*.onnx"):
-        path.unlink()
-    seal(bundle.path, bundle.manifest)
-    old = open_bundle(bundle.path)
-    assert [old.kv_types(layout) for layout in (NATIVE, PORTABLE)] == [("float32",)] * 2
-    assert old.model_file(NATIVE).is_file()
-    with pytest.raises(BundleError, match=r"no graph for a KV cache of type int8.*Export the model again"):
-        old.model_file(NATIVE, "int8")
-    with pytest.raises(UsageError, match="no KV type"):
-        old.model_file(NATIVE, "int3")
-
-
-def test_a_converted_bundle_keeps_graphs_and_scales(bundle: Bundle, tmp_path: Path) -> None:
-    sealed = add_kv_scales(bundle.path, some_scales())
-    convert_bundle(sealed, PORTABLE, tmp_path / "converted")
-    converted = open_bundle(tmp_path / "converted")
-    converted.verify()
-    assert converted.kv_types(PORTABLE) == converted.kv_types(NATIVE) == ("float32", "int8", "int4")
-    assert converted.manifest.files.keys() - sealed.manifest.files.keys() == {
-        f"model.native{kv}.onnx" for kv in ("", ".kv-int8", ".kv-int4")
-    }
-    assert_same(read_kv_scales(converted), some_scales())

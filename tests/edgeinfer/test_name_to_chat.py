@@ -266,7 +266,6 @@ def test_a_directory_is_converted_once_and_again_when_it_changes(user: User, che
     for path in checkpoint.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     assert user.run("run", "-m", str(folder), "Hello", "-n", "2", "--bits", "8", "--memory", "300MB").returncode == 0
-    assert list((user.home / "data").rglob("kv_scales.json")), "a small budget may need a small cache"
     first = user.written()
     assert any("/8-bit-" in path for path in first)
     assert "Converting" not in user.run("run", "-m", str(folder), "Hello", "-n", "2").stderr

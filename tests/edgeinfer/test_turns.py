@@ -218,15 +218,14 @@ def test_a_reply_goes_on_with_what_it_says(tales: edgeinfer.Model) -> None:
     assert half + rest.text == whole.text
 
 
-def make_calibrated(folder: Path) -> None:
-    """A bundle with scales for quantized caches."""
+def make_noise(folder: Path) -> None:
     make_checkpoint(folder / "checkpoint", "llama", seed=5)
-    edgeinfer.tools.calibrate_kv(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(32)), PROMPTS)
+    export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4))
 
 
-@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize("kv", ["float32", "int8", "int4"])
 def test_other_caches(kv: str) -> None:
-    with load_eager(made(make_calibrated) / "bundle", kv=kv, prefix_cache="16MB") as model:
+    with load_eager(made(make_noise) / "bundle", kv=kv, prefix_cache="16MB") as model:
         alone = [model.generate(prompt, max_tokens=20, ignore_eos=True) for prompt in PROMPTS[:2]]
         streams = [started(model, prompt, max_tokens=20) for prompt in PROMPTS[:2]]
         assert interleaved(streams, [0, 1] * 9) == [result.text for result in alone]

@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import MODEL, DecoderSpec, graph, open_bundle
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.paging.layout import PageLayout
 
-__all__ = ["TOKENS", "Runner", "expected_logits", "feeds", "rotary_tables"]
+__all__ = ["TOKENS", "Runner", "expected_logits", "feeds", "pool", "rotary_tables"]
 
 Array = NDArray[Any]
 Rotary = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -34,6 +36,8 @@ def feeds(
     planes: int = 2,
 ) -> dict[str, Array]:
     """Every input that a graph may have but the caches, for a pass over a chain after `start` others.
+
+    A paged graph's page 1 of the pool holds the first slots, page 0 those after them.
 
     Args:
         rotary: cosines and sines of every position.
@@ -58,6 +62,9 @@ def feeds(
         graph.USE_HIDDEN: np.array([hidden is not None]),
         graph.LOGIT_ROWS: np.arange(size) if rows is None else rows,
         graph.PLANES: np.array([planes], np.int32),
+        graph.KV_PAGES: np.array([[1, 0]], np.int32),
+        graph.ROWS: np.array([(0, slot + 1, 0, 0) for slot in range(start, total)], np.int32),
+        graph.PATH_SLOTS: np.zeros(1, np.int32),
     }
     if spec.moe is not None:
         choice = experts or ExpertChoice(spec.moe.top_k)
@@ -65,6 +72,12 @@ def feeds(
         inputs[graph.EXPERT_COUNT] = np.array([choice.count])
         inputs[graph.EXPERT_BIAS] = nothing if choice.bias is None else choice.bias
     return inputs
+
+
+def pool(spec: DecoderSpec) -> dict[str, Array]:
+    """The pool of two float32 pages that `feeds` speaks of, empty, and its layout."""
+    layout = PageLayout.of(spec.geometry, FLOAT32)
+    return {graph.KV_POOL: np.zeros(2 * layout.page_bytes, np.uint8), graph.KV_LAYOUT: layout.array}
 
 
 class Runner:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from edgeinfer.bundle import MODEL, NATIVE, PORTABLE, WEIGHTS, Layout, bfloat16, graph, open_bundle, other_layout
 from edgeinfer.bundle.codecs import NativeCodec
+from edgeinfer.bundle.kv_types import PAGED_KV
 from edgeinfer.errors import (
     BudgetError,
     BundleError,
@@ -117,7 +118,8 @@ def test_what_is_not_quantized_has_one_graph_and_needs_no_kernel(checkpoint: Pat
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32)))
     assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE,))
     graphs = [name for name in bundle.manifest.files if name.endswith(".onnx")]
-    assert graphs == ["model.kv-int4.onnx", "model.kv-int8.onnx", MODEL]
+    assert graphs == [MODEL] and bundle.kv_types(PORTABLE) == ("float32",)
+    assert not bundle.manifest.paged and not bundle.manifest.capabilities.paged
     with pytest.raises(BundleError, match=r"has no model\.native\.onnx"):
         bundle.model_file(NATIVE)
 
@@ -128,9 +130,12 @@ def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp
     bundle, other = open_bundle(out), other_layout(stored)
     assert (bundle.manifest.layout, bundle.layouts) == (stored, (stored, other))
     assert bundle.model_file(stored).name == MODEL and bundle.model_file(other).name == f"model.{other}.onnx"
-    assert bundle.kv_types(stored) == bundle.kv_types(other) == ("float32", "int8", "int4")
-    assert bundle.model_file(stored, "int8").name == "model.kv-int8.onnx"
-    assert bundle.model_file(other, "int4").name == f"model.{other}.kv-int4.onnx"
+    assert set(bundle.graphs) == {name for name in bundle.manifest.files if name.endswith(".onnx")}
+    assert bundle.kv_types(NATIVE) == PAGED_KV and bundle.kv_types(PORTABLE) == ("float32",)
+    assert {bundle.model_file(NATIVE, kv) for kv in PAGED_KV} == {bundle.model_file(NATIVE)}
+    with pytest.raises(BundleError, match=r"no graph for a KV cache of type int8.*where the native kernel works"):
+        bundle.model_file(PORTABLE, "int8")
+    assert bundle.manifest.capabilities_in(NATIVE).paged and not bundle.manifest.capabilities_in(PORTABLE).paged
     assert bundle.weights_file(stored).is_file() and not bundle.weights_file(other).exists()
     for layout in (stored, other):
         model = onnx.load(str(bundle.model_file(layout)), load_external_data=False)
@@ -187,7 +192,11 @@ def test_layers_of_eight_bits_are_elastic(
         for layout in bundle.layouts
     }
     assert (graph.PLANES in inputs[NATIVE]) is elastic
-    assert inputs[NATIVE] - {graph.PLANES} == inputs[PORTABLE]
+    buffered = {graph.ATTENTION_BIAS, graph.SEQLENS_K, graph.TOTAL_LENGTH}
+    buffered |= {name for layer in range(3) for name in graph.past_names(layer)}
+    paged = {graph.KV_POOL, graph.KV_LAYOUT, graph.KV_PAGES, graph.ROWS, graph.PATH_SLOTS}
+    assert inputs[NATIVE] - {graph.PLANES} - paged == inputs[PORTABLE] - buffered
+    assert paged <= inputs[NATIVE] and buffered <= inputs[PORTABLE]
 
 
 def refused(checkpoint: Path, error: type[EdgeInferError], says: str) -> EdgeInferError:

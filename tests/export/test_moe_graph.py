@@ -22,7 +22,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
-from tests.export.passes import TOKENS, feeds
+from tests.export.passes import TOKENS, feeds, pool
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
 from tests.kernel import require_kernel
 
@@ -67,6 +67,7 @@ class Graph:
         given = feeds(spec, TOKENS, rope_tables(spec.rope, CAPACITY, CAPACITY), mask=mask, experts=experts)
         cache = np.zeros((1, spec.num_kv_heads, CAPACITY, spec.head_dim), np.float32)
         given |= {name: cache for layer in range(spec.num_layers) for name in graph.past_names(layer)}
+        given |= pool(spec)
         names = {i.name for i in self.session.get_inputs()}
         wanted = [graph.LOGITS, graph.EXPERT_IDS]
         logits, ids = self.session.run(wanted, {name: given[name] for name in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from edgeinfer.bundle import NATIVE, Bundle, graph, open_bundle
+from edgeinfer.bundle import NATIVE, Blob, Bundle, TensorEntry, graph, open_bundle
 from edgeinfer.bundle.arithmetic import rms_norm, rope_tables, rotate, silu, softmax
 from edgeinfer.bundle.native_layout import NativeTiles, native_parts, unpack_tiles
 from edgeinfer.bundle.packing import QuantizedShape, dequantize
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.graph.attention import PagedLayer
+from edgeinfer.export.graph.decoder import build_decoder_graph
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.cache import made
-from tests.export.passes import TOKENS, feeds
+from tests.export.passes import TOKENS, feeds, pool
 from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 
 Array = NDArray[Any]
@@ -136,37 +139,52 @@ class QuickGelu(OpRun):
         return (silu(x),)
 
 
-class RotaryEmbedding(OpRun):
-    op_domain = "com.microsoft"
+class Attention(OpRun):
+    """Over float32 pages, which it alone reads and writes: in a layer's part keys and values by slot, head, channel."""
 
-    def _run(self, x: Array, ids: Array, cos: Array, sin: Array, num_heads: int, **_: int) -> tuple[Array]:
-        heads = rotate(x[0].reshape(len(x[0]), num_heads, -1), cos[ids[0]], sin[ids[0]])
-        return (heads.reshape(x.shape),)
+    op_domain = graph.NATIVE_DOMAIN
+
+    def _run(self, *inputs: Any, **a: Any) -> tuple[Array]:
+        qkv, pool, layout, pages, rows, extras, ids, cos, sin, q_norm, k_norm, sinks = (*inputs, *[None] * 3)[:12]
+        heads, groups, width, size = a["num_heads"], a["kv_num_heads"], a["key_size"], qkv.shape[1]
+        assert (a["value_size"], a["interleaved"], a["softcap"], sinks) == (width, 0, 0, None)
+        assert cos.shape[1] * 2 == a["rotary_dim"] and len(layout) > 3 + a["layer"]
+        q, k, v = np.split(qkv[0], [heads * width, (heads + groups) * width], axis=-1)
+        if q_norm is not None:
+            q, k = (normed(x, norm, a["norm_epsilon"]) for x, norm in ((q, q_norm), (k, k_norm)))
+        q, k, v = (x.reshape(size, -1, width) for x in (q, k, v))
+        q, k = (rotate(x, cos[ids[0]], sin[ids[0]]) for x in (q, k))
+        kept = stored(pool, layout, a["layer"], groups, width)
+        paths = [[*range(n), *extras[first : first + count]] for _, n, first, count in rows.tolist()]
+        places = [[divmod(slot, graph.PAGE_SLOTS) for slot in path] for path in paths]
+        for row, path in enumerate(places):
+            page, slot = path[-1]
+            kept[pages[rows[row, 0], page], :, slot] = k[row], v[row]
+        mixed = np.empty((size, heads, width), np.float32)
+        for row, path in enumerate(places):
+            window = a["window"] or len(path)
+            seen = [kept[pages[rows[row, 0], page], :, slot] for page, slot in path[-window:]]
+            keys, values = np.stack(seen, axis=1)  # (T, H, h) each
+            for head in range(heads):
+                group = head * groups // heads
+                scores = keys[:, group] @ q[row, head] * np.float32(a["scale"] or 1 / np.sqrt(width))
+                mixed[row, head] = softmax(scores) @ values[:, group]
+        return (mixed.reshape(1, size, -1),)
 
 
-class GroupQueryAttention(OpRun):
-    op_domain = "com.microsoft"
-
-    def _run(self, *inputs: Any, **a: int) -> tuple[Array, Array, Array]:
-        q, k, v, past_k, past_v, _, total, cos, sin, ids, bias = inputs
-        heads, groups, size = a["num_heads"], a["kv_num_heads"], q.shape[1]
-        width = past_k.shape[-1]
-        if k is None:
-            q, k, v = np.split(q, [heads * width, (heads + groups) * width], axis=-1)
-        q, k, v = (x[0].reshape(size, -1, width) for x in (q, k, v))
-        if a["do_rotary"]:
-            q, k = (rotate(x, cos[ids[0]], sin[ids[0]]) for x in (q, k))
-        start, end = int(total) - size, int(total)
-        keys, values = past_k.copy(), past_v.copy()
-        keys[0, :, start:end], values[0, :, start:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        grouped = q.swapaxes(0, 1).reshape(groups, heads // groups, size, width)
-        scores = grouped @ keys[0, :, None, :end].swapaxes(-1, -2) / np.float32(np.sqrt(width)) + bias[0]
-        hidden = np.arange(end) > np.arange(start, end)[:, None]
-        mixed = softmax(np.where(hidden, np.float32(-np.inf), scores)) @ values[0, :, None, :end]
-        return mixed.transpose(2, 0, 1, 3).reshape(1, size, heads * width), keys, values
+def normed(x: Array, norm: Array, epsilon: float) -> Array:
+    """Every head, or all of them together, as the weights' number says."""
+    return rms_norm(x.reshape(len(x), -1, len(norm)), norm, epsilon).reshape(x.shape)
 
 
-OPERATORS = [EmbeddingLowBit, LinearLowBit, MoELowBit, QuickGelu, RotaryEmbedding, GroupQueryAttention]
+def stored(pool: Array, layout: Array, layer: int, heads: int, width: int) -> Array:
+    """A view of the pool: (pages, 2, slots, H, h)."""
+    first, floats = layout[3 + layer] // 4, 2 * graph.PAGE_SLOTS * heads * width
+    part = pool.reshape(-1, layout[2]).view(np.float32)[:, first : first + floats]
+    return part.reshape(-1, 2, graph.PAGE_SLOTS, heads, width)
+
+
+OPERATORS = [EmbeddingLowBit, LinearLowBit, MoELowBit, QuickGelu, Attention]
 
 
 def make(folder: Path, arch: str, config: ExportConfig, settings: dict[str, Any]) -> None:
@@ -184,17 +202,12 @@ def run(bundle: Bundle, *, planes: int = 2, mask: Array | None = None, experts: 
     spec = bundle.manifest.decoder
     assert spec is not None
     rotary = rope_tables(spec.rope, CAPACITY, CAPACITY)
-    shape = (1, spec.num_kv_heads, CAPACITY, spec.head_dim)
-    names = [name for layer in range(spec.num_layers) for name in graph.past_names(layer)]
-    caches: list[Array] = [np.zeros(shape, np.float32) for _ in names]
-    parts, start = [], 0
+    cache, parts, start = pool(spec), [], 0
     for end in (7, len(TOKENS)):
         inputs = feeds(spec, TOKENS[start:end], rotary, start=start, mask=mask, experts=experts, planes=planes)
-        inputs |= zip(names, caches, strict=True)
-        given = {name: inputs[name] for name in evaluator.input_names}
+        given = {name: (inputs | cache)[name] for name in evaluator.input_names}
         outputs: list[Any] = list(evaluator.run(None, given))
         parts.append(outputs[0])
-        caches = outputs[2 : 2 + len(names)]
         start = end
     return np.concatenate(parts)
 
@@ -265,18 +278,31 @@ def test_chosen_experts_compute_what_their_weights_say(arch: str) -> None:
 
 
 def test_everything_around_a_quantized_product_is_fused() -> None:
-    bundle = export("llama-biases", ExportConfig(bits=4, keep_small=False))
     layers = 3
-    assert kinds(bundle) == {
+    assert kinds(export("qwen3", ExportConfig(bits=4, keep_small=False)))["RMSNormalization"] == 0
+    assert kinds(export("llama-biases", ExportConfig(bits=4, keep_small=False))) == {
         "LinearLowBit": 4 * layers + 1,
         "EmbeddingLowBit": 1,
-        "GroupQueryAttention": layers,
+        "Attention": layers,
         "If": 2 * layers + 1,
-        "Identity": 1 + 4 * layers,
+        "Identity": 1 + 2 * layers,
         "Split": 1,
         "Squeeze": 1,
         "Gather": 1,
     }
+
+
+def test_what_a_model_has_of_attention_reaches_the_operator() -> None:
+    bundle = export("qwen2-windows", ExportConfig(bits=4, keep_small=False))
+    spec, tensors = bundle.manifest.decoder, {t.name: t for t in bundle.manifest.tensors}
+    assert spec is not None
+    sinks = TensorEntry("layers.0.attn.sinks", (spec.num_heads,), 32, Blob(0, "float32", (spec.num_heads,)))
+    made = build_decoder_graph(spec, tensors | {sinks.name: sinks}, "weights.bin", NATIVE)
+    first, *_, last = (node for node in nodes(made.graph) if node.op_type == "Attention")
+    assert [*first.input[9:]] == ["", "", sinks.name] and len(last.input) == 9
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in last.attribute}
+    assert attributes == pytest.approx(asdict(PagedLayer.of(spec, spec.num_layers - 1)))
+    assert (attributes["window"], attributes["layer"]) == (5, spec.num_layers - 1)
 
 
 def test_a_tied_head_reads_the_embeddings_bytes() -> None:
@@ -302,7 +328,7 @@ def test_planes_are_read_by_the_layers_alone() -> None:
 
 def test_the_graph_passes_the_checker() -> None:
     for arch in ("llama-tied", "qwen2-windows"):
-        bundle = export(arch, ExportConfig(bits=8))
+        bundle = export(arch, ExportConfig(bits=8, keep_small=False))
         onnx.checker.check_model(str(bundle.model_file(NATIVE)), full_check=False)
         model = onnx.load(str(bundle.model_file(NATIVE)), load_external_data=False)
-        assert {o.domain: o.version for o in model.opset_import} == {"": 23, "com.microsoft": 1, "edgeinfer": 1}
+        assert {o.domain: o.version for o in model.opset_import} == {"": 23, "edgeinfer": 1}

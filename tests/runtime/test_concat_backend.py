@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from edgeinfer.bundle import MODEL, Bundle, Capabilities, Geometry, Manifest, co
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -211,7 +212,7 @@ def test_snapshots_come_back(sums: Sums, backend: ConcatBackend) -> None:
     with pytest.raises(BackendError, match="do not fit"):
         other.cache.restore(snapshot)
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(replace(snapshot, keys=()))
+        other.cache.restore(CopiedRows(2, (), snapshot.values))
 
 
 def test_rows_come_back_piece_by_piece(sums: Sums, backend: ConcatBackend) -> None:

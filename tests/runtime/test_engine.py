@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
@@ -64,7 +64,7 @@ class TableCache:
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         rows = np.array(self.held[start:stop], np.float32).reshape(1, -1, 1)
-        return CacheSnapshot(rows.shape[1], (rows,), (rows,))
+        return CopiedRows(rows.shape[1], (rows,), (rows,))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         self.held.clear()

@@ -1,5 +1,4 @@
-"""With exact passes, logits and caches are the same bits for any way of cutting a text into passes, whatever the type
-of the cache."""
+"""With exact passes, logits and caches are the same bits for any way of cutting a text into passes."""
 
 from __future__ import annotations
 
@@ -14,13 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Layout
-from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
-from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.kv_cache.calibration import calibrate
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
@@ -44,12 +40,6 @@ EXPORTS = {
 }
 # float32 bundles are the same in both layouts.
 LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "portable")) | {"float32": ("portable",)}
-# How weights are stored is all the same to a quantized cache, so not all of them have all.
-CACHES = dict.fromkeys(EXPORTS, ("float32",)) | {
-    "8-bit-32": ("float32", *QUANTIZED_KV),
-    "4-bit-128": ("float32", *QUANTIZED_KV),
-    "float32": ("float32", "int8"),
-}
 
 
 @dataclass(frozen=True)
@@ -68,19 +58,15 @@ def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDAr
 
 @pytest.fixture(
     scope="module",
-    params=[(e, layout, t, kv) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2) for kv in CACHES[e]],
-    ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}-{p[3]}",
+    params=[(e, layout, t) for e in EXPORTS for layout in LAYOUTS[e] for t in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
 def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
-    export, layout, threads, kv = request.param
+    export, layout, threads = request.param
     if layout == "native":
         require_kernel()
     bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
-    scales = None
-    if kv != "float32":
-        assert bundle.manifest.decoder is not None
-        scales = calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
-    backend = OnnxBackend(bundle, 64, threads=threads, kv=kv, kv_scales=scales)
+    backend = OnnxBackend(bundle, 64, threads=threads)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()

@@ -28,6 +28,7 @@ from edgeinfer.runtime.backends.onnx.packed_graph import products, with_copies
 from edgeinfer.runtime.system.memory import process_memory, release_freed, releases_pages, return_large_frees
 from edgeinfer.runtime.weights.streaming import loading_bytes, mapped_bytes, packed_bytes
 from tests.cli import TIME_LIMIT
+from tests.old_bundle import old_bundle
 from tests.runtime.models import bundle_of
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
@@ -89,13 +90,14 @@ def test_mapped_weights_give_the_same_bits(cache: Path, name: str) -> None:
 
 
 @linux
-def test_every_kind_of_cache_reads_the_same_file(cache: Path) -> None:
-    bundle = export("4-bit")
+def test_every_kind_of_cache_reads_the_same_file(cache: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(old_bundle(tmp_path / "old"))
     plain, quantized = logits(bundle, "mapped"), logits(bundle, "mapped", "int8")
     np.testing.assert_array_equal(quantized, logits(bundle, "packed", "int8"))
     assert not np.array_equal(plain, quantized)
     (folder,) = packed(cache)
-    assert {path.name for path in folder.iterdir()} == {"model.onnx", "model.kv-int8.onnx", "packed.bin", "packed.json"}
+    graphs = ("model.portable.onnx", "model.portable.kv-int8.onnx")
+    assert {path.name for path in folder.iterdir()} == {*graphs, "packed.bin", "packed.json"}
 
 
 @linux

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -195,9 +195,7 @@ def test_hidden_states_match_the_reference(pair: tuple[Backend, Backend], exit_l
 def test_snapshot_and_restore(family: Family, backend: Backend) -> None:
     feed(backend, TEXT[:11])
     snapshot = backend.cache.snapshot()
-    held = CacheSnapshot(
-        snapshot.length, tuple(k.copy() for k in snapshot.keys), tuple(v.copy() for v in snapshot.values)
-    )
+    held = CopiedRows(snapshot.length, tuple(k.copy() for k in snapshot.keys), tuple(v.copy() for v in snapshot.values))
     backend.cache.trim(3)
     feed(backend, OTHER * 2)
     assert all(np.array_equal(a, b) for a, b in zip(snapshot.keys, held.keys, strict=True))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.errors import BackendError
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -33,7 +35,7 @@ def rows_of(tokens: Sequence[int], start: int = 0, stop: int | None = None) -> C
     sums = [hash(tuple(tokens[: place + 1])) % 1000 for place in range(len(tokens))][start:stop]
     row = np.arange(HEADS * HEAD, dtype=np.float32).reshape(HEADS, 1, HEAD)
     arrays = [row + np.array(sums, np.float32)[None, :, None] * (layer + 1) for layer in range(2 * LAYERS)]
-    return CacheSnapshot(len(sums), tuple(arrays[:LAYERS]), tuple(arrays[LAYERS:]))
+    return CopiedRows(len(sums), tuple(arrays[:LAYERS]), tuple(arrays[LAYERS:]))
 
 
 def offer(cache: PrefixCache, tokens: Sequence[int], wanted: Sequence[int] = ()) -> None:
@@ -53,15 +55,18 @@ def assert_right(cache: PrefixCache, tokens: Sequence[int], start: int = 0) -> N
 
 
 def bytes_in(cache: PrefixCache) -> int:
-    spans = cache._spans
-    return sum(span.tokens.nbytes + sum(array.nbytes for array in span.arrays) for span in spans)
+    return sum(array.nbytes for array in arrays_in(cache))
+
+
+def arrays_in(cache: PrefixCache) -> Iterator[NDArray[Any]]:
+    for span in cache._spans:
+        assert span.rows is not None
+        yield from (span.tokens, *span.rows.keys, *span.rows.values)
 
 
 def owned(cache: PrefixCache) -> bool:
     """Whether no array keeps rows alive that are not its own."""
-    return all(
-        a.base is None or a.base.nbytes == a.nbytes for span in cache._spans for a in (span.tokens, *span.arrays)
-    )
+    return all(a.base is None or a.base.nbytes == a.nbytes for a in arrays_in(cache))
 
 
 texts = st.lists(st.integers(0, 2), max_size=12)

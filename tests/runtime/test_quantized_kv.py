@@ -1,26 +1,25 @@
-"""Backends with quantized caches against each other; what they give bit by bit is in test_exact."""
+"""Backends with the quantized caches of bundles made before caches were paged: static scales, a graph for each type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, KVScales, open_bundle
+from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV, store
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.kv_cache.calibration import calibrate
-
-if TYPE_CHECKING:
-    from tests.runtime.conftest import Family
+from tests.cache import made
+from tests.old_bundle import old_bundle
 
 TEXT = np.random.default_rng(3).integers(0, 320, 24)
 CONTEXT = 8
@@ -31,43 +30,49 @@ Floats = NDArray[np.float32]
 each_type = pytest.mark.parametrize("kv", QUANTIZED_KV)
 
 
+def make_old(folder: Path) -> None:
+    old_bundle(folder / "bundle")
+
+
+@pytest.fixture
+def bundle() -> Bundle:
+    return open_bundle(made(make_old) / "bundle")
+
+
 def run(backend: Backend, tokens: Sequence[int] | NDArray[np.int64], **options: Any) -> Floats:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
     return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows, **options)).logits.copy()
+
+
+@cache
+def _scales_in(path: Path) -> KVScales:
+    scales = read_kv_scales(open_bundle(path))
+    assert scales is not None
+    return scales
 
 
 def scales_of(bundle: Bundle) -> KVScales:
     return _scales_in(bundle.path)
 
 
-@cache
-def _scales_in(path: Path) -> KVScales:
-    bundle = open_bundle(path)
-    assert bundle.manifest.decoder is not None
-    return calibrate(ReferenceBackend(bundle, 64), [TEXT.tolist()], bundle.manifest.decoder.rope)
-
-
 def assert_alike(actual: Floats, expected: Floats) -> None:
-    """A number on the edge of two levels may fall to either side, which moves some logits by some hundredths."""
+    """The kernel rounds activations to 8 bits, the reference does not: on edges of levels that moves some logits."""
     difference = np.abs(actual - expected)
-    assert np.median(difference) < 0.01 and difference.max() < 0.5
+    assert np.median(difference) < 0.05 and difference.max() < 0.5
 
 
 @each_type
-def test_logits_match_the_reference(family: Family, kv: str) -> None:
-    scales = scales_of(family.bundle)
-    onnx, reference = (make(family.bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
+def test_logits_match_the_reference(bundle: Bundle, kv: str) -> None:
+    scales = scales_of(bundle)
+    onnx, reference = (make(bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
     logits = [np.concatenate([run(b, part) for part in np.split(TEXT, [9, 10])]) for b in (onnx, reference)]
     assert_alike(*logits)
-    for mine, theirs in zip(onnx.cache.snapshot().keys, reference.cache.snapshot().keys, strict=True):
-        assert (mine != theirs).mean() < 0.02
     onnx.close()
 
 
 @each_type
-def test_the_operator_stores_what_we_would(make_family: Callable[..., Family], kv: str) -> None:
+def test_the_operator_stores_what_we_would(bundle: Bundle, kv: str) -> None:
     """The first layer's rows do not depend on any cache."""
-    bundle = make_family("llama").bundle
     scales = scales_of(bundle)
     floats, quantized = OnnxBackend(bundle, 64), OnnxBackend(bundle, 64, kv=kv, kv_scales=scales)
     for backend in (floats, quantized):
@@ -79,11 +84,10 @@ def test_the_operator_stores_what_we_would(make_family: Callable[..., Family], k
 
 
 @each_type
-def test_masked_layers_match_the_reference(make_family: Callable[..., Family], kv: str) -> None:
-    bundle = make_family("llama").bundle
+def test_masked_layers_match_the_reference(bundle: Bundle, kv: str) -> None:
     scales = scales_of(bundle)
     onnx, reference = (make(bundle, 64, kv=kv, kv_scales=scales) for make in (OnnxBackend, ReferenceBackend))
-    for mask in ([False, True] * 3, [True, False] * 3, [True, True, False, False, True, True]):
+    for mask in ([False, True] * 2, [True, False] * 2, [True, True, False, False]):
         for backend in (onnx, reference):
             backend.cache.trim(0)
             run(backend, TEXT[:CONTEXT])
@@ -106,8 +110,7 @@ def feed_tree(backend: Backend) -> Floats:  # (10, V)
 
 
 @each_type
-def test_a_branch_of_a_tree_is_like_a_chain(make_family: Callable[..., Family], kv: str) -> None:
-    bundle = make_family("llama").bundle
+def test_a_branch_of_a_tree_is_like_a_chain(bundle: Bundle, kv: str) -> None:
     tree, chain = (OnnxBackend(bundle, 64, kv=kv, kv_scales=scales_of(bundle)) for _ in range(2))
     for backend in (tree, chain):
         run(backend, TEXT[:CONTEXT])
@@ -119,8 +122,7 @@ def test_a_branch_of_a_tree_is_like_a_chain(make_family: Callable[..., Family], 
     assert_alike(run(tree, TEXT[12:]), run(chain, TEXT[12:]))
 
 
-def test_another_cache_is_refused(make_family: Callable[..., Family]) -> None:
-    bundle = make_family("llama").bundle
+def test_another_cache_is_refused(bundle: Bundle) -> None:
     scales = scales_of(bundle)
     floats = OnnxBackend(bundle, 64)
     run(floats, TEXT)
@@ -132,8 +134,7 @@ def test_another_cache_is_refused(make_family: Callable[..., Family]) -> None:
 
 
 @each_type
-def test_a_grown_cache_holds_what_it_held(make_family: Callable[..., Family], kv: str) -> None:
-    bundle = make_family("llama", max_position_embeddings=1024).bundle
+def test_a_grown_cache_holds_what_it_held(bundle: Bundle, kv: str) -> None:
     text = np.random.default_rng(1).integers(0, 320, 300)
     scales = scales_of(bundle)
     whole, parts = (OnnxBackend(bundle, 600, kv=kv, kv_scales=scales) for _ in range(2))
@@ -142,10 +143,7 @@ def test_a_grown_cache_holds_what_it_held(make_family: Callable[..., Family], kv
     assert whole.nbytes()["kv"] * 32 == 512 * bundle.manifest.geometry.kv_bytes_per_token() * KV[kv].bits
 
 
-def test_growth_without_memory_leaves_the_backend_usable(
-    make_family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bundle = make_family("llama", max_position_embeddings=1024).bundle
+def test_growth_without_memory_leaves_the_backend_usable(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     text = np.random.default_rng(1).integers(0, 320, 256)
     backend, other = (OnnxBackend(bundle, 600, kv="int8", kv_scales=scales_of(bundle)) for _ in range(2))
     for each in (backend, other):

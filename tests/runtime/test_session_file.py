@@ -8,8 +8,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session
 from tests.speculation import random_bundle
 from tests.waiting import TIME_LIMIT
@@ -39,7 +38,7 @@ def rows(kv: str, count: int) -> Callable[[int, int], CacheSnapshot]:
 
     def copy(start: int, stop: int) -> CacheSnapshot:
         parts = [array[:, start:stop].copy() for array in arrays]
-        return CacheSnapshot(stop - start, tuple(parts[:2]), tuple(parts[2:]), kv, "" if kv == "float32" else "c" * 64)
+        return CopiedRows(stop - start, tuple(parts[:2]), tuple(parts[2:]), kv, "" if kv == "float32" else "c" * 64)
 
     return copy
 
@@ -51,10 +50,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def joined(pieces: list[CacheSnapshot]) -> CacheSnapshot:
     keys, values = ([np.concatenate(a, axis=1) for a in zip(*s, strict=True)] for s in _arrays(pieces))
-    return replace(pieces[0], length=sum(p.length for p in pieces), keys=tuple(keys), values=tuple(values))
+    return CopiedRows(sum(p.length for p in pieces), keys, values, pieces[0].kv, pieces[0].scales)
 
 
-def _arrays(pieces: list[CacheSnapshot]) -> Iterator[list[tuple[Any, ...]]]:
+def _arrays(pieces: list[CacheSnapshot]) -> Iterator[list[Sequence[Any]]]:
     yield [piece.keys for piece in pieces]
     yield [piece.values for piece in pieces]
 
@@ -99,7 +98,7 @@ def test_it_is_copied_piece_by_piece(tmp_path: Path) -> None:
 
     def copy(start: int, stop: int) -> CacheSnapshot:
         asked.append((start, stop))
-        return CacheSnapshot(stop - start, (array[:, start:stop],) * 2, (array[:, start:stop],) * 2)
+        return CopiedRows(stop - start, (array[:, start:stop],) * 2, (array[:, start:stop],) * 2)
 
     write_session(tmp_path / "talk", MINE, [1] * 20_000, copy)
     assert asked[0] == (0, 0)

@@ -15,7 +15,15 @@ from edgeinfer.bundle import Geometry
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_edit, check_length, check_snapshot, row_range
+from edgeinfer.runtime.backends.cache import (
+    CacheSnapshot,
+    CopiedRows,
+    Edit,
+    check_edit,
+    check_length,
+    check_snapshot,
+    row_range,
+)
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec
 
@@ -172,7 +180,7 @@ class LlamaCache:
         if start == stop:
             shape = (self._geometry.num_kv_heads, 0, LLAMA_KV[self._kv].width(self._geometry.head_dim))
             nothing = (np.empty(shape, LLAMA_KV[self._kv].dtype),) * self._geometry.num_layers
-            return CacheSnapshot(0, nothing, nothing, self._kv)
+            return CopiedRows(0, nothing, nothing, self._kv)
         if not self.copyable:
             raise CapabilityError(
                 "The cache of a model with sliding windows cannot be copied.",
@@ -219,4 +227,4 @@ class LlamaCache:
             left = check_edit(self._geometry, layer, edited, copied.length, left)
             keys.append(self._codec.store(edited[0], keys=True))
             values.append(self._codec.store(edited[1], keys=False))
-        self.append(CacheSnapshot(left or 0, tuple(keys), tuple(values), self._kv))
+        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), self._kv))

@@ -25,7 +25,7 @@ from edgeinfer.bundle.kv_types import load as load_rows
 from edgeinfer.bundle.kv_types import store as store_rows
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.wording import Setting
 
 __all__ = ["StateCodec", "copied_bytes"]
@@ -61,7 +61,7 @@ class StateCodec:
         per_matrix = _ROWS.size + rows * self._row
         return _HEAD.size + rows * _CELL_BYTES + _LAYERS.size + 2 * self._geometry.num_layers * per_matrix
 
-    def decode(self, blob: NDArray[np.uint8], length: int) -> CacheSnapshot:  # (bytes,)
+    def decode(self, blob: NDArray[np.uint8], length: int) -> CopiedRows:  # (bytes,)
         """The rows of a copy in the order of their positions.
 
         Raises:
@@ -89,7 +89,7 @@ class StateCodec:
             heads = rows[order].reshape(length, self._geometry.num_kv_heads, -1).transpose(1, 0, 2)
             matrices.append(np.ascontiguousarray(heads))
             at += length * self._row
-        return CacheSnapshot(length, tuple(matrices[:layers]), tuple(matrices[layers:]), self._kind.name)
+        return CopiedRows(length, tuple(matrices[:layers]), tuple(matrices[layers:]), self._kind.name)
 
     def encode(self, snapshot: CacheSnapshot, start: int, sequence: int) -> NDArray[np.uint8]:  # (bytes,)
         """The copy that puts a snapshot's rows at the positions from `start` on; the snapshot fits the model."""

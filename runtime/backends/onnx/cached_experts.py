@@ -15,7 +15,7 @@ import numpy as np
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.wording import Setting
@@ -27,7 +27,7 @@ __all__ = ["CachedExpertsBackend"]
 _WINDOW_SHARE = 0.25
 
 
-class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
+class CachedExpertsBackend(WindowedBackend[GraphBackend]):
     """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
@@ -43,7 +43,7 @@ class CachedExpertsBackend(WindowedBackend[OnnxBackend]):
             less than the experts that one layer may need.
     """
 
-    def __init__(self, inner: OnnxBackend, decoder: DecoderSpec, limit: int) -> None:
+    def __init__(self, inner: GraphBackend, decoder: DecoderSpec, limit: int) -> None:
         can = inner.capabilities
         parts = None if inner.pages is None else inner.pages.experts()
         if not parts or not (can.layer_skip and can.hidden):

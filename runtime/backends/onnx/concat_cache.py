@@ -9,7 +9,15 @@ import numpy as np
 from edgeinfer.bundle import Geometry
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, Edit, check_edit, check_length, check_snapshot, row_range
+from edgeinfer.runtime.backends.cache import (
+    CacheSnapshot,
+    CopiedRows,
+    Edit,
+    check_edit,
+    check_length,
+    check_snapshot,
+    row_range,
+)
 
 __all__ = ["ConcatCache"]
 
@@ -85,7 +93,7 @@ class ConcatCache:
         """Copies the rows in use, or start..stop-1 of them."""
         start, stop = row_range(start, stop, self.length)
         arrays = [a[0, :, start:stop].copy() for a in self._views(self._read, self._packed)]
-        return CacheSnapshot(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
+        return CopiedRows(stop - start, tuple(arrays[::2]), tuple(arrays[1::2]))
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy in the place of all rows."""

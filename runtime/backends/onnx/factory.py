@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer.bundle import NATIVE, Bundle, Layout
+from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
@@ -18,13 +18,16 @@ from edgeinfer.runtime.backends.factory import (
 )
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
-from edgeinfer.runtime.devices.contract import Device, Graphs
+from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
-from edgeinfer.runtime.weights.layouts import choose_layout, kernel_of
+from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of
 
-__all__ = ["OnnxFactory", "OptimumFactory"]
+if TYPE_CHECKING:
+    from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
+
+__all__ = ["OnnxFactory", "OptimumFactory", "make_graph_backend"]
 
 
 class OnnxFactory(BackendFactory):
@@ -65,12 +68,11 @@ class OnnxFactory(BackendFactory):
 
     def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""
-        from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
         from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
         from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
         bundle, plan = order.bundle, order.configuration
-        backend = OnnxBackend(
+        backend = make_graph_backend(
             bundle,
             plan.context,
             threads=order.threads,
@@ -116,6 +118,38 @@ class OptimumFactory(BackendFactory):
         from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 
         return ConcatBackend(order.bundle, order.configuration.context, threads=order.threads)
+
+
+def make_graph_backend(
+    bundle: Bundle,
+    capacity: int,
+    *,
+    threads: int = 1,
+    exact: bool = True,
+    layout: Layout | None = None,
+    kv: str = FLOAT32,
+    kv_scales: KVScales | None = None,
+    weights: str = "packed",
+    progress: Progress | None = None,
+    device: Device = CPU,
+    affinity: str = "",
+) -> GraphBackend:
+    """The backend of the graph that reads a layout, which tells the attention it has; arguments as `OnnxBackend`."""
+    from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+
+    return OnnxBackend(
+        bundle,
+        capacity,
+        threads=threads,
+        exact=exact,
+        layout=layout,
+        kv=kv,
+        kv_scales=kv_scales,
+        weights=weights,
+        progress=progress,
+        device=device,
+        affinity=affinity,
+    )
 
 
 def _onnxruntime() -> str:

@@ -16,29 +16,13 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import Binding
-from edgeinfer.runtime.backends.visibility import Visibility, ancestors, in_window
+from edgeinfer.runtime.backends.visibility import Visibility, visible_rows
 from edgeinfer.runtime.devices.arrays import DeviceArray
 
 __all__ = ["AttentionBias", "Buffers", "ExpertInputs", "Pass", "bind_cache"]
 
 # Hides a score from the softmax: exp underflows to exactly 0, and unlike -inf no row can become NaN.
 _HIDDEN = np.float32(-1e9)
-
-
-def _tree_bias(tree: Ints, size: int, total: int) -> Floats:  # (S',) -> (1, 1, S, T), S >= S'
-    """Hides from each row of a draft tree what is not its ancestor."""
-    bias = np.zeros((1, 1, size, total), np.float32)
-    real, start = len(tree), total - size
-    bias[0, 0, :real, start : start + real][~ancestors(tree)] = _HIDDEN
-    return bias
-
-
-def _branch_bias(sees: Visibility, size: int, total: int) -> Floats:  # (1, 1, S, T), S >= rows of `sees`
-    """Hides from each row what it does not see."""
-    bias = np.zeros((1, 1, size, total), np.float32)
-    real, seen = sees.sees.shape
-    bias[0, 0, :real, :seen][~sees.sees] = _HIDDEN
-    return bias
 
 
 def _copy_padding(bias: Floats, real: int) -> None:  # (S, T)
@@ -93,7 +77,7 @@ class Pass:
         self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
         chosen = (buffers.layers, size, experts)
         self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
-        self.inputs = {
+        self.inputs: dict[str, NDArray[Any]] = {
             graph.INPUT_IDS: self._tokens,
             graph.POSITION_IDS: self._positions,
             graph.LOGIT_ROWS: self._rows,
@@ -167,18 +151,23 @@ class AttentionBias:
     def bind(self, step: Pass, tree: Ints | None, sees: Visibility | None, real: int, total: int) -> None:
         """Binds the bias of a pass of `real` rows and padding, with so many rows in the cache after it."""
         size = len(step.positions)
-        if sees is not None:
-            bias = _branch_bias(sees, size, total)
-        else:
-            bias = self._no_bias(size, total) if tree is None else _tree_bias(tree, size, total)
-        if self._copies_padding and size > real:
-            bias = bias if tree is not None else bias.copy()
-            _copy_padding(bias[0, 0], real)
+        plain = tree is None and sees is None and not (self._copies_padding and size > real)
+        bias = self._no_bias(size, total) if plain else self._hiding(size, total, real, tree, sees)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
-            near = in_window(step.positions, total, self._window, None if sees is None else sees.places)
-            windowed = np.where(near, bias, _HIDDEN)
+            windowed = self._hiding(size, total, real, tree, sees, self._window)
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
+
+    def _hiding(
+        self, size: int, total: int, real: int, tree: Ints | None, sees: Visibility | None, window: int = 0
+    ) -> Floats:  # (1, 1, S, T)
+        """Hides from each row what it does not see."""
+        bias, start = np.zeros((1, 1, size, total), np.float32), total - size
+        seen = visible_rows(start, real, tree, sees, window)
+        bias[0, 0, :real, : start + real][~seen] = _HIDDEN
+        if self._copies_padding and size > real:
+            _copy_padding(bias[0, 0], real)
+        return bias
 
     def _no_bias(self, size: int, total: int) -> Floats:  # (1, 1, S, T)
         if self._zeros.size < size * total:

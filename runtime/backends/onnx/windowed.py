@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError, check_pass
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
@@ -106,7 +106,7 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 _Layers = tuple[NDArray[np.bool_], WeightPart]
 
 
-class StreamedBackend(WindowedBackend[OnnxBackend]):
+class StreamedBackend(WindowedBackend[GraphBackend]):
     """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
@@ -117,7 +117,7 @@ class StreamedBackend(WindowedBackend[OnnxBackend]):
         CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
     """
 
-    def __init__(self, inner: OnnxBackend, window_layers: int) -> None:
+    def __init__(self, inner: GraphBackend, window_layers: int) -> None:
         can = inner.capabilities
         if inner.pages is None or not (can.layer_skip and can.hidden):
             hint = "Load it with mapped weights, or export it natively."

@@ -20,7 +20,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
-from edgeinfer.runtime.backends.visibility import ancestors, in_window
+from edgeinfer.runtime.backends.visibility import visible_rows
 
 __all__ = ["ReferenceBackend"]
 
@@ -48,6 +48,7 @@ class ReferenceBackend:
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
         self.run_ns = 0
+        self._windows = {self._spec.window(layer) for layer in range(self._spec.num_layers)}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
@@ -67,14 +68,13 @@ class ReferenceBackend:
         self._weights = self._whole if batch.planes == 2 else self._halved
         self.cache.reserve(start + size)
         x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
-        visible = _visible(start, size, batch.tree) if batch.visibility is None else batch.visibility.sees  # (S, T)
-        places = (
-            np.concatenate([np.arange(start), positions]) if batch.visibility is None else batch.visibility.places
-        )  # (T,)
+        seen = {
+            window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
+        }  # (S, T) each
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             if batch.layer_mask is None or batch.layer_mask[2 * layer]:
-                x = x + self._attention(layer, x, places, visible)
+                x = x + self._attention(layer, x, positions, seen[self._spec.window(layer)])
             if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
                 normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
                 moe = self._spec.experts_of(layer)
@@ -103,13 +103,12 @@ class ReferenceBackend:
         self,
         layer: int,
         x: Floats,  # (S, D)
-        places: Ints,  # (T,)
+        positions: Ints,  # (S,)
         visible: NDArray[np.bool_],  # (S, T)
     ) -> Floats:  # (S, D)
         spec, prefix = self._spec, f"layers.{layer}."
         size, total = visible.shape
         start = total - size
-        positions = places[start:]
         qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
         q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
         q = self._normed(q.reshape(size, spec.num_heads, spec.head_dim), f"{prefix}attn.q_norm")
@@ -120,7 +119,7 @@ class ReferenceBackend:
         keys, values = self.cache.read(layer, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
-        mixed = self._mix(layer, grouped, keys, values, self._windowed(layer, places, visible))  # (H, g, S, h)
+        mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)
         return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
 
     def _normed(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
@@ -140,15 +139,6 @@ class ReferenceBackend:
     ) -> Floats:  # (H, g, S, h)
         """What every query head of a layer takes from the values."""
         return attend(queries, keys, values, visible)
-
-    def _windowed(
-        self,
-        layer: int,
-        places: Ints,  # (T,)
-        visible: NDArray[np.bool_],  # (S, T)
-    ) -> NDArray[np.bool_]:  # (S, T)
-        window, (size, total) = self._spec.window(layer), visible.shape
-        return visible & in_window(places[total - size :], total, window, places) if window else visible
 
     def _mlp(self, prefix: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
         gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
@@ -203,12 +193,6 @@ class ReferenceBackend:
         """Drops the weights and the cache."""
         self._whole.clear()
         del self.cache
-
-
-def _visible(start: int, size: int, tree: Ints | None) -> NDArray[np.bool_]:  # (S, T)
-    """What the rows of a chain or a tree see: all of the cache, and of the pass themselves and those before them."""
-    new = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
-    return np.concatenate([np.ones((size, start), np.bool_), new], axis=1)
 
 
 def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:

@@ -25,8 +25,9 @@ from edgeinfer.runtime.backends.contract import (
 )
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import OrtSession
-from edgeinfer.runtime.backends.static.passes import Run, choose_graphs, visible_rows
+from edgeinfer.runtime.backends.static.passes import Run, choose_graphs
 from edgeinfer.runtime.backends.static.session import StaticSession, check_graph_file
+from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.wording import Setting
@@ -107,7 +108,9 @@ class StaticBackend:
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
             raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.cache.capacity} tokens.")
         start, size = self.cache.length, len(tokens)
-        seen = visible_rows(start, positions, batch.tree, self._spec.window_size, batch.visibility)
+        full = visible_rows(start, size, batch.tree, batch.visibility)
+        window = self._spec.window_size
+        near = visible_rows(start, size, batch.tree, batch.visibility, window) if window else full
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
         logits, spent = self._logits[: len(rows)], 0
@@ -120,7 +123,7 @@ class StaticBackend:
             spent += session.run(
                 tokens[new],
                 (self._tables[0][places], self._tables[1][places]),
-                (seen[0][new, :end], seen[1][new, :end]),
+                (full[new, :end], near[new, :end]),
                 start + run.start,
                 int(wanted[0]) if len(wanted) else 0,
             )

@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.visibility import Visibility, ancestors, in_window
 
-__all__ = ["GraphSet", "Run", "choose_graphs", "visible_rows"]
+__all__ = ["GraphSet", "Run", "choose_graphs"]
 
 Bools = NDArray[np.bool_]
 
@@ -84,21 +83,3 @@ def choose_graphs(static: StaticGraphs, *, exact: bool, on_cpu: bool, rows: int,
     narrow = narrow[enough : enough + 1] if exact and not on_cpu else narrow[: enough + 1]
     worth = chunk > narrow[-1].rows and _fills(chunk, static.prompts)
     return GraphSet(narrow, static.prompts if worth else None)
-
-
-def visible_rows(
-    start: int, positions: Ints, tree: Ints | None, window: int, sees: Visibility | None = None
-) -> tuple[Bools, Bools]:  # (S,), (S,) -> 2 x (S, start + S)
-    """Which rows of the cache each new token sees, with itself; and which of them a sliding window leaves.
-
-    Args:
-        start: rows in the cache before the pass.
-        window: in tokens; 0 is none, and both results are the same.
-    """
-    size = len(positions)
-    if sees is not None:
-        near = in_window(positions, start + size, window, sees.places) if window else True
-        return sees.sees, sees.sees & near
-    seen = np.ones((size, start + size), np.bool_)
-    seen[:, start:] = np.tri(size, dtype=np.bool_) if tree is None else ancestors(tree)
-    return seen, seen & in_window(positions, start + size, window) if window else seen

@@ -12,9 +12,10 @@ import pytest
 import edgeinfer
 from edgeinfer.apps.bench import memory_kv
 from edgeinfer.apps.bench.memory_kv import compare_caches
+from edgeinfer.apps.bench.texts import BUILTIN_STORIES
 from edgeinfer.apps.cli.main import main
 from tests.apps.bench.here import exported
-from tests.factories import make_checkpoint
+from tests.factories import make_bigram_bundle, make_checkpoint
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
@@ -28,8 +29,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_caches_are_compared_with_float32(bundle: Path) -> None:
     results = compare_caches(str(bundle), STORIES)
-    assert [r.kv for r in results] == ["float32", "int8", "int4"]
-    plain, eight, four = results
+    assert [r.kv for r in results] == ["float32", "float16", "int8", "int4"]
+    plain, half, eight, four = results
     assert (plain.change, plain.agreement, plain.attention_error) == (0, 1, 0)
     with edgeinfer.load(bundle, speculation="off") as model:
         texts = [model.begin_ids + model.tokenize(story) for story in STORIES]
@@ -37,9 +38,9 @@ def test_caches_are_compared_with_float32(bundle: Path) -> None:
     assert plain.tokens == sum(len(ids) - 1 for ids in texts)
     nll = sum(np.log(s.perplexity) * (len(ids) - 1) for s, ids in zip(scores, texts, strict=True))
     assert plain.perplexity == pytest.approx(float(np.exp(nll / plain.tokens)))
-    assert 0 < abs(eight.change) < abs(four.change)
+    assert abs(half.change) < abs(four.change) and 0 < abs(eight.change) < abs(four.change)
     assert eight.agreement > four.agreement
-    assert 0 < eight.attention_error <= eight.worst_layer < four.attention_error
+    assert 0 < half.attention_error < eight.attention_error <= eight.worst_layer < four.attention_error < 0.1
     assert {r.copied_tokens for r in results} == {sum(len(ids) - 1 - 8 for ids in texts)}
 
 
@@ -60,9 +61,9 @@ def test_the_table_and_the_json(
     line = ["bench", "memory", "kv", "-m", str(bundle), "--text", str(text), "--stories", "1"]
     assert main([*line, "--json", str(out)]) == 0
     data = json.loads(out.read_text())["caches"]
-    assert [entry["kv"] for entry in data] == ["float32", "int8", "int4"] and data[0]["model"] == "bundle"
+    assert [entry["kv"] for entry in data] == ["float32", "float16", "int8", "int4"] and data[0]["model"] == "bundle"
     shown = capsys.readouterr().out
-    assert "int8" in shown and f"{data[1]['perplexity']:.4f}" in shown and f"{data[1]['change']:+.3%}" in shown
+    assert "int8" in shown and f"{data[2]['perplexity']:.4f}" in shown and f"{data[2]['change']:+.3%}" in shown
     assert str(data[0]["tokens"]) in shown
 
 
@@ -78,9 +79,17 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_a_model_without_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_checkpoint(tmp_path / "model", "qwen2", seed=5)
-    out = exported(tmp_path / "model", tmp_path / "bundle", "--bits", "32", "--no-kv-scales")
+def test_a_needle_is_found_by_a_model_that_copies(tmp_path: Path) -> None:
+    """The built-in model repeats what it has read, whatever the cache; a model of noise does not."""
+    stories = [story.text for story in BUILTIN_STORIES]
+    found = {each.kv: each for each in compare_caches(None, [" ".join(stories), stories[-1]])}
+    assert min(each.needle for each in found.values()) > 0.5
+    assert found["int8"].needle == pytest.approx(found["float32"].needle, abs=0.05)
+    assert found["int4"].needle > found["float32"].needle - 0.2
+
+
+def test_a_model_with_float32_caches_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_bigram_bundle(tmp_path / "bigrams")
     (tmp_path / "text").write_text(STORIES[0])
-    assert main(["bench", "memory", "kv", "-m", str(out), "--text", str(tmp_path / "text")]) == 2
-    assert "has no scales for quantized KV caches. Run edgeinfer tune" in capsys.readouterr().err
+    assert main(["bench", "memory", "kv", "-m", str(path), "--text", str(tmp_path / "text")]) == 2
+    assert "has no smaller KV cache than float32." in capsys.readouterr().err

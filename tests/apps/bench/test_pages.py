@@ -146,7 +146,7 @@ def memory_results() -> dict[str, dict[str, Any]]:
     points.append(Timed(LoadSetup("200", {"memory": 200_000_000}), (told(200_000_000, "too small"),)))
     peer = BudgetPeerFigures(BudgetPeer("llamacpp", Path("x")), "", 600_000_000, 300_000_000, 57.7, 34.6)
     unbounded = Timed(LoadSetup("unconstrained"), (told(500_000_000),))
-    caches = [KVQuality("tales", "int8", 9.37, 0.001, 0.988, 0.731, 0.013, 0.02, 8340, 4000)]
+    caches = [KVQuality("tales", "int8", 9.37, 0.001, 0.988, 0.731, 0.013, 0.02, 8340, 4000, 0.97, 1024)]
     return {
         "memory-plans": PlansResults(1, (ran, killed)).to_dict(),
         "memory-smallest": SmallestResults("big", 2048, tuple(points), (peer,)).to_dict(),

@@ -263,7 +263,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     assert [each["variant"] for each in data["subjects"]] == ["32 bits", "8 bits", "budget of 9 bits"]
     assert data["text"] == "1 stories of text" and data["subjects"][0]["tasks"] == {}
     for bits in ("32", "8"):
-        exported(checkpoint, tmp_path / bits, "--bits", bits, "--no-kv-scales")
+        exported(checkpoint, tmp_path / bits, "--bits", bits)
     models = ["-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32")]
     assert main([*line, *models, "--kv", "int8"]) == 0
     again = json.loads((tmp_path / "out.json").read_text())

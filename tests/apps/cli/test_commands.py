@@ -71,7 +71,15 @@ def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str
 def test_inspect_prints_the_facts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle)]) == 0
     out, err = capsys.readouterr()
-    for fact in ("toy", "llama", "4,096", "2.0 KB", "bytes per token", "layer skipping, early exit", "3.25"):
+    for fact in (
+        "toy",
+        "llama",
+        "4,096",
+        "2.0 KB",
+        "bytes per token in float32; types float32",
+        "layer skipping, early exit",
+        "3.25",
+    ):
         assert fact in out
     assert "draft trees" not in out
     assert err == ""
@@ -303,6 +311,15 @@ def test_export_options(
     data = json.loads(capsys.readouterr().out)
     assert data["bytes"] == 1500
     assert data["bundle"] == str(tmp_path / "out")
+
+
+@pytest.mark.parametrize("option", ["--no-kv-scales", "--kv-calibration a.txt"])
+def test_export_says_that_caches_need_no_calibration(
+    export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), *option.split()]) == 0
+    assert f"{option.split()[0]} has no effect" in capsys.readouterr().err
+    assert export.calls == [(checkpoint, tmp_path / "out", FakeExportConfig())]
 
 
 def test_export_options_of_bits(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:

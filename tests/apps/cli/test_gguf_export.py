@@ -102,7 +102,6 @@ def test_the_layers_that_are_missed_least(checkpoint: Path, tmp_path: Path, text
         (["--method", "rtn"], 2, "--type Q4_K_M"),
         (["--portable"], 2, "--type Q4_K_M"),
         (["--exporter", "optimum"], 2, "GGUF"),
-        (["--kv-calibration", "a.txt"], 2, "need no calibration"),
         (["--prune-layers", "9"], 2, "no layer 9"),
         (["--prune-layers", "auto:4"], 2, "Not all 4"),
         (["--prune-layers", "auto:none"], 2, "auto:2"),

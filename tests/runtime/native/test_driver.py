@@ -1,4 +1,4 @@
-"""The kernels' C driver, compiled with the flags of setup.py: run here, under sanitizers and on an emulated ARM."""
+"""The kernels' C drivers, compiled with the flags of setup.py: run here, under sanitizers and on an emulated ARM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli import TIME_LIMIT
 
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ROOT / "runtime" / "native"
-DRIVER = Path(__file__).with_name("driver.c")
+DRIVERS = ("driver", "attention_driver")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CROSS = "aarch64-linux-gnu-gcc"
@@ -41,7 +41,9 @@ def succeeds(command: list[str]) -> bool:
 
 
 def compiled(flags: dict[str, Any], compiler: str, machine: str, folder: Path, *extra: str, fast: bool = True) -> Path:
-    """The driver, linked with all paths of a machine; a path whose flags the compiler does not know is left empty.
+    """A folder with the drivers, linked with all paths of a machine.
+
+    A path whose flags the compiler does not know is left empty.
 
     Args:
         fast: whether there are other paths than the portable one.
@@ -51,7 +53,7 @@ def compiled(flags: dict[str, Any], compiler: str, machine: str, folder: Path, *
     empty = folder / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
     objects = []
-    for name in ("portable.c", "dispatch.c", *special):
+    for name in ("portable.c", "dispatch.c", "attention.c", "attention_portable.c", *special):
         own = special.get(name, ([],))[0]
         if name in special and not fast:
             own = ["-w"]  # an empty path has functions that nothing uses
@@ -59,8 +61,9 @@ def compiled(flags: dict[str, Any], compiler: str, machine: str, folder: Path, *
             own = []
         objects.append(str(folder / f"{name}.o"))
         run([*common, *own, "-c", str(NATIVE / name), "-o", objects[-1]])
-    run([*common, str(DRIVER), *objects, "-o", str(folder / "driver"), "-lm"])
-    return folder / "driver"
+    for name in DRIVERS:
+        run([*common, str(Path(__file__).with_name(f"{name}.c")), *objects, "-o", str(folder / name), "-lm"])
+    return folder
 
 
 def run(command: list[str]) -> str:
@@ -69,11 +72,16 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def paths_tested(output: str) -> set[str]:
-    """Names of the paths the driver ran, each on all cases and without a failure."""
-    lines = [LINE.fullmatch(line) for line in output.splitlines()]
-    assert lines and all(line and int(line[2]) > 1000 and line[3] == "0" for line in lines), output
-    return {line[1] for line in lines if line}
+def paths_tested(drivers: Path, *emulator: str, attention_cases: int = 1600) -> set[str]:
+    """Names of the paths that every driver ran, each on all cases and without a failure."""
+    found = []
+    for name, arguments, cases in (("driver", [], 1001), ("attention_driver", [str(attention_cases)], attention_cases)):
+        output = run([*emulator, str(drivers / name), *arguments])
+        lines = [LINE.fullmatch(line) for line in output.splitlines()]
+        assert lines and all(line and int(line[2]) >= cases and line[3] == "0" for line in lines), output
+        found.append({line[1] for line in lines if line})
+    assert all(names == found[0] for names in found)
+    return found[0]
 
 
 def native_compiler() -> str:
@@ -91,15 +99,15 @@ def advertised() -> set[str]:
 
 
 def test_the_portable_path(flags: dict[str, Any], tmp_path: Path) -> None:
-    driver = compiled(flags, native_compiler(), platform.machine().lower(), tmp_path, "-O1", fast=False)
-    assert paths_tested(run([str(driver)])) == {"portable"}
+    drivers = compiled(flags, native_compiler(), platform.machine().lower(), tmp_path, "-O1", fast=False)
+    assert paths_tested(drivers, attention_cases=120) == {"portable"}
 
 
 # Compiling all paths alone takes longer than most tests.
 @pytest.mark.slow
 def test_every_path_of_this_machine(flags: dict[str, Any], tmp_path: Path) -> None:
-    driver = compiled(flags, native_compiler(), platform.machine().lower(), tmp_path)
-    assert paths_tested(run([str(driver)])) >= {"portable", *advertised()}
+    drivers = compiled(flags, native_compiler(), platform.machine().lower(), tmp_path)
+    assert paths_tested(drivers) >= {"portable", *advertised()}
 
 
 @pytest.mark.slow
@@ -110,13 +118,13 @@ def test_sanitizers_find_nothing(flags: dict[str, Any], tmp_path: Path) -> None:
     binary = str(tmp_path / "probe")
     if not (succeeds([compiler, *SANITIZERS, str(probe), "-o", binary]) and succeeds([binary])):
         pytest.skip("needs a C compiler with AddressSanitizer and UndefinedBehaviorSanitizer")
-    driver = compiled(flags, compiler, platform.machine().lower(), tmp_path, *SANITIZERS)
-    assert "portable" in paths_tested(run([str(driver)]))
+    drivers = compiled(flags, compiler, platform.machine().lower(), tmp_path, *SANITIZERS)
+    assert "portable" in paths_tested(drivers)
 
 
 @pytest.fixture(scope="module")
 def emulated(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver for 64-bit ARM."""
+    """The drivers for 64-bit ARM."""
     for tool in (CROSS, EMULATOR):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}")
@@ -133,4 +141,4 @@ def emulated(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     ],
 )
 def test_emulated_arm(emulated: Path, cpu: str, paths: set[str]) -> None:
-    assert paths_tested(run([EMULATOR, "-cpu", cpu, str(emulated)])) == paths
+    assert paths_tested(emulated, EMULATOR, "-cpu", cpu) == paths

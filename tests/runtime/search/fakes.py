@@ -13,8 +13,9 @@ from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import make_search
@@ -51,7 +52,7 @@ class LettersCache(TableCache):
 
     def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         arrays = [np.array(a[start:stop], np.float32).reshape(1, -1, 1) for a in (self.held, self.places)]
-        return CacheSnapshot(arrays[0].shape[1], (arrays[0],), (arrays[1],))
+        return CopiedRows(arrays[0].shape[1], (arrays[0],), (arrays[1],))
 
     def append(self, snapshot: CacheSnapshot) -> None:
         if self.length + snapshot.length > self.capacity:
@@ -79,21 +80,17 @@ class LettersBackend(TableBackend):
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         check_pass(self, batch)
-        tokens, positions, rows, sees = batch.tokens, batch.positions, batch.rows, batch.visibility
+        tokens, positions, rows, visibility = batch.tokens, batch.positions, batch.rows, batch.visibility
         self._wait()
         start, size = self.cache.length, len(tokens)
         self.cache.held += tokens.tolist()
         self.cache.places += positions.tolist()
         self.passes.append(size)
         self.most_held = max(self.most_held, self.cache.length)
-        if sees is None:
-            seen = np.tri(size, start + size, start, dtype=np.bool_)
-        else:
-            seen = sees.sees
-            assert sees.places.tolist() == self.cache.places
+        seen = visible_rows(start, size, None, visibility)
         texts = [self._text(np.flatnonzero(seen[row])) for row in rows]
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
-        if sees is not None:
+        if visibility is not None:
             logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
         return ForwardOutput(logits, None)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation import measuring as module
@@ -192,7 +192,7 @@ class TimedBackend:
     def snapshot(self, start: int, stop: int) -> CacheSnapshot:
         assert start == stop
         rows = (np.zeros((1, 0, 2), np.float32),) * 2
-        return CacheSnapshot(0, rows, rows)
+        return CopiedRows(0, rows, rows)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         assert self.length == 0

@@ -16,7 +16,7 @@ from edgeinfer.bundle import Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -127,7 +127,7 @@ class Disturbed:
     def snapshot(self) -> CacheSnapshot:
         found = self._inner.cache.snapshot()
         keys = tuple(key + np.float32(self._cache if self._wide else 0) for key in found.keys)
-        return CacheSnapshot(found.length, keys, found.values)
+        return CopiedRows(found.length, keys, found.values)
 
 
 @pytest.fixture(scope="module")

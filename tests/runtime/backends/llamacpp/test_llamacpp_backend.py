@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
@@ -229,7 +229,7 @@ def test_copies_come_back(make_backend: Make, kv: str) -> None:
         for _ in range(CAPACITY):
             other.cache.append(whole)
     with pytest.raises(BackendError, match="another model"):
-        other.cache.restore(replace(whole, keys=whole.keys[:1]))
+        other.cache.restore(CopiedRows(whole.length, whole.keys[:1], whole.values, whole.kv))
     with pytest.raises(BackendError, match="copy"):
         backend.cache.snapshot(3, 22)
 

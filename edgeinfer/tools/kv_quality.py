@@ -1,0 +1,49 @@
+"""How much types of KV caches cost a model: texts in, errors of its attention out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.errors import UsageError
+from edgeinfer.hub import resolve
+from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
+from edgeinfer.runtime.profile.kv_scales import kv_scales
+from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
+from edgeinfer.tokenizing import boundary_ids
+
+__all__ = ["AttentionError", "measure_kv"]
+
+_TOKENS = 256
+
+
+def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[AttentionError]:
+    """How much smaller caches change what each layer's attention gives for these texts, in plain numpy: slowly.
+
+    Args:
+        model: bundle directory or hub id; None is the built-in model.
+        texts: cut at 256 tokens each.
+
+    Raises:
+        UsageError: the model has float32 caches alone, or there is no text.
+        ModelError: as `edgeinfer.load`.
+    """
+    bundle = open_bundle(resolve(model))
+    scales = None if bundle.manifest.paged else kv_scales(bundle)
+    if not bundle.manifest.paged and scales is None:
+        hint = "Export it again, or renew it: edgeinfer convert BUNDLE OUT --renew."
+        raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", hint)
+    ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]
+    if not any(ids):
+        raise UsageError("There is no text to measure with.", "Give some text.")
+    return attention_errors(bundle, [text for text in ids if text], scales)
+
+
+def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
+    """Texts as tokens, after the token that begins every text, which most tokenizers put there themselves."""
+    tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
+    begin, ends = boundary_ids(bundle)
+    encoder = LiteralEncoder(tokenizer, ends)
+    ids = [encoder.literal(text, add_special_tokens=True) for text in texts]
+    return [each if tuple(each[: len(begin)]) == begin else [*begin, *each] for each in ids]

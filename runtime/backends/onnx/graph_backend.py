@@ -1,0 +1,219 @@
+"""What the backends of our own ONNX graphs share: one session, its weights' pages, passes bound to reused buffers.
+
+The graph's inputs and outputs are those of edgeinfer.bundle.graph. What attention reads besides, and the cache, are
+those of each backend.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, graph
+from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.errors import BundleError
+from edgeinfer.runtime.backends.cache import ObservedCache
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
+from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
+from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
+from edgeinfer.runtime.devices.arrays import device_value
+from edgeinfer.runtime.devices.contract import CPU, Device
+from edgeinfer.runtime.native.library import native_kernel
+from edgeinfer.runtime.system.memory import MappedFile
+from edgeinfer.runtime.weights.layouts import Progress, kernel_of, prepare
+from edgeinfer.runtime.weights.weight_pages import LookedUp, WeightPages
+
+__all__ = ["GraphBackend", "bind_input"]
+
+# Shapes of passes whose bindings are kept; a binding is a few kilobytes.
+_MOST_PASSES = 64
+
+
+class GraphBackend(ABC):
+    """Implements `contract.Backend` but for the cache and `forward`, whose steps these are.
+
+    Args:
+        bundle: an opened bundle made by the native export.
+        places: rows of the rotary tables, for a context of `capacity` tokens.
+        threads: threads of the session.
+        layout: of the weights.
+        kv: type of cache of the graph.
+        weights: of the portable layout: "packed" into memory, or "mapped" from a file of them that is made once for
+            this processor; the native layout is always used in place.
+        progress: called while weights are converted or packed.
+        device: that runs it.
+        affinity: as `OrtSession` takes it.
+
+    Attributes:
+        pages: of the weights' file where they are used in place.
+
+    Raises:
+        BundleError: the bundle is damaged, or has no graph for this type of cache.
+        NativeUnavailableError: the native layout runs, and there is no native kernel.
+        StorageError: there is no place for converted or mapped weights.
+        DeviceError: the device fails.
+    """
+
+    name = "onnx"
+    cache: ObservedCache
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        capacity: int,
+        *,
+        places: int,
+        threads: int,
+        layout: Layout,
+        kv: str,
+        weights: str = "packed",
+        progress: Progress | None = None,
+        device: Device = CPU,
+        affinity: str = "",
+    ) -> None:
+        decoder = bundle.manifest.decoder
+        if decoder is None:
+            raise BundleError(f"{bundle.path} has no model description.", "Export it again.")
+        self.geometry = decoder.geometry
+        self._device = device
+        self.capabilities = capabilities_on(device, bundle.manifest.capabilities_in(layout))
+        self.kernel = kernel_of(bundle, layout)
+        mapped = layout == PORTABLE and weights == "mapped"
+        self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
+        kernel = native_kernel() if layout == NATIVE else None
+        self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
+        self.pages = self._weight_pages(bundle.manifest)
+        self._looked_up = self._watch_embedding()
+        tables = rope_tables(decoder.rope, places, capacity)
+        self._tables = [device_value(np.ascontiguousarray(t), device) for t in tables]
+        self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
+        self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
+        self._layer_mask = self._all_layers.copy()
+        self._planes = np.zeros(1, np.int32)
+        self._buffers = self._new_buffers(size=2, rows=2)
+        self._passes: dict[tuple[int, int, bool, int], Pass] = {}
+
+    def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
+        in_place = self._graph.layout == NATIVE or self._graph.reads is not None
+        return WeightPages.of(self._graph, manifest.tensors) if in_place else None
+
+    def _watch_embedding(self) -> LookedUp | None:
+        """Drops what only loading read; the native head reads the embedding's pages anyway."""
+        if self._graph.layout == NATIVE:
+            return None
+        file = MappedFile(self._graph.weights)
+        file.release()
+        return LookedUp(file if self.pages is None else self.pages.embedding())
+
+    @property
+    def run_ns(self) -> int:
+        """Nanoseconds of the last pass inside onnxruntime."""
+        return self._session.run_ns
+
+    @abstractmethod
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+
+    @abstractmethod
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+
+    @abstractmethod
+    def _attention_inputs(self) -> dict[str, NDArray[Any]]:
+        """What attention reads that stays where it is, whatever the pass."""
+
+    @abstractmethod
+    def _bind_cache(self, step: Pass) -> None:
+        """Binds the cache, and what attention reads that a pass of this shape has alone."""
+
+    def _prepared(self, batch: ForwardInput, size: int, rows: int) -> Pass:
+        """A pass of so many rows, padding included, ready to run but for what attention reads."""
+        used = 0
+        if self._experts is not None:
+            self._experts.choose(batch.experts)
+            used = int(self._experts.count[0])
+        step = self._pass(size, rows, batch.hidden is not None, used)
+        step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=self._experts is None)
+        self._layer_mask[:] = self._all_layers if batch.layer_mask is None else batch.layer_mask
+        self._planes[0] = batch.planes
+        return step
+
+    def _output(self, step: Pass, size: int, rows: int) -> ForwardOutput:
+        """What the pass that ran gave, without its padding."""
+        if self._looked_up is not None:
+            self._looked_up.rows(size)
+        chosen = None if step.experts is None else step.experts[:, :size]
+        return ForwardOutput(step.logits[:rows], step.hidden_out[0, :size], chosen)
+
+    def _new_buffers(self, size: int, rows: int) -> Buffers:
+        return Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)
+
+    def _pass(self, size: int, rows: int, resumes: bool, experts: int) -> Pass:
+        key = (size, rows, resumes, experts)
+        step = self._passes.get(key)
+        if step is not None:
+            return step
+        if size > self._buffers.size or rows > self._buffers.rows:
+            self._buffers = self._new_buffers(max(size, self._buffers.size), max(rows, self._buffers.rows))
+            self._passes.clear()
+        if len(self._passes) >= _MOST_PASSES:
+            self._passes.pop(next(iter(self._passes)))
+        step = self._passes[key] = self._bind(Pass(self._buffers, *key))
+        return step
+
+    def _unbind(self) -> None:
+        """Drops all bindings, and the memory of large passes."""
+        self._passes.clear()
+        self._buffers = self._new_buffers(size=2, rows=2)
+
+    def _bind(self, step: Pass) -> Pass:
+        """Binds all that stays where it is for passes of one shape."""
+        step.binding = self._session.binding()
+        inputs = {**step.inputs, graph.LAYER_MASK: self._layer_mask, **self._attention_inputs()}
+        if self.capabilities.elastic:
+            inputs[graph.PLANES] = self._planes
+        if self._experts is not None:
+            inputs |= {graph.EXPERT_COUNT: self._experts.count, graph.EXPERT_BIAS: self._experts.bias}
+        for name, array in inputs.items():
+            bind_input(step.binding, name, array)
+        step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
+        step.binding.bind_ortvalue_input(graph.SIN_CACHE, self._tables[1])
+        self._bind_cache(step)
+        step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
+        step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
+        if step.experts is not None:
+            step.binding.bind_ortvalue_output(graph.EXPERT_IDS, ort.OrtValue.ortvalue_from_numpy(step.experts))
+        return step
+
+    def cancel(self) -> None:
+        """Ends the running pass from another thread."""
+        self._session.cancel()
+
+    def drop_pages(self) -> None:
+        """Lets go of pages of the weights' file."""
+        if self.pages is not None:
+            self.pages.release()
+
+    @property
+    def _buffer_bytes(self) -> int:
+        """Bytes of inputs and outputs of passes."""
+        return self._buffers.nbytes + sum(int(t.tensor_size_in_bytes()) for t in self._tables)
+
+    def close(self) -> None:
+        """Drops the session and all buffers."""
+        self._passes.clear()
+        if self.pages is not None:
+            self.pages.close()
+        # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
+        del self._session, self._buffers, self._tables
+        self._graph.close()
+
+
+def bind_input(binding: Binding, name: str, array: NDArray[Any]) -> None:
+    """Binds an input to an array, which is read where it lies."""
+    binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))

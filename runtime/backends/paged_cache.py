@@ -1,0 +1,322 @@
+"""The paged KV cache of one sequence: a table of pages, rows that are shared by reference and copied when written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.cache import (
+    CacheSnapshot,
+    Edit,
+    check_edit_sizes,
+    check_length,
+    check_rows,
+    check_type,
+    kept_rows,
+    row_range,
+)
+from edgeinfer.runtime.paging.layout import PAGE, pages_for
+from edgeinfer.runtime.paging.pool import PagePool
+
+__all__ = ["PageSnapshot", "PagedCache"]
+
+# Rows of all layers that are copied at a time where they have to be: of a 0.5B some 6 MB in float32.
+_PIECE = 4 * PAGE
+_NONE = -1  # in the table
+
+
+class PageSnapshot:
+    """Implements `CacheSnapshot` by holding the pages that the rows lie in.
+
+    Args:
+        pool: that the pages belong to.
+        pages: one behind the other; this becomes a holder of each.
+        offset: of the first row in the first page.
+        length: rows.
+        joined: the first page holds rows of another snapshot, which counts it.
+    """
+
+    def __init__(self, pool: PagePool, pages: Sequence[int], offset: int, length: int, *, joined: bool = False) -> None:
+        self.pool = pool
+        self.pages = tuple(pages)
+        self.offset = offset
+        self.length = length
+        self._joined = joined
+        pool.share(self.pages)
+
+    def __del__(self) -> None:
+        self.pool.release(self.pages)
+
+    @property
+    def kv(self) -> str:
+        """Name of the type of the cache."""
+        return self.pool.layout.kv
+
+    @property
+    def scales(self) -> str:
+        """`ROW_SCALES` where every row has its own; nothing where none are needed."""
+        return self.pool.layout.scales
+
+    @property
+    def keys(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
+        """A copy of the keys of each layer as they are stored."""
+        return tuple(self.pool.rows.stored(self.places)[0])
+
+    @property
+    def values(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
+        """A copy of the values of each layer as they are stored."""
+        return tuple(self.pool.rows.stored(self.places)[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages."""
+        return (len(self.pages) - self._joined) * self.pool.layout.page_bytes
+
+    @property
+    def places(self) -> Ints:  # (n,)
+        """Where the rows lie in the pool."""
+        return places_in(np.array(self.pages, np.int64), self.offset, self.offset + self.length)
+
+    def part(self, start: int, stop: int) -> PageSnapshot:
+        """Rows start..stop-1, in the same pages."""
+        first, last = self.offset + start, self.offset + stop
+        pages = self.pages[first // PAGE : pages_for(last)] if start < stop else ()
+        return PageSnapshot(self.pool, pages, first % PAGE, stop - start, joined=self._joined and first < PAGE)
+
+    def cut(self, at: int) -> PageSnapshot:
+        """No row is copied; a page in which the cut lies is held by both."""
+        end = self.offset + at
+        pages = self.pages[end // PAGE :]
+        rest = PageSnapshot(self.pool, pages, end % PAGE, self.length - at, joined=end % PAGE > 0)
+        mine, others = self.pages[: pages_for(end)], self.pages[pages_for(end) :]
+        self.pages, self.length = mine, at
+        self.pool.release(others)
+        return rest
+
+    def bytes_for(self, rows: int) -> int:
+        """Bytes of the pages that so many rows take where they begin at the end of one."""
+        return (pages_for(rows - 1) + 1 if rows else 0) * self.pool.layout.page_bytes
+
+
+def places_in(table: NDArray[Any], start: int, stop: int) -> Ints:  # (P,) -> (n,)
+    """Where slots start..stop-1 of a table of pages lie in the pool."""
+    slots = np.arange(start, stop)
+    places: Ints = table[slots // PAGE].astype(np.int64) * PAGE + slots % PAGE
+    return places
+
+
+class PagedCache:
+    """Implements `KVCache` over pages of a pool.
+
+    Rows behind the length stay what they are until another pass was prepared, for one that resumes there.
+
+    Args:
+        pool: that pages are taken from.
+        capacity: tokens the cache may hold.
+        spare: rows beyond the capacity that may be prepared, for the padding of passes.
+
+    Attributes:
+        pool, capacity: the same.
+        length: rows in use.
+        table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
+        observe_keep: called with the arguments of every `keep`.
+    """
+
+    copyable = True
+
+    def __init__(self, pool: PagePool, capacity: int, spare: int = 0) -> None:
+        self.pool = pool
+        self.capacity = capacity
+        self._spare = spare
+        self.length = 0
+        self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
+        self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
+        self._pages: list[int] = []
+        self._shared = 0  # of the first pages, those that others may hold too
+
+    def __del__(self) -> None:
+        self.pool.release(self._pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in the table, those that others hold too included."""
+        return len(self._pages) * self.pool.layout.page_bytes
+
+    def prepare(self, rows: int) -> None:
+        """Has the next rows lie in pages that nobody else holds, and lets go of pages far behind them.
+
+        Raises:
+            BackendError: the rows do not fit the cache, or the pool has no pages left; nothing has changed then.
+        """
+        stop = self.length + rows
+        if stop > self.capacity + self._spare:
+            raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
+        last = pages_for(stop)
+        if last > len(self._pages):
+            self._extend(self.pool.take(last - len(self._pages)))
+        elif last + 1 < len(self._pages):
+            # One more stays: a pass that resumes may begin with fewer rows than were there.
+            self._drop(last + 1)
+        self._own(self.length, stop)
+
+    def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h), (H, n, v)
+        """What rows start..stop-1 of one layer stand for."""
+        return self.pool.rows.read(layer, self._places(start, stop))
+
+    def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h), (H, n, v)
+        """Stores rows of one layer from `start` on, in use or prepared; the length stays."""
+        stop = start + keys.shape[1]
+        self._own(start, stop)
+        self.pool.rows.write(layer, self._places(start, stop), keys, values)
+
+    def fork(self) -> PagedCache:
+        """Another cache with the same rows, whose pages both hold until one of them writes there."""
+        forked = PagedCache(self.pool, self.capacity, self._spare)
+        pages = self._pages[: pages_for(self.length)]
+        self.pool.share(pages)
+        forked._extend(pages)
+        forked.length = self.length
+        forked._shared = len(pages)
+        self._shared = max(self._shared, len(pages))
+        return forked
+
+    def trim(self, length: int) -> None:
+        """Forgets all rows from `length` on."""
+        check_length(length, self.length)
+        self.length = length
+
+    def clear(self) -> None:
+        """Forgets all rows and lets go of their pages."""
+        self.length = 0
+        self._drop(0)
+        self.pool.trim()
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""
+        wanted = kept_rows(start, rows, self.length)
+        stop = start + len(wanted)
+        if wanted and wanted[-1] != stop - 1:
+            self._own(start, stop)
+            places = self._places(start, wanted[-1] + 1)
+            self.pool.rows.copy(places[list(rows)], places[: len(wanted)])
+        self.length = stop
+        if self.observe_keep is not None:
+            self.observe_keep(start, rows)
+
+    def snapshot(self, start: int = 0, stop: int | None = None) -> PageSnapshot:
+        """Holds the pages of the rows in use, or of start..stop-1 of them."""
+        start, stop = row_range(start, stop, self.length)
+        if start == stop:
+            return PageSnapshot(self.pool, (), 0, 0)
+        last = pages_for(stop)
+        self._shared = max(self._shared, last)
+        return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start)
+
+    def restore(self, snapshot: CacheSnapshot) -> None:
+        """Puts rows in the place of all."""
+        self._check(snapshot, self.capacity)
+        self.length = 0
+        self._append(snapshot)
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds rows behind those in use: pages of this pool are held, other rows are copied."""
+        self._check(snapshot, self.capacity - self.length)
+        self._append(snapshot)
+
+    def rewrite(self, edit: Edit) -> None:
+        """Replaces the rows in use."""
+        layout, rows, left = self.pool.layout, self.length, None
+        self.length = 0
+        self._own(0, rows)
+        sizes = layout.kv_heads, layout.key_size, layout.value_size
+        for layer in range(layout.layers):
+            edited = edit(layer, *self.read(layer, 0, rows))
+            left = check_edit_sizes(sizes, layer, edited, rows, left)
+            self.write(layer, 0, *edited)
+        self.length = left or 0
+
+    def _append(self, snapshot: CacheSnapshot) -> None:
+        if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
+            self._add_copies(snapshot)
+        elif snapshot.offset != self.length % PAGE:
+            self._add_rows(snapshot.places)
+        else:
+            self._add_pages(snapshot)
+
+    def _add_pages(self, snapshot: PageSnapshot) -> None:
+        """Holds the pages of rows that begin where the rows in use end; of a page that is begun the rows are copied."""
+        pages, length = list(snapshot.pages), snapshot.length
+        if self.length % PAGE and pages:
+            here = self.length // PAGE
+            head = min(PAGE - snapshot.offset, length)
+            if self._pages[here] == pages[0]:
+                self.length += head
+            else:
+                self._add_rows(snapshot.places[:head])
+            del pages[0]
+            length -= head
+        if pages:
+            first = pages_for(self.length)
+            self.pool.share(pages)
+            self._drop(first)
+            self._extend(pages)
+            self._shared = len(self._pages)
+            self.length += length
+
+    def _add_rows(self, sources: Ints) -> None:  # (n,)
+        """Copies rows from elsewhere in the pool."""
+        stop = self.length + len(sources)
+        self.prepare(len(sources))
+        targets = self._places(self.length, stop)
+        for at in range(0, len(sources), _PIECE):
+            self.pool.rows.copy(sources[at : at + _PIECE], targets[at : at + _PIECE])
+        self.length = stop
+
+    def _add_copies(self, snapshot: CacheSnapshot) -> None:
+        """Copies rows that lie in arrays, or in another pool."""
+        start, keys, values = self.length, snapshot.keys, snapshot.values
+        self.prepare(snapshot.length)
+        for at in range(0, snapshot.length, _PIECE):
+            stop = min(at + _PIECE, snapshot.length)
+            both = (np.stack([layer[:, at:stop] for layer in rows]) for rows in (keys, values))
+            self.pool.rows.put_stored(self._places(start + at, start + stop), *both)
+        self.length = start + snapshot.length
+
+    def _check(self, snapshot: CacheSnapshot, room: int) -> None:
+        layout = self.pool.layout
+        check_type(snapshot, room, layout.kv, layout.scales)
+        if isinstance(snapshot, PageSnapshot) and snapshot.pool is self.pool:
+            return
+        widths = layout.keys.width(layout.key_size), layout.values.width(layout.value_size)
+        check_rows(snapshot, layout.layers, layout.kv_heads, widths, layout.keys.dtype)
+
+    def _places(self, start: int, stop: int) -> Ints:  # (n,)
+        return places_in(self.table, start, stop)
+
+    def _own(self, start: int, stop: int) -> None:
+        """Puts copies in the place of pages of these slots that others hold too."""
+        first, last = start // PAGE, min(pages_for(stop), self._shared)
+        if first >= last:
+            return
+        for index in range(first, last):
+            self._pages[index] = self.table[index] = self.pool.own(self._pages[index])
+        if last == self._shared:
+            self._shared = first
+
+    def _extend(self, pages: Sequence[int]) -> None:
+        """Appends pages that this cache holds to the table."""
+        behind = len(self._pages)
+        self.table[behind : behind + len(pages)] = pages
+        self._pages += pages
+
+    def _drop(self, first: int) -> None:
+        """Lets go of pages from the one with this index on."""
+        self.pool.release(self._pages[first:])
+        del self._pages[first:]
+        self.table[first:] = _NONE
+        self._shared = min(self._shared, first)

@@ -1,0 +1,207 @@
+/* One block of positions and the rows that see it: scores, softmax, results; knows nothing of jobs.
+ *
+ * Part of attention.inc.h. One kernel does both products: sums (rows, 16 lanes) of a[row][k] * b[k][lane], k ascending.
+ * Lanes are 16 positions of keys, or 16 channels of values.
+ */
+
+/* A panel of rows times vectors of lanes, over k = 0..count-1. */
+typedef struct {
+    const float *a; /* (rows, count), a_step apart */
+    const float *b; /* (count, lanes), b_step apart; the second vector of lanes b_apart from the first */
+    float *c;       /* (rows, lanes), c_step apart, second vector right behind the first */
+    int64_t a_step, b_step, b_apart, c_step, count;
+} panel;
+
+/* With `add`, sums go on from what is there. */
+INLINE void multiply_panel(panel p, int rows, int width, int add) {
+    vec sums[PANEL][WIDTH];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int w = 0; w < width; w++)
+            sums[r][w] = add ? vec_load(p.c + r * p.c_step + w * LANES) : vec_set(0.0f);
+    for (int64_t k = 0; k < p.count; k++) {
+        vec b[WIDTH];
+        UNROLL for (int w = 0; w < width; w++) b[w] = vec_load(p.b + k * p.b_step + w * p.b_apart);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vec a = vec_set(p.a[r * p.a_step + k]);
+            UNROLL for (int w = 0; w < width; w++) sums[r][w] = vec_fma(a, b[w], sums[r][w]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int w = 0; w < width; w++) vec_store(p.c + r * p.c_step + w * LANES, sums[r][w]);
+}
+
+/* One function per number of rows: the compiler then keeps every sum in a register of its own. */
+typedef void panel_function(panel p);
+#define PANEL_OF(rows, width)                                                               \
+    NOINLINE void scores_##rows##_##width(panel p) { multiply_panel(p, rows, width, 0); }   \
+    NOINLINE void results_##rows##_##width(panel p) { multiply_panel(p, rows, width, 1); }
+#define PANEL_NAMES(rows) {{scores_##rows##_1, scores_##rows##_2}, {results_##rows##_1, results_##rows##_2}}
+#define EVERY_WIDTH(rows) PANEL_OF(rows, 1) PANEL_OF(rows, 2)
+EVERY_ROWS(EVERY_WIDTH)
+#define NAMES_OF(rows) PANEL_NAMES(rows),
+static panel_function *const panel_functions[PANEL][2][2] = {EVERY_ROWS(NAMES_OF)};
+
+/* Rows of the next panel, of `left`: panels as even as can be. */
+static int64_t panel_rows(int64_t left) {
+    int64_t panels = (left + PANEL - 1) / PANEL;
+    return (left + panels - 1) / panels;
+}
+
+/* Scores of a tile or two: (queries, 16 or 32) at `scores`. */
+static void multiply_keys(const attention *a, const float *queries, int64_t count, const float *tile, int64_t width,
+                          float *scores) {
+    const int64_t h = a->key_size;
+    for (int64_t i = 0, rows; i < count; i += rows) {
+        rows = panel_rows(count - i);
+        panel_functions[rows - 1][0][width - 1]((panel){queries + i * h, tile, scores + i * ATTENTION_STRIDE, h,
+                                                        ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h});
+    }
+}
+
+/* Adds the values of positions first..last-1 times their probabilities to the results of a panel of queries. */
+static void add_values(const float *probabilities, const float *values, int64_t padded, int64_t first, int64_t last,
+                       int64_t rows, float *results) {
+    if (first >= last) return;
+    for (int64_t c = 0, width; c < padded; c += width * LANES) {
+        width = padded - c >= 2 * LANES && rows <= WIDE_ROWS ? 2 : 1;
+        panel_functions[rows - 1][1][width - 1]((panel){probabilities + first, values + first * padded + c, results + c,
+                                                        ATTENTION_STRIDE, padded, LANES, padded, last - first});
+    }
+}
+
+/* The exponential of arithmetic.inc.h, where x is at most 0 or not a number. Below -87 it is 0. */
+INLINE vec vec_exponential(vec x) {
+    const vec least = vec_set(-87.0f);
+    const vec shifted = vec_add(vec_mul(vec_max(least, x), vec_set(1.44269504088896341f)), vec_set(ROUNDER));
+    const vec n = vec_sub(shifted, vec_set(ROUNDER));
+    vec r = vec_fma(n, vec_set(-0.693359375f), vec_max(least, x));
+    r = vec_fma(n, vec_set(2.12194440e-4f), r);
+    vec p = vec_set(1.9875691500e-4f);
+    p = vec_fma(p, r, vec_set(1.3981999507e-3f));
+    p = vec_fma(p, r, vec_set(8.3334519073e-3f));
+    p = vec_fma(p, r, vec_set(4.1665795894e-2f));
+    p = vec_fma(p, r, vec_set(1.6666665459e-1f));
+    p = vec_fma(p, r, vec_set(5.0000001201e-1f));
+    p = vec_fma(p, vec_mul(r, r), vec_add(r, vec_set(1.0f)));
+    return vec_zero_below(x, least, vec_mul(p, vec_power(shifted)));
+}
+
+/* c * tanh(s / c): of t = exponential(-2 |s / c|) it is (1 - t) / (1 + t) with the sign of s. */
+INLINE vec soft_capped(vec s, float cap) {
+    const vec x = vec_div(s, vec_set(cap)), size = vec_abs(x);
+    const vec t = vec_exponential(vec_mul(size, vec_set(-2.0f))), one = vec_set(1.0f);
+    return vec_mul(vec_set(cap), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
+}
+
+static float fold_sum(vec v) {
+    float lanes[LANES];
+    vec_store(lanes, v);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+static float fold_max(vec v) {
+    float lanes[LANES];
+    vec_store(lanes, v);
+    for (int l = 1; l < LANES; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
+    return lanes[0];
+}
+
+/* Makes of the products of positions first..last-1 of a block probabilities relative to the greatest, in place. */
+static void soften(const attention *a, float *scores, int64_t first, int64_t last, float *greatest, float *sum) {
+    const int64_t from = first / LANES * LANES;
+    const vec none = vec_set(-INFINITY), scale = vec_set(a->scale);
+    vec most = none, total = vec_set(0.0f);
+    for (int64_t j = from; j < last; j += LANES) {
+        vec s = vec_mul(vec_load(scores + j), scale);
+        if (a->softcap > 0.0f) s = soft_capped(s, a->softcap);
+        if (j < first || j + LANES > last) s = vec_within(s, (int)(first - j), (int)(last - j), none);
+        vec_store(scores + j, s);
+        most = vec_max(s, most);
+    }
+    *greatest = fold_max(most);
+    const vec m = vec_set(*greatest), zero = vec_set(0.0f);
+    for (int64_t j = from; j < last; j += LANES) {
+        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
+        if (j < first || j + LANES > last) p = vec_within(p, (int)(first - j), (int)(last - j), zero);
+        vec_store(scores + j, p);
+        total = vec_add(total, p);
+    }
+    *sum = fold_sum(total);
+}
+
+/* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
+typedef struct {
+    const float *queries;             /* (rows * group, h) */
+    int64_t rows, group;
+    const int64_t (*seen)[2];         /* (rows): first and last within the block */
+    int64_t first, last;              /* of all of them */
+    const uint8_t *pages[ATTENTION_BLOCK / ATTENTION_PAGE]; /* keys and values of the head; NULL where nobody looks */
+} block_view;
+
+static void score_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
+    const int64_t count = b->rows * b->group, tile_size = l->h * ATTENTION_TILE, first = b->first, last = b->last;
+    for (int64_t start = first / ATTENTION_PAGE * ATTENTION_PAGE; start < last; start += ATTENTION_PAGE) {
+        const uint8_t *page = b->pages[start / ATTENTION_PAGE];
+        int64_t tile = start < first ? (first - start) / ATTENTION_TILE : 0;
+        int64_t end = (smaller(last - start, ATTENTION_PAGE) + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        const float *keys = w->keys;
+        if (a->key_type == ATTENTION_FLOAT32)
+            keys = (const float *)(const void *)page;
+        else
+            unpack_keys(a->key_type, l, page, tile, end, w->keys);
+        for (int64_t width; tile < end; tile += width) {
+            width = end - tile >= 2 && panel_rows(count) <= WIDE_ROWS ? 2 : 1;
+            multiply_keys(a, b->queries, count, keys + tile * tile_size, width,
+                          w->scores + start + tile * ATTENTION_TILE);
+        }
+    }
+}
+
+/* Adds a page's values to the results of the queries: what all rows of a panel see together, what one sees before and
+ * after that by itself. */
+static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, const attention_bench *w) {
+    const int64_t count = b->rows * b->group, padded = l->padded;
+    for (int64_t i = 0, rows; i < count; i += rows) {
+        rows = panel_rows(count - i);
+        const float *p = w->scores + i * ATTENTION_STRIDE + start;
+        float *results = w->results + i * padded;
+        int64_t from[PANEL], to[PANEL], first = 0, last = ATTENTION_PAGE;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t *seen = b->seen[(i + r) / b->group];
+            from[r] = seen[0] > start ? seen[0] - start : 0;
+            to[r] = smaller(seen[1] - start, ATTENTION_PAGE);
+            first = from[r] > first ? from[r] : first;
+            last = smaller(to[r], last);
+        }
+        if (first > last) first = last = ATTENTION_PAGE;
+        for (int64_t r = 0; r < rows; r++)
+            add_values(p + r * ATTENTION_STRIDE, values, padded, from[r], smaller(first, to[r]), 1, results + r * padded);
+        add_values(p, values, padded, first, last, rows, results);
+        for (int64_t r = 0; r < rows; r++)
+            add_values(p + r * ATTENTION_STRIDE, values, padded, last > from[r] ? last : from[r], to[r], 1,
+                       results + r * padded);
+    }
+}
+
+/* Greatest score, sum and result of every query over a block. */
+static void attend_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
+    const int64_t count = b->rows * b->group, first = b->first, last = b->last;
+    score_block(a, l, b, w);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t *seen = b->seen[i / b->group];
+        soften(a, w->scores + i * ATTENTION_STRIDE, seen[0], seen[1], w->greatest + i, w->sums + i);
+    }
+    memset(w->results, 0, (size_t)(count * l->padded) * sizeof(float));
+    for (int64_t start = first / ATTENTION_PAGE * ATTENTION_PAGE; start < last; start += ATTENTION_PAGE) {
+        const uint8_t *page = b->pages[start / ATTENTION_PAGE] + l->key_bytes;
+        const float *values = w->values;
+        if (a->value_type == ATTENTION_FLOAT32)
+            values = (const float *)(const void *)page;
+        else
+            unpack_values(a->value_type, l, page, start < first ? first - start : 0, smaller(last - start, ATTENTION_PAGE),
+                          w->values);
+        add_page(l, b, values, start, w);
+    }
+}

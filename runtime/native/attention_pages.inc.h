@@ -1,0 +1,135 @@
+/* Reading pages: unpacking what is not float32, and gathering positions that lie apart; knows nothing of scores.
+ *
+ * Part of attention.inc.h.
+ */
+
+/* Sizes of one head's part of a page. */
+typedef struct {
+    int64_t h, v, padded;        /* channels; those of values with padding */
+    int64_t key_bytes, fours, eights, key_groups, value_groups;
+} head_layout;
+
+static head_layout layout_of(const attention *a) {
+    head_layout l = {.h = a->key_size, .v = a->value_size};
+    l.padded = (l.v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
+    l.key_bytes = attention_key_bytes(a->key_type, a->key_size);
+    l.fours = (l.h + 3) / 4, l.eights = (l.h + 7) / 8;
+    l.key_groups = (l.h + 31) / 32, l.value_groups = (l.v + 31) / 32;
+    return l;
+}
+
+static inline float read_half(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, sizeof half);
+    return float_of(half);
+}
+
+static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int64_t tile, float *out) {
+    const uint8_t *bytes = keys + tile * l->eights * 64;
+    const uint8_t *pairs = keys + ATTENTION_PAGE * l->eights * 4 + tile * ATTENTION_TILE * l->key_groups * 4;
+    float scales[ATTENTION_TILE], minima[ATTENTION_TILE];
+    for (int64_t c = 0; c < l->h; c++) {
+        if (c % 32 == 0)
+            for (int64_t i = 0; i < ATTENTION_TILE; i++) {
+                scales[i] = read_half(pairs + (i * l->key_groups + c / 32) * 4);
+                minima[i] = read_half(pairs + (i * l->key_groups + c / 32) * 4 + 2);
+            }
+        vec q = vec_nibbles(bytes + c / 8 * 64, (int)(c % 4), (int)(c % 8 / 4));
+        vec_store(out + c * ATTENTION_TILE, vec_fma(q, vec_load(scales), vec_load(minima)));
+    }
+}
+
+/* Keys of tiles first..last-1 of a page as float32: (tiles, h, 16), each tile at its own place. */
+static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys, int64_t first, int64_t last,
+                        float *out) {
+    const int64_t tile_size = l->h * ATTENTION_TILE;
+    for (int64_t tile = first; tile < last; tile++) {
+        float *to = out + tile * tile_size;
+        if (type == ATTENTION_FLOAT16) {
+            const uint8_t *from = keys + tile * tile_size * 2;
+            for (int64_t i = 0; i < tile_size; i += ATTENTION_TILE) vec_store(to + i, vec_halves(from + i * 2));
+        } else if (type == ATTENTION_INT8) {
+            const uint8_t *from = keys + tile * l->fours * 64;
+            const vec scale = vec_load_bytes(keys + ATTENTION_PAGE * l->fours * 4 + tile * 64);
+            for (int64_t c = 0; c < l->h; c++)
+                vec_store(to + c * ATTENTION_TILE, vec_mul(vec_fourth(from + c / 4 * 64, (int)(c % 4)), scale));
+        } else {
+            unpack_key_tile_int4(l, keys, tile, to);
+        }
+    }
+}
+
+static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const uint8_t *pairs, float *out) {
+    for (int64_t run = 0; run < l->padded; run += 32) {
+        int64_t half = smaller(l->padded - run, 32) / 2;
+        const vec scale = vec_set(read_half(pairs + run / 32 * 4)), minimum = vec_set(read_half(pairs + run / 32 * 4 + 2));
+        uint8_t q[32];
+        for (int64_t c = 0; c < half; c++) {
+            q[c] = bytes[run / 2 + c] & 15;
+            q[half + c] = bytes[run / 2 + c] >> 4;
+        }
+        for (int64_t c = 0; c < 2 * half; c += ATTENTION_TILE)
+            vec_store(out + run + c, vec_fma(vec_int8((const int8_t *)q + c), scale, minimum));
+    }
+}
+
+/* Values of positions first..last-1 of a page as float32: (positions, v with padding), each at its own place. */
+static void unpack_values(int32_t type, const head_layout *l, const uint8_t *values, int64_t first, int64_t last,
+                          float *out) {
+    const int64_t padded = l->padded;
+    for (int64_t s = first; s < last; s++) {
+        float *to = out + s * padded;
+        if (type == ATTENTION_FLOAT16) {
+            const uint8_t *from = values + s * padded * 2;
+            for (int64_t c = 0; c < padded; c += ATTENTION_TILE) vec_store(to + c, vec_halves(from + c * 2));
+        } else if (type == ATTENTION_INT8) {
+            const int8_t *from = (const int8_t *)values + s * padded;
+            float scale;
+            memcpy(&scale, values + ATTENTION_PAGE * padded + s * 4, sizeof scale);
+            for (int64_t c = 0; c < padded; c += ATTENTION_TILE)
+                vec_store(to + c, vec_mul(vec_int8(from + c), vec_set(scale)));
+        } else {
+            unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 4, to);
+        }
+    }
+}
+
+/* Copies `count` pieces of `size` bytes, `step` apart in both. */
+static void copy_pieces(uint8_t *to, const uint8_t *from, int64_t count, int64_t size, int64_t step) {
+    for (int64_t i = 0; i < count; i++) memcpy(to + i * step, from + i * step, (size_t)size);
+}
+
+/* Copies the key and the value at place `from` of a head's page to place `to` of another, as they are stored. */
+static void copy_position(const attention *a, const head_layout *l, const uint8_t *page, int64_t from, uint8_t *out,
+                          int64_t to) {
+    const int64_t f = from / ATTENTION_TILE, fl = from % ATTENTION_TILE, t = to / ATTENTION_TILE, tl = to % ATTENTION_TILE;
+    const uint8_t *values = page + l->key_bytes;
+    uint8_t *out_values = out + l->key_bytes;
+    if (a->key_type == ATTENTION_FLOAT32 || a->key_type == ATTENTION_FLOAT16) {
+        const int64_t size = a->key_type == ATTENTION_FLOAT32 ? 4 : 2;
+        copy_pieces(out + (t * l->h * ATTENTION_TILE + tl) * size, page + (f * l->h * ATTENTION_TILE + fl) * size, l->h,
+                    size, ATTENTION_TILE * size);
+    } else {
+        const int64_t groups = a->key_type == ATTENTION_INT8 ? l->fours : l->eights, end = ATTENTION_PAGE * groups * 4;
+        const int64_t extra = a->key_type == ATTENTION_INT8 ? 4 : l->key_groups * 4;
+        copy_pieces(out + t * groups * 64 + tl * 4, page + f * groups * 64 + fl * 4, groups, 4, 64);
+        memcpy(out + end + to * extra, page + end + from * extra, (size_t)extra);
+    }
+    static const int64_t EIGHTHS[ATTENTION_TYPES] = {8 * 4, 8 * 2, 8, 4};
+    const int64_t size = l->padded * EIGHTHS[a->value_type] / 8, end = ATTENTION_PAGE * size;
+    const int64_t extra = a->value_type == ATTENTION_INT8 ? 4 : a->value_type == ATTENTION_INT4 ? l->value_groups * 4 : 0;
+    memcpy(out_values + to * size, values + from * size, (size_t)size);
+    memcpy(out_values + end + to * extra, values + end + from * extra, (size_t)extra);
+}
+
+/* Gathers positions first..last-1 of a row's path, which all lie in one page of it, into a page of their own. */
+static void gather(const attention *a, const head_layout *l, int64_t row, int64_t kv_head, int64_t first, int64_t last,
+                   uint8_t *out) {
+    const int32_t *r = a->rows + row * ATTENTION_ROW, *extras = a->extras + r[ATTENTION_FIRST_EXTRA];
+    const int64_t prefix = r[ATTENTION_PREFIX];
+    for (int64_t i = first; i < last; i++) {
+        int64_t slot = i < prefix ? i : extras[i - prefix];
+        copy_position(a, l, head_at(a, r[ATTENTION_SEQUENCE], slot, kv_head), slot % ATTENTION_PAGE, out,
+                      i % ATTENTION_PAGE);
+    }
+}

@@ -1,0 +1,184 @@
+/* Writing rows: norm, rotation, transform, quantization, storing; knows nothing of blocks and scores.
+ *
+ * Part of attention.inc.h.
+ */
+
+/* The Hadamard transform of blocks of the largest power of two that divides n, at most 128. */
+static void transform(float *x, int64_t n) {
+    int64_t block = n & -n;
+    if (block > 128) block = 128;
+    if (block == 1) return;
+    for (int64_t span = 1; span < block; span *= 2)
+        for (int64_t start = 0; start < n; start += 2 * span)
+            for (int64_t i = start; i < start + span; i++) {
+                float a = x[i], b = x[i + span];
+                x[i] = a + b;
+                x[i + span] = a - b;
+            }
+    const float factor = (float)(1.0 / sqrt((double)block));
+    for (int64_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+static inline int transformed(int32_t type) { return type == ATTENTION_INT8 || type == ATTENTION_INT4; }
+
+static void rotate(const attention *a, int64_t row, float *x) {
+    const int64_t half = a->rotary / 2, at = half ? a->positions[row] * half : 0;
+    const int64_t step = a->interleaved ? 2 : 1, apart = a->interleaved ? 1 : half;
+    for (int64_t i = 0; i < half; i++) {
+        float c = a->cosines[at + i], s = a->sines[at + i], *left = x + i * step, *right = left + apart;
+        float l = *left, r = *right;
+        *left = l * c - r * s;
+        *right = r * c + l * s;
+    }
+}
+
+/* Head `head` of `count` of a row's queries or keys `x`, normalised, rotated and turned. `whole` is the inverse norm of
+ * all of them. */
+static void prepare(const attention *a, int64_t row, const float *x, int64_t head, const float *norm, float whole,
+                    float *out) {
+    const int64_t h = a->key_size;
+    const float *in = x + head * h;
+    if (norm) {
+        float inverse = a->norm_whole ? whole : inverse_norm(in, h, a->norm_epsilon);
+        const float *weight = a->norm_whole ? norm + head * h : norm;
+        for (int64_t i = 0; i < h; i++) out[i] = in[i] * inverse * weight[i];
+    } else {
+        memcpy(out, in, (size_t)h * sizeof(float));
+    }
+    if (a->cosines) rotate(a, row, out);
+    if (transformed(a->key_type)) transform(out, h);
+}
+
+enum { QUANT_GROUP = 32 };
+
+/* Scale and minimum of up to 32 channels, and 4 bits for each of them in one of 32 bytes. */
+static void quantize_group(const float *x, int64_t count, uint8_t *q, uint16_t *pair) {
+    float low = x[0], high = x[0];
+    uint32_t top = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
+        top = magnitude > top ? magnitude : top;
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    memset(q, 0, QUANT_GROUP);
+    /* Whatever its queries are, the score of a value that is not finite is not a number. */
+    pair[0] = top >= 0x7f800000u ? 0 : half_of((high - low) / 15.0f);
+    pair[1] = top >= 0x7f800000u ? 0x7e00u : half_of(low);
+    float scale = float_of(pair[0]), minimum = float_of(pair[1]);
+    if (scale == 0.0f) return;
+    float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < count; i++) {
+        float value = (x[i] - minimum) * inverse;
+        value = value < 0.0f ? 0.0f : value > 15.0f ? 15.0f : value;
+        q[i] = (uint8_t)(float_bits(value + ROUNDER) - 0x4b400000u);
+    }
+}
+
+/* A row quantized to 4 bits: its groups' scales and minima at `pairs`, padded with zeros to a multiple of 16. */
+static void quantize_groups(const float *x, int64_t n, uint8_t *q, uint8_t *pairs) {
+    for (int64_t start = 0; start < n; start += 32) {
+        uint16_t pair[2];
+        quantize_group(x + start, smaller(n - start, 32), q + start, pair);
+        memcpy(pairs + start / 32 * 4, pair, sizeof pair);
+    }
+    for (int64_t i = n; i % 16; i++) q[i] = 0;
+}
+
+static void put_float(uint8_t *at, float x) { memcpy(at, &x, sizeof x); }
+static void put_half(uint8_t *at, float x) {
+    uint16_t half = half_of(x);
+    memcpy(at, &half, sizeof half);
+}
+
+/* Stores a key of h channels at position `s` of the keys of a head; `q` is room for as many bytes, rounded up to 64. */
+static void store_key(int32_t type, uint8_t *keys, int64_t s, const float *x, int64_t h, uint8_t *q) {
+    const int64_t tile = s / ATTENTION_TILE, lane = s % ATTENTION_TILE, fours = (h + 3) / 4, eights = (h + 7) / 8;
+    if (type == ATTENTION_FLOAT32) {
+        for (int64_t c = 0; c < h; c++) put_float(keys + ((tile * h + c) * ATTENTION_TILE + lane) * 4, x[c]);
+    } else if (type == ATTENTION_FLOAT16) {
+        for (int64_t c = 0; c < h; c++) put_half(keys + ((tile * h + c) * ATTENTION_TILE + lane) * 2, x[c]);
+    } else if (type == ATTENTION_INT8) {
+        float scale;
+        int32_t sum;
+        quantize_block(x, (int32_t)h, (int8_t *)q, &scale, &sum);
+        for (int64_t i = h; i % 4; i++) q[i] = 0;
+        for (int64_t g = 0; g < fours; g++) memcpy(keys + ((tile * fours + g) * ATTENTION_TILE + lane) * 4, q + g * 4, 4);
+        put_float(keys + ATTENTION_PAGE * fours * 4 + s * 4, scale);
+    } else {
+        uint8_t *pairs = keys + ATTENTION_PAGE * eights * 4 + s * ((h + 31) / 32) * 4;
+        quantize_groups(x, h, q, pairs);
+        for (int64_t g = 0; g < eights; g++)
+            for (int64_t c = 0; c < 4; c++)
+                keys[((tile * eights + g) * ATTENTION_TILE + lane) * 4 + c] = (uint8_t)(q[g * 8 + c] | q[g * 8 + 4 + c] << 4);
+    }
+}
+
+/* Stores a value of v channels at position `s` of the values of a head. */
+static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x, int64_t v, uint8_t *q) {
+    const int64_t padded = (v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
+    if (type == ATTENTION_FLOAT32) {
+        memcpy(values + s * padded * 4, x, (size_t)v * 4);
+    } else if (type == ATTENTION_FLOAT16) {
+        for (int64_t c = 0; c < v; c++) put_half(values + (s * padded + c) * 2, x[c]);
+    } else if (type == ATTENTION_INT8) {
+        float scale;
+        int32_t sum;
+        quantize_block(x, (int32_t)v, (int8_t *)q, &scale, &sum);
+        memcpy(values + s * padded, q, (size_t)v);
+        put_float(values + ATTENTION_PAGE * padded + s * 4, scale);
+    } else {
+        uint8_t *bytes = values + s * (padded / 2);
+        quantize_groups(x, v, q, values + ATTENTION_PAGE * padded / 2 + s * ((v + 31) / 32) * 4);
+        for (int64_t run = 0; run < padded; run += 32) {
+            int64_t half = smaller(padded - run, 32) / 2;
+            for (int64_t c = 0; c < half; c++) bytes[run / 2 + c] = (uint8_t)(q[run + c] | q[run + half + c] << 4);
+        }
+    }
+}
+
+/* The slot of a row: the last of its path. */
+static int64_t own_slot(const attention *a, int64_t row) {
+    const int32_t *r = a->rows + row * ATTENTION_ROW;
+    int32_t extras = r[ATTENTION_EXTRAS];
+    return extras ? a->extras[r[ATTENTION_FIRST_EXTRA] + extras - 1] : r[ATTENTION_PREFIX] - 1;
+}
+
+/* The keys of a head, followed by its values, of the page that holds a slot. */
+static uint8_t *head_at(const attention *a, int64_t sequence, int64_t slot, int64_t kv_head) {
+    int64_t page = a->pages[sequence * a->columns + slot / ATTENTION_PAGE];
+    return a->pool + page * a->page_bytes + a->offset + kv_head * attention_head_bytes(a);
+}
+
+static float *queries_at(const attention *a, const attention_plan *plan, int64_t kv_head, int64_t row) {
+    int64_t group = a->heads / a->kv_heads;
+    return (float *)(void *)((char *)plan->memory + plan->queries_at) + (kv_head * a->count + row) * group * a->key_size;
+}
+
+static void write_row(const attention *a, const attention_plan *plan, int64_t row) {
+    const int64_t h = a->key_size, v = a->value_size, group = a->heads / a->kv_heads;
+    const float *q = a->qkv + row * (a->heads * h + a->kv_heads * (h + v));
+    const float *keys = q + a->heads * h, *values = keys + a->kv_heads * h;
+    uint8_t *room = (uint8_t *)plan->memory + plan->rows_at + (size_t)(row * attention_row_bytes(a));
+    float *x = (float *)(void *)room;
+    uint8_t *bytes = room + attention_row_bytes(a) / 5 * 4;
+    int whole = a->norm_whole;
+    float q_inverse = a->q_norm && whole ? inverse_norm(q, a->heads * h, a->norm_epsilon) : 1.0f;
+    float k_inverse = a->k_norm && whole ? inverse_norm(keys, a->kv_heads * h, a->norm_epsilon) : 1.0f;
+    const int64_t sequence = a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot = own_slot(a, row);
+    const int64_t s = slot % ATTENTION_PAGE, key_bytes = attention_key_bytes(a->key_type, a->key_size);
+    for (int64_t kv = 0; kv < a->kv_heads; kv++) {
+        float *out = queries_at(a, plan, kv, row);
+        for (int64_t i = 0; i < group; i++) prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, out + i * h);
+        uint8_t *at = head_at(a, sequence, slot, kv);
+        prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
+        store_key(a->key_type, at, s, x, h, bytes);
+        memcpy(x, values + kv * v, (size_t)v * sizeof(float));
+        if (transformed(a->value_type)) transform(x, v);
+        store_value(a->value_type, at + key_bytes, s, x, v, bytes);
+    }
+}
+
+static void write_rows(const attention *a, const attention_plan *plan, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) write_row(a, plan, row);
+}

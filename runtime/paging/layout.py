@@ -1,0 +1,137 @@
+"""Where keys and values lie in a page: the sizes and places that graph, kernel and numpy share.
+
+A page holds 64 positions of one sequence over all layers: the layers one behind the other, in each its heads, in each
+the keys and then the values. Keys lie in tiles of 16 positions, channel by channel, so that one channel of a query
+meets 16 keys at once; values lie row by row, padded to 16 channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Geometry
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
+
+__all__ = ["PAGE", "TILE", "PageLayout", "pages_for"]
+
+PAGE = 64
+TILE = 16
+_VALUE_CHANNELS = 16  # values are padded to a multiple of this
+_ALIGNED = 64  # bytes: keys and values begin at multiples of it
+_UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
+
+
+def pages_for(rows: int) -> int:
+    """Pages that so many rows of one sequence take."""
+    return -(-rows // PAGE)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The pages of one model's cache.
+
+    Attributes:
+        layers: that have keys and values.
+        kv_heads: of each layer.
+        key_size, value_size: channels of a head.
+        keys, values: how their rows are stored.
+    """
+
+    layers: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    keys: RowCodec
+    values: RowCodec
+
+    @classmethod
+    def of(cls, geometry: Geometry, kv: str) -> PageLayout:
+        """The pages of a model whose keys and values have heads of one size, stored as one type.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        codec, size = find_row_codec(kv), geometry.head_dim
+        return cls(geometry.num_layers, geometry.num_kv_heads, size, size, codec, codec)
+
+    @property
+    def kv(self) -> str:
+        """The type of the rows as users name it."""
+        return self.keys.name if self.keys is self.values else f"{self.keys.name}/{self.values.name}"
+
+    @property
+    def scales(self) -> str:
+        """What a snapshot says of the rows' scales."""
+        return self.keys.scales or self.values.scales
+
+    @cached_property
+    def key_bytes(self) -> int:
+        """Of a head's keys in a page."""
+        shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.key_size)
+        return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
+
+    @cached_property
+    def value_bytes(self) -> int:
+        """Of a head's values in a page."""
+        shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.value_size)
+        return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        """Of a head's keys without their scales: tiles, groups of channels, positions, items of a group."""
+        channels = self.keys.lanes * self.keys.packed
+        return PAGE // TILE, -(-self.key_size // channels), TILE, self.keys.lanes
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Of a head's values without their scales: positions, items of a row."""
+        padded = -(-self.value_size // _VALUE_CHANNELS) * _VALUE_CHANNELS
+        return PAGE, padded // self.values.packed
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's part of a page."""
+        return self.kv_heads * (self.key_bytes + self.value_bytes)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of a page."""
+        return -(-self.layers * self.layer_bytes // _UNIT) * _UNIT
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each layer's part of a page begins."""
+        return tuple(layer * self.layer_bytes for layer in range(self.layers))
+
+    @property
+    def array(self) -> Ints:
+        """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
+        return np.array([self.keys.code, self.values.code, self.page_bytes, *self.offsets], np.int64)
+
+    def bytes_for(self, rows: int) -> int:
+        """Bytes of the pages that so many rows of one sequence take."""
+        return pages_for(rows) * self.page_bytes
+
+    def head_parts(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The bytes of every head's keys and values in the memory of pages, as views: (pages, L, H, bytes) each."""
+        pages = memory.reshape(-1, self.page_bytes)[:, : self.layers * self.layer_bytes]
+        heads = pages.reshape(len(pages), self.layers, self.kv_heads, self.key_bytes + self.value_bytes)
+        return heads[..., : self.key_bytes], heads[..., self.key_bytes :]
+
+
+def _item_bytes(codec: RowCodec) -> int:
+    return np.dtype(codec.level_dtype).itemsize
+
+
+def _scale_bytes(codec: RowCodec, size: int) -> int:
+    return int(np.prod(codec.scale_shape(size))) * np.dtype(codec.scale_dtype).itemsize if codec.scale_dtype else 0
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

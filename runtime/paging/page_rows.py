@@ -1,0 +1,206 @@
+"""Rows in and out of pages: stored rows of every layer at once, wherever in the pool their slots lie.
+
+The memory of the pool is seen as arrays, so that a number of rows is one indexed read or write each for keys, values
+and what scales them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.paging.codecs import RowCodec
+from edgeinfer.runtime.paging.layout import PAGE, TILE, PageLayout
+
+__all__ = ["PageRows"]
+
+_ALL = slice(None)
+# Channels of a value whose first half lies in the lower bits of its bytes; the last ones may be half as many.
+_RUN = 32
+
+# Rows as they lie in a page, (n, L, H, ...): numbers, and what scales them.
+_Lying = tuple[NDArray[Any], NDArray[Any] | None]
+
+
+class PageRows:
+    """Reads and writes the rows of pages, each named by the number of its page times 64 plus its position there.
+
+    Args:
+        layout: of the pages.
+        memory: that they lie in, one behind the other.
+    """
+
+    def __init__(self, layout: PageLayout, memory: NDArray[np.uint8]) -> None:
+        keys, values = layout.head_parts(memory)
+        self._keys = _Keys(layout.keys, layout.key_size, layout.key_shape, keys)
+        self._values = _Values(layout.values, layout.value_size, layout.value_shape, values)
+
+    def copy(self, sources: Ints, targets: Ints) -> None:  # (n,) each
+        """Copies rows of all layers as they are stored; all are read before the first is written."""
+        for part in (self._keys, self._values):
+            part.put(targets, part.get(sources))
+
+    def stored(self, places: Ints) -> tuple[NDArray[Any], NDArray[Any]]:  # (n,) -> (L, H, n, width) each
+        """Rows of all layers, keys and values, as snapshots carry them."""
+        keys, values = (part.joined(part.get(places)) for part in (self._keys, self._values))
+        return keys.transpose(1, 2, 0, 3), values.transpose(1, 2, 0, 3)
+
+    def put_stored(self, places: Ints, keys: NDArray[Any], values: NDArray[Any]) -> None:  # (n,), (L, H, n, width) each
+        """Writes what `stored` gives."""
+        for part, rows in ((self._keys, keys), (self._values, values)):
+            part.put(places, part.split(rows.transpose(2, 0, 1, 3)))
+
+    def read(self, layer: int, places: Ints) -> tuple[Floats, Floats]:  # (n,) -> (H, n, h), (H, n, v)
+        """What rows of one layer stand for."""
+        keys, values = (part.read(layer, places) for part in (self._keys, self._values))
+        return keys, values
+
+    def write(self, layer: int, places: Ints, keys: Floats, values: Floats) -> None:  # (n,), (H, n, h), (H, n, v)
+        """Stores rows of one layer."""
+        self._keys.write(layer, places, keys)
+        self._values.write(layer, places, values)
+
+
+class _Part(ABC):
+    """The keys or the values of all pages.
+
+    Args:
+        codec: how they are stored.
+        size: channels of a head.
+        shape: of a head's numbers in a page.
+        memory: the bytes of every head. (pages, L, H, bytes)
+    """
+
+    def __init__(self, codec: RowCodec, size: int, shape: tuple[int, ...], memory: NDArray[Any]) -> None:
+        self._codec = codec
+        self._size = size
+        self._shape = shape
+        end = int(np.prod(shape)) * np.dtype(codec.level_dtype).itemsize
+        self._numbers = memory[..., :end].view(codec.level_dtype).reshape(*memory.shape[:3], *shape)
+        self._scales: NDArray[Any] | None = None  # (pages, L, H, 64, ...)
+        if codec.scale_dtype:
+            form = (PAGE, *codec.scale_shape(size))
+            stop = end + int(np.prod(form)) * np.dtype(codec.scale_dtype).itemsize
+            self._scales = memory[..., end:stop].view(codec.scale_dtype).reshape(*memory.shape[:3], *form)
+
+    def get(self, places: Ints, layers: slice = _ALL) -> _Lying:  # (n,)
+        """Rows as they lie."""
+        pages, at = places // PAGE, places % PAGE
+        scales = None if self._scales is None else self._scales[:, layers][pages, :, :, at]
+        return self._get(self._numbers[:, layers], pages, at), scales
+
+    def put(self, places: Ints, lying: _Lying, layers: slice = _ALL) -> None:
+        """Writes what `get` gives."""
+        pages, at = places // PAGE, places % PAGE
+        numbers, scales = lying
+        self._put(self._numbers[:, layers], pages, at, numbers)
+        if self._scales is not None:
+            self._scales[:, layers][pages, :, :, at] = scales
+
+    def joined(self, lying: _Lying) -> NDArray[Any]:  # (n, L, H, width)
+        """Stored rows of rows as they lie."""
+        numbers, scales = lying
+        return self._codec.join(self._unpadded(numbers), scales)
+
+    def split(self, stored: NDArray[Any]) -> _Lying:  # (n, L, H, width)
+        """Rows as they lie of stored rows."""
+        levels, scales = self._codec.split(stored, self._size)
+        return self._padded(levels), scales
+
+    def read(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, size)
+        """What rows of one layer stand for."""
+        stored = self.joined(self.get(places, slice(layer, layer + 1)))
+        return self._codec.decode(stored[:, 0], self._size).swapaxes(0, 1)
+
+    def write(self, layer: int, places: Ints, rows: Floats) -> None:  # (n,), (H, n, size)
+        """Stores rows of one layer."""
+        lying = self.split(self._codec.encode(rows.swapaxes(0, 1)[:, None]))
+        self.put(places, lying, slice(layer, layer + 1))
+
+    @abstractmethod
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        """The numbers of some rows."""
+
+    @abstractmethod
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        """Writes what `_get` gives."""
+
+    @abstractmethod
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:  # (..., size)
+        """Items in which the levels of a row lie."""
+
+    @abstractmethod
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:  # -> (..., size)
+        """The levels of a row."""
+
+    def _with_zeros(self, levels: NDArray[Any], channels: int) -> NDArray[Any]:  # (..., size) -> (..., channels)
+        padded = np.zeros((*levels.shape[:-1], channels), levels.dtype)
+        padded[..., : self._size] = levels
+        return padded
+
+
+class _Keys(_Part):
+    """(pages, L, H, tile, group of channels, position, channel of the group)"""
+
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        return numbers[pages, :, :, at // TILE, :, at % TILE]
+
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        numbers[pages, :, :, at // TILE, :, at % TILE] = rows
+
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:
+        _, groups, _, lanes = self._shape
+        packed = self._codec.packed
+        pieces = self._with_zeros(levels, groups * packed * lanes).reshape(*levels.shape[:-1], groups, packed, lanes)
+        low: NDArray[Any] = pieces[..., 0, :]
+        if packed == 1:
+            return low
+        both: NDArray[Any] = low | pieces[..., 1, :] << np.uint8(4)
+        return both
+
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:
+        *start, groups, lanes = items.shape
+        if self._codec.packed == 2:
+            items = np.stack([items & np.uint8(15), items >> np.uint8(4)], axis=-2)
+        levels: NDArray[Any] = items.reshape(*start, groups * self._codec.packed * lanes)[..., : self._size]
+        return levels
+
+
+class _Values(_Part):
+    """(pages, L, H, position, item): of packed ones, a run of 32 channels has its first half in the lower bits."""
+
+    def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
+        return numbers[pages, :, :, at]
+
+    def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
+        numbers[pages, :, :, at] = rows
+
+    def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:
+        channels = self._shape[1] * self._codec.packed
+        padded = self._with_zeros(levels, channels)
+        if self._codec.packed == 1:
+            return padded
+        low, high = _halves(channels)
+        items: NDArray[Any] = padded[..., low] | padded[..., high] << np.uint8(4)
+        return items
+
+    def _unpadded(self, items: NDArray[Any]) -> NDArray[Any]:
+        if self._codec.packed == 1:
+            return items[..., : self._size]
+        channels = self._shape[1] * 2
+        low, high = _halves(channels)
+        levels = np.empty((*items.shape[:-1], channels), np.uint8)
+        levels[..., low], levels[..., high] = items & np.uint8(15), items >> np.uint8(4)
+        return levels[..., : self._size]
+
+
+def _halves(channels: int) -> tuple[Ints, Ints]:  # (channels / 2,) each
+    """The channels in the lower and in the higher half of each byte of a value, in runs of 32 and a last one of 16."""
+    whole = channels // _RUN * _RUN
+    runs = np.arange(whole).reshape(-1, 2, _RUN // 2)
+    last = np.arange(whole, channels).reshape(2, -1)
+    return np.concatenate([runs[:, 0].ravel(), last[0]]), np.concatenate([runs[:, 1].ravel(), last[1]])

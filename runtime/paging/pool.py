@@ -1,0 +1,144 @@
+"""The pages of a model: who holds which, and the memory that they take while somebody does."""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+import sys
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.page_rows import PageRows
+from edgeinfer.runtime.system.allocation import require_room
+
+__all__ = ["PagePool"]
+
+# Pages that stay in memory when nobody holds them: one that is given back costs its zeroing when it is taken again, and
+# a search over several texts lets go of a page and takes one in every step.
+_SPARE = 4
+# What makes the system take pages back: at once on Linux; when it is short of memory on macOS, which until then counts
+# them as the process's. Windows keeps them until the pool goes; untouched ones take no memory there either.
+_ADVICE = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
+
+
+class PagePool:
+    """Pages that sequences, snapshots and kept prefixes take, share and release; safe from any thread.
+
+    The memory of all pages is one range of addresses, which the system fills as pages are touched. It never moves, so a
+    graph can be bound to it once.
+
+    Args:
+        layout: of the pages.
+        pages: that there are.
+
+    Attributes:
+        layout, pages: the same.
+        memory: of all pages. (pages * page_bytes,)
+        rows: of all pages.
+
+    Raises:
+        BudgetError: the system does not grant the addresses.
+    """
+
+    def __init__(self, layout: PageLayout, pages: int) -> None:
+        self.layout = layout
+        self.pages = pages
+        size = pages * layout.page_bytes
+        require_room("The KV cache", size)
+        kind = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+        self._map = mmap.mmap(-1, size, **kind)
+        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self.rows = PageRows(layout, self.memory)
+        self._holders = [0] * pages
+        # Low ones first, so that the pages in use lie together.
+        self._untouched = list(range(pages))
+        self._spare: list[int] = []
+        # Reentrant: collecting garbage, which may happen anywhere in here, releases what snapshots held.
+        self._lock = threading.RLock()
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody holds."""
+        return self.pages - self.free
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._untouched) + len(self._spare)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that somebody holds, and of those that stay in memory for the next one."""
+        return (self.pages - len(self._untouched)) * self.layout.page_bytes
+
+    def take(self, count: int) -> list[int]:
+        """Pages for one holder, whatever is in them.
+
+        Raises:
+            BackendError: there are not so many that nobody holds.
+        """
+        with self._lock:
+            if count > self.free:
+                message = f"The KV cache has no {count} pages of {self.layout.page_bytes} bytes left of {self.pages}."
+                raise BackendError(message, "End other conversations, or load the model with a larger context.")
+            taken = [self._spare.pop() if self._spare else heapq.heappop(self._untouched) for _ in range(count)]
+            for page in taken:
+                self._holders[page] = 1
+            return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a holder to pages that have one."""
+        with self._lock:
+            for page in pages:
+                assert self._holders[page] > 0, "a free page cannot be shared"
+                self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Takes a holder from pages; those that have none left go back to the system, but for a few."""
+        with self._lock:
+            for page in pages:
+                assert self._holders[page] > 0, "a free page cannot be released"
+                self._holders[page] -= 1
+                if self._holders[page] == 0:
+                    self._drop(page)
+
+    def holders(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holders[page]
+
+    def own(self, page: int) -> int:
+        """For one holder of a page that others may hold too: this page, or a copy of it in its place."""
+        with self._lock:
+            if self._holders[page] == 1:
+                return page
+            (copy,) = self.take(1)
+            size = self.layout.page_bytes
+            pages = self.memory.reshape(-1, size)
+            pages[copy] = pages[page]
+            self.release([page])
+            return copy
+
+    def trim(self) -> None:
+        """Gives the pages back to the system that nobody holds."""
+        with self._lock:
+            while self._spare:
+                self._give_back(self._spare.pop())
+
+    def _drop(self, page: int) -> None:
+        if len(self._spare) < _SPARE:
+            self._spare.append(page)
+        else:
+            self._give_back(page)
+
+    def _give_back(self, page: int) -> None:
+        # Whole pages of the system, which are of up to 64 KB.
+        start = -(-page * self.layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (page + 1) * self.layout.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if _ADVICE is not None and start < stop:
+            self._map.madvise(_ADVICE, start, stop - start)
+        heapq.heappush(self._untouched, page)
