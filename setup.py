@@ -42,10 +42,13 @@ VECTOR_FILES: dict[str, dict[str, tuple[list[str], list[str]]]] = {
         "avx2.c": (AVX2, ["/arch:AVX2"]),
         "avxvnni.c": ([*AVX2, "-mavxvnni"], ["/arch:AVX2"]),
         "avx512vnni.c": (AVX512, ["/arch:AVX512"]),
+        "attention_avx2.c": (AVX2, ["/arch:AVX2"]),
+        "attention_avx512.c": (AVX512, ["/arch:AVX512"]),
     },
     "arm64": {
         "neon_dot.c": (["-march=armv8.2-a+dotprod"], []),
         "neon_i8mm.c": (["-march=armv8.2-a+dotprod+i8mm"], []),
+        "attention_neon.c": (["-march=armv8.2-a+dotprod"], []),
     },
 }
 UNIVERSAL = "universal2"

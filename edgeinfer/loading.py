@@ -305,6 +305,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         verification=verification,
         threads=subject.threads,
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
+        decoder=bundle.manifest.decoder,
     )
 
 

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgeinfer.bundle import (
-    NATIVE,
     PORTABLE,
     WEIGHTS,
     Capabilities,
@@ -23,7 +22,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.graph.decoder import decoder_graphs, graph_layouts
+from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
@@ -84,19 +83,18 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
         tensors, layout = _table(described, weights.quant, config.layout)
-        paged = NATIVE in graph_layouts(tensors, layout)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
             backend="onnx",
             geometry=spec.geometry,
             parameters=stored.parameters,
-            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe, paged=paged),
+            capabilities=capabilities_in(Capabilities(True, True, True), tensors, layout, spec.moe, paged=True),
             decoder=spec,
             tensors=tensors,
             layout=layout,
             layout_version=LAYOUT_VERSIONS[layout],
-            paged=paged,
+            paged=True,
             exits=tuple(range(1, spec.num_layers + 1)),
             export=config.options,
             plan=weights.record(),

@@ -10,7 +10,7 @@ from edgeinfer.bundle import NATIVE, Bundle, Manifest, open_bundle, seal, write_
 from edgeinfer.bundle.kv_scales import KV_SCALES
 from edgeinfer.bundle.layouts import STATIC
 from edgeinfer.errors import UsageError
-from edgeinfer.export.graph.decoder import decoder_graphs, graph_layouts
+from edgeinfer.export.graph.decoder import decoder_graphs
 
 __all__ = ["renew_bundle"]
 
@@ -64,6 +64,5 @@ def _has(bundle: Bundle, graphs: dict[str, bytes]) -> bool:
 
 
 def _renewed(manifest: Manifest) -> Manifest:
-    paged = NATIVE in graph_layouts(manifest.tensors, manifest.layout)
-    capabilities = replace(manifest.capabilities, paged=paged and manifest.layout == NATIVE)
-    return replace(manifest, paged=paged, capabilities=capabilities)
+    capabilities = replace(manifest.capabilities, paged=manifest.layout == NATIVE)
+    return replace(manifest, paged=True, capabilities=capabilities)

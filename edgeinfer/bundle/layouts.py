@@ -3,10 +3,11 @@
 native: tiles of edgeinfer.bundle.native_layout, which our own kernel reads in place.
 portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and GatherBlockQuantized read.
 
-`weights.bin` holds one of these two, the stored layout, and `model.onnx` is the graph that reads it. A bundle with
-quantized weights also has the graph of the other layout, whose weights file is made of `weights.bin` on the device that
-needs it (edgeinfer.bundle.conversion). Weights that are not quantized are the same in both. Bundles made before the
-cache was paged have others beside each graph, one for each quantized type of cache: `model.kv-int8.onnx`.
+`weights.bin` holds one of these two, the stored layout, and `model.onnx` is the graph that reads it. Beside it lies the
+graph of the other layout, whose weights file is made of `weights.bin` on the device that needs it
+(edgeinfer.bundle.conversion). Weights that are not quantized are the same in both, so a bundle without others has one
+weights file for both graphs and counts as portable. Bundles made before the cache was paged have further graphs, one
+for each quantized type of cache (`model.kv-int8.onnx`), and no native one where nothing is quantized.
 
 static: columns of edgeinfer.bundle.static_layout, which DequantizeLinear reads, and the graphs of
 edgeinfer.bundle.static_graph beside them. A bundle has no other layout then, and is not converted.
@@ -63,6 +64,10 @@ def model_name(stored: Layout, layout: Layout, kv: str = FLOAT32) -> str:
     return f"model{reads}{caches}.onnx"
 
 
-def weights_name(stored: Layout, layout: Layout) -> str:
-    """Name of the weights file in `layout`, in a bundle that stores `stored`."""
-    return WEIGHTS if layout == stored else f"weights.{layout}.bin"
+def weights_name(stored: Layout, layout: Layout, *, quantized: bool = True) -> str:
+    """Name of the weights file in `layout`, in a bundle that stores `stored`.
+
+    Args:
+        quantized: some of the weights are; others are the same in every layout, so there is one file then.
+    """
+    return WEIGHTS if layout == stored or not quantized else f"weights.{layout}.bin"

@@ -129,7 +129,12 @@ class Bundle:
 
         Those of a layout that is not stored are there only once they were converted to (edgeinfer.bundle.conversion).
         """
-        return self.path / weights_name(self.manifest.layout, layout)
+        return self.path / weights_name(self.manifest.layout, layout, quantized=self.quantized)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any of the weights is, so that layouts differ."""
+        return any(t.bits < 32 for t in self.manifest.tensors)
 
     def has(self, name: str) -> bool:
         """Whether the bundle lists a file or has its text."""

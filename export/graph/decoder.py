@@ -6,7 +6,7 @@ and drops the raw pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import onnx
 
@@ -27,7 +27,7 @@ from edgeinfer.export.graph.operators import (
 )
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 
-__all__ = ["build_decoder_graph", "decoder_graphs", "graph_layouts"]
+__all__ = ["build_decoder_graph", "decoder_graphs"]
 
 _OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 
@@ -47,21 +47,17 @@ def build_decoder_graph(
     return _DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention).build()
 
 
-def graph_layouts(tensors: Iterable[TensorEntry], stored: Layout) -> tuple[Layout, ...]:
-    """Layouts that a bundle has graphs for: the stored one, and the other where anything is quantized."""
-    return LAYOUTS if any(t.bits < 32 for t in tensors) else (stored,)
-
-
 def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> dict[str, bytes]:
-    """The graphs of a bundle as files, by their names.
+    """The graphs of a bundle as files, by their names: one that reads each layout.
 
     Args:
         tensors: the table of the stored layout.
     """
-    graphs = {}
-    for layout in graph_layouts(tensors, stored):
+    graphs, quantized = {}, any(t.bits < 32 for t in tensors)
+    for layout in LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
-        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights_name(stored, layout), layout)
+        weights = weights_name(stored, layout, quantized=quantized)
+        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
         graphs[model_name(stored, layout)] = graph.SerializeToString(deterministic=True)
     return graphs
 

@@ -155,8 +155,11 @@ def require(able: bool, backend: Backend, what: str, hint: str) -> None:
         raise CapabilityError(f"The {backend.name} backend cannot {what}.", hint)
 
 
-def check_pass(backend: Backend, batch: ForwardInput) -> None:
+def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = None) -> None:
     """Refuses a pass that the backend's contract excludes.
+
+    Args:
+        cache: that the pass appends to; None is the backend's own.
 
     Raises:
         CapabilityError, BackendError: as `Backend.forward` says.
@@ -164,6 +167,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
     planes, experts, visibility = batch.planes, batch.experts, batch.visibility
     size, can = len(tokens), backend.capabilities
+    cache = backend.cache if cache is None else cache
     refused = {
         "skip layers": layer_mask is not None and not can.layer_skip,
         "resume from hidden states": hidden is not None and not can.hidden,
@@ -183,8 +187,8 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         raise BackendError(f"A pass cannot read {planes} planes of the weights, only 1 or 2.")
     if size == 0 or len(batch.positions) != size:
         raise BackendError(f"A pass of {size} tokens has {len(batch.positions)} positions.")
-    if backend.cache.length + size > backend.cache.capacity:
-        rows = f"the cache holds {backend.cache.length} of {backend.cache.capacity}"
+    if cache.length + size > cache.capacity:
+        rows = f"the cache holds {cache.length} of {cache.capacity}"
         raise BackendError(f"A pass of {size} tokens does not fit: {rows}.")
     # Python's own min and max: on the few numbers of a decoding step they take a tenth of numpy's time.
     wanted, ids = batch.rows.tolist(), tokens.tolist()
@@ -194,7 +198,7 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
         raise BackendError(f"A token id is outside the vocabulary of {backend.geometry.vocab_size}.")
     if tree is not None and (len(tree) != size or not all(-1 <= int(p) < i for i, p in enumerate(tree))):
         raise BackendError("A draft tree must name an earlier row, or -1, as the parent of each row.")
-    if tree is not None and backend.cache.length == 0:
+    if tree is not None and cache.length == 0:
         raise BackendError("A draft tree needs at least one token in the cache.")
     layers = backend.geometry.num_layers
     if layer_mask is not None and layer_mask.shape != (2 * layers,):
@@ -205,4 +209,4 @@ def check_pass(backend: Backend, batch: ForwardInput) -> None:
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
     if visibility is not None:
-        check_visibility(visibility, backend.cache.length, size, tree)
+        check_visibility(visibility, cache.length, size, tree)

@@ -117,14 +117,16 @@ def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
 
 
 def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-    """Kinds of cache that a bundle has graphs for, and scales where they need them."""
+    """Kinds of cache that a bundle has graphs for, and scales where they need them apart from their rows."""
     kinds = bundle.kv_types(layout)
-    return kinds if len(kinds) == 1 or kv_scales(bundle) is not None else (FLOAT32,)
+    whole = len(kinds) == 1 or bundle.manifest.capabilities_in(layout).paged
+    return kinds if whole or kv_scales(bundle) is not None else (FLOAT32,)
 
 
 def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
-    """The scales of the cache that was planned, where it needs any."""
-    return kv_scales(bundle) if find_kv_type(configuration.kv).quantized else None
+    """The scales of the cache that was planned, where it needs any apart from its rows."""
+    apart = find_kv_type(configuration.kv).quantized and not bundle.manifest.paged
+    return kv_scales(bundle) if apart else None
 
 
 def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:

@@ -130,11 +130,11 @@ class KVBuffers:
         for arrays, rows, scales in zip((self.keys, self.values), (keys, values), self.scales[layer], strict=True):
             arrays[layer][0, :, start:stop] = store(self._kind, rows, scales)
 
-    def read(self, layer: int, length: int) -> tuple[Floats, Floats]:  # (H, length, h) each
-        """The numbers that the first rows of one layer stand for; of a float32 cache views of them."""
+    def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h) each
+        """The numbers that rows start..stop-1 of one layer stand for; of a float32 cache views of them."""
         key_scales, value_scales = self.scales[layer]
-        keys = load(self._kind, self.keys[layer][0, :, :length], key_scales)
-        return keys, load(self._kind, self.values[layer][0, :, :length], value_scales)
+        keys = load(self._kind, self.keys[layer][0, :, start:stop], key_scales)
+        return keys, load(self._kind, self.values[layer][0, :, start:stop], value_scales)
 
     def trim(self, length: int) -> None:
         """Forgets all rows from `length` on."""
@@ -189,7 +189,7 @@ class KVBuffers:
         rows, left = self.length, None
         self.length = 0
         for layer in range(self._geometry.num_layers):
-            edited = edit(layer, *(floats.copy() for floats in self.read(layer, rows)))
+            edited = edit(layer, *(floats.copy() for floats in self.read(layer, 0, rows)))
             left = check_edit(self._geometry, layer, edited, rows, left)
             self.write(layer, 0, *edited)
         self.length = left or 0

@@ -65,12 +65,12 @@ class PageSnapshot:
     @property
     def keys(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
         """A copy of the keys of each layer as they are stored."""
-        return tuple(self.pool.rows.stored(self.places)[0])
+        return tuple(self.pool.rows.stored_keys(self.places))
 
     @property
     def values(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
         """A copy of the values of each layer as they are stored."""
-        return tuple(self.pool.rows.stored(self.places)[1])
+        return tuple(self.pool.rows.stored_values(self.places))
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ Nothing in a file is trusted: its size comes before any allocation, its digest b
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -40,6 +41,7 @@ from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 from edgeinfer.version import VERSION
 
 __all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "write_session"]
@@ -121,7 +123,7 @@ def write_session(
         add(ids)
         for start, stop in spans:
             rows = copy(start, stop)
-            for array in (*rows.keys, *rows.values):
+            for array in itertools.chain(rows.keys, rows.values):
                 add(array)
         add(letters)
         file.seek(header.index(_BLANK.encode()))
@@ -186,11 +188,12 @@ class SessionFile:
             hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer."
             raise UsageError(f"{self.path} has version {metadata.get('version')!r}.", hint)
         strings = metadata.keys() == set(_FIELDS) and all(isinstance(value, str) for value in metadata.values())
-        self._require(strings and metadata["kv"] in KV | LLAMA_KV, "its header lacks fields")
-        self._check_tensors(index.arrays, find_kv_type(metadata["kv"]).dtype)
+        dtype = _row_type(metadata["kv"], metadata["scales"]) if strings else None
+        self._require(dtype is not None, "its header lacks fields")
+        self._check_tensors(index.arrays, dtype)
         return metadata, index.arrays
 
-    def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str) -> None:
+    def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str | None) -> None:
         ends = [(t.name, t.dtype, len(t.shape)) for t in (tensors[0], tensors[-1])] if tensors else []
         self._require(ends == [("tokens", "I32", 1), ("text", "U8", 1)], "it holds other tensors")
         at = 0
@@ -218,6 +221,13 @@ class SessionFile:
         except ArrayFileError as error:
             raise UsageError(f"{self.path} is damaged: it {error}.", _COPY) from error
         return array
+
+
+def _row_type(kv: str, scales: str) -> str | None:
+    """The type of the stored rows of a cache; None where there is no such cache."""
+    if scales == ROW_SCALES:
+        return ROW_CODECS[kv].dtype if kv in ROW_CODECS else None
+    return find_kv_type(kv).dtype if kv in KV | LLAMA_KV else None
 
 
 def _begins_session(start: bytes, size: int) -> bool:

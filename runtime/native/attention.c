@@ -145,7 +145,27 @@ void attention_start(const attention *a, attention_plan *plan, void *memory) {
     for (int64_t i = 0; i < plan->jobs; i++) busy[i] = NULL;
 }
 
+#if defined(__x86_64__) || defined(_M_X64)
+extern const lowbit_isa lowbit_avx512vnni, lowbit_avxvnni, lowbit_avx2;
+extern const attention_path attention_avx512, attention_avx2;
+
+static const attention_path *own_path(const lowbit_isa *isa) {
+    if (isa == &lowbit_avx512vnni) return &attention_avx512;
+    return isa == &lowbit_avxvnni || isa == &lowbit_avx2 ? &attention_avx2 : NULL;
+}
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const lowbit_isa lowbit_neon_i8mm, lowbit_neon_dot;
+extern const attention_path attention_neon;
+
+static const attention_path *own_path(const lowbit_isa *isa) {
+    return isa == &lowbit_neon_i8mm || isa == &lowbit_neon_dot ? &attention_neon : NULL;
+}
+#else
+static const attention_path *own_path(const lowbit_isa *isa) { return (void)isa, NULL; }
+#endif
+
 const attention_path *attention_path_of(const lowbit_isa *isa) {
-    (void)isa;
-    return &attention_portable;
+    const attention_path *path = own_path(isa);
+    /* A compiler that could not build a path leaves it without functions. */
+    return path && path->attend ? path : &attention_portable;
 }

@@ -44,13 +44,16 @@ class PageRows:
         for part in (self._keys, self._values):
             part.put(targets, part.get(sources))
 
-    def stored(self, places: Ints) -> tuple[NDArray[Any], NDArray[Any]]:  # (n,) -> (L, H, n, width) each
-        """Rows of all layers, keys and values, as snapshots carry them."""
-        keys, values = (part.joined(part.get(places)) for part in (self._keys, self._values))
-        return keys.transpose(1, 2, 0, 3), values.transpose(1, 2, 0, 3)
+    def stored_keys(self, places: Ints) -> NDArray[Any]:  # (n,) -> (L, H, n, width)
+        """Keys of all layers as snapshots carry them."""
+        return self._keys.joined(self._keys.get(places)).transpose(1, 2, 0, 3)
+
+    def stored_values(self, places: Ints) -> NDArray[Any]:  # (n,) -> (L, H, n, width)
+        """Values of all layers as snapshots carry them."""
+        return self._values.joined(self._values.get(places)).transpose(1, 2, 0, 3)
 
     def put_stored(self, places: Ints, keys: NDArray[Any], values: NDArray[Any]) -> None:  # (n,), (L, H, n, width) each
-        """Writes what `stored` gives."""
+        """Writes rows of all layers as snapshots carry them."""
         for part, rows in ((self._keys, keys), (self._values, values)):
             part.put(places, part.split(rows.transpose(2, 0, 1, 3)))
 

@@ -84,9 +84,10 @@ class DeviceCosts:
             self.exact = check_exact(self._backend)
             self._profile.save_arrays(_EXACT, _check_state(self.exact))
         if self._passes is None:
-            exact = self.exact is not None and self.exact.bit_identical
-            # Exact passes are padded: attention wants two rows, MatMulNBits an even number.
-            step = max(2, self._backend.capabilities.row_multiple) if exact else 1
+            can = self._backend.capabilities
+            padded = self.exact is not None and self.exact.bit_identical and not can.paged
+            # ONNX Runtime's attention wants two rows to be exact, its MatMulNBits an even number.
+            step = max(2, can.row_multiple) if padded else 1
             self._passes = measure_passes(self._backend, step=step, most=self._most)
             # Nothing of it is needed again, and a small model in a small budget may never make so large a pass.
             self._backend.cache.clear()

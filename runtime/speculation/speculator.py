@@ -115,6 +115,8 @@ class Speculator:
         verification, most = find_verification(config.verification), min(self._limit, config.draft_max or self._limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
+        # Where attention reads pages, rows of side branches have the bits of a chain's.
+        bound = verification.name == "keyed" and not self._parts.target.capabilities.paged
         if config.speculation == "auto" and not self._chosen and not config.choices:
             # A draft model or layers of one's own have passes to pay for; the tables alone decide.
             cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
@@ -127,7 +129,7 @@ class Speculator:
             drafters,
             governor,
             verification,
-            main_branch_only=verification.name == "keyed" and exact is not None and exact.bit_identical,
+            main_branch_only=bound and exact is not None and exact.bit_identical,
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             on_plain_ms=self._plain_ms.append,
         )

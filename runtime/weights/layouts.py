@@ -59,15 +59,17 @@ class RunnableGraph:
             self._remove()
 
 
-def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
+def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) -> Layout:
     """The layout that will run: the stored one where it can.
 
     Args:
-        native: None uses the native kernel where it works and the bundle stores its layout, False never, True always.
+        native: None uses the native kernel where it works and the bundle stores its layout, or has the cache that is
+            wanted in it alone; False never; True always.
+        kv: type of cache that is wanted; None is any.
 
     Raises:
         NativeUnavailableError: the kernel is required and not there.
-        UsageError: the kernel is required and the bundle has no weights for it.
+        UsageError: the kernel is required and the bundle has no graph for it.
         BundleError: the bundle has no graph for the layout that can run.
     """
     stored = bundle.manifest.layout
@@ -76,17 +78,24 @@ def choose_layout(bundle: Bundle, native: bool | None) -> Layout:
         raise BundleError(message, "Leave the backend out, or export the model without --static.")
     if native:
         if NATIVE not in bundle.layouts:
-            message = f"{bundle.path} has no quantized weights for the native kernel."
-            raise UsageError(message, "Load it without native, or export it with 2, 4 or 8 bits.")
+            message = f"{bundle.path} has no graph for the native kernel."
+            raise UsageError(message, "Load it without native, or renew it with edgeinfer convert --renew.")
         native_kernel()
         return NATIVE
-    wanted = native is None and not switched_off()
-    if stored == PORTABLE or (wanted and _kernel_works(bundle)):
-        return stored
+    prefers = stored == NATIVE or _needs_native(bundle, kv)
+    if native is None and prefers and not switched_off() and _kernel_works(bundle):
+        return NATIVE
     if PORTABLE not in bundle.layouts:
         hint = "Export it again, or run it where the native kernel works."
         raise BundleError(f"{bundle.path} has no graph for the portable layout.", hint)
     return PORTABLE
+
+
+def _needs_native(bundle: Bundle, kv: str | None) -> bool:
+    """Whether the native graph alone has a type of cache."""
+    if kv is None or NATIVE not in bundle.layouts:
+        return False
+    return kv in bundle.kv_types(NATIVE) and kv not in bundle.kv_types(PORTABLE)
 
 
 def kernel_of(bundle: Bundle, layout: Layout) -> str:
@@ -95,9 +104,9 @@ def kernel_of(bundle: Bundle, layout: Layout) -> str:
     Raises:
         NativeUnavailableError: the native layout runs, and there is no native kernel.
     """
-    if layout == NATIVE:
-        return native_kernel().isa
-    return "MatMulNBits" if any(t.bits < 32 for t in bundle.manifest.tensors) else "MatMul"
+    if not bundle.quantized:
+        return "MatMul"
+    return native_kernel().isa if layout == NATIVE else "MatMulNBits"
 
 
 def _kernel_works(bundle: Bundle) -> bool:
@@ -122,7 +131,7 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv
         StorageError: there is no place for the converted weights.
     """
     model, weights = bundle.model_file(layout, kv), bundle.weights_file(layout)
-    if layout == bundle.manifest.layout or _is_sound(bundle, layout, weights):
+    if layout == bundle.manifest.layout or not bundle.quantized or _is_sound(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)
     try:
         folder = _cache_folder(bundle, layout)

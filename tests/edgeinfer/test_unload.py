@@ -17,7 +17,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import StorageError, UsageError
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.system.memory import process_memory
 from tests.cli import TIME_LIMIT
 from tests.speculation import BUILTIN, known_costs, needs_builtin
@@ -139,8 +139,8 @@ def test_everything_large_is_freed(small_bundle: Path) -> None:
         parts = model._parts
         assert parts.engine.prefix_bytes > 0
         backend = parts.engine.backend
-        assert isinstance(backend, OnnxBackend)
-        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend.cache.keys[0])]
+        assert isinstance(backend, GraphBackend)
+        large = [weakref.ref(x) for x in (parts.tokenizer, parts.engine, backend._session, backend.cache)]
         del parts, backend
         gc.disable()  # cycles may be collected much later
         try:
@@ -155,7 +155,7 @@ def test_memory_comes_back() -> None:
     code = """
 import edgeinfer, sys
 from edgeinfer.runtime.system.memory import process_memory
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 model = edgeinfer.load(sys.argv[1], threads=1, speculation="off")
 # What loading it again leaves the first time stays.
 for _ in range(2):

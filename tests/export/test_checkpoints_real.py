@@ -18,7 +18,7 @@ import edgeinfer
 from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.tuning.measure import TokenScores
 from tests.cache import export_checkpoint
 from tests.kernel import require_kernel
@@ -109,7 +109,7 @@ def check_float_logits(shared: Path, exported: Export, stories: list[str], name:
     with torch.no_grad():
         expected = transformer(torch.from_numpy(tokens)[None]).logits[0].numpy()
     for chunk in (200, 33):
-        backend = OnnxBackend(open_bundle(bundle), 256)
+        backend = make_graph_backend(open_bundle(bundle), 256)
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             rows = np.arange(len(part))

@@ -114,14 +114,16 @@ def test_the_graph_is_small_and_keeps_its_weights_outside(checkpoint: Path, tmp_
     onnx.checker.check_model(str(out / MODEL), full_check=False)
 
 
-def test_what_is_not_quantized_has_one_graph_and_needs_no_kernel(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_not_quantized_has_one_weights_file_for_both_graphs(checkpoint: Path, tmp_path: Path) -> None:
     bundle = open_bundle(export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=32)))
-    assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE,))
-    graphs = [name for name in bundle.manifest.files if name.endswith(".onnx")]
-    assert graphs == [MODEL] and bundle.kv_types(PORTABLE) == ("float32",)
-    assert not bundle.manifest.paged and not bundle.manifest.capabilities.paged
-    with pytest.raises(BundleError, match=r"has no model\.native\.onnx"):
-        bundle.model_file(NATIVE)
+    assert (bundle.manifest.layout, bundle.layouts) == (PORTABLE, (PORTABLE, NATIVE))
+    assert [name for name in bundle.manifest.files if name.endswith(".onnx")] == ["model.native.onnx", MODEL]
+    assert bundle.kv_types(PORTABLE) == ("float32",) and bundle.kv_types(NATIVE) == PAGED_KV
+    for layout in (NATIVE, PORTABLE):
+        assert bundle.weights_file(layout).name == WEIGHTS
+        model = onnx.load(str(bundle.model_file(layout)), load_external_data=False)
+        assert {e.value for i in model.graph.initializer for e in i.external_data if e.key == "location"} == {WEIGHTS}
+        onnx.checker.check_model(str(bundle.model_file(layout)))
 
 
 @pytest.mark.parametrize("stored", [NATIVE, PORTABLE])

@@ -10,7 +10,7 @@ from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
@@ -39,7 +39,7 @@ def rms(values: Floats) -> float:
 def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
     require_kernel()
     bundle = export(symmetric=symmetric)
-    onnx, reference = OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)
+    onnx, reference = make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)
     assert onnx.capabilities.elastic
     assert reference.capabilities.elastic
     whole, high = (logits(reference, planes) for planes in (2, 1))
@@ -49,11 +49,11 @@ def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
     assert rms(logits(onnx, 1) - high) < 2 * rounding
     assert rms(whole - high) > 4 * rounding
     # Nothing of a pass with one plane stays behind.
-    np.testing.assert_array_equal(logits(onnx, 2), logits(OnnxBackend(bundle, 64), 2))
+    np.testing.assert_array_equal(logits(onnx, 2), logits(make_graph_backend(bundle, 64), 2))
 
 
 def test_backends_without_planes_refuse() -> None:
-    portable = OnnxBackend(export(PORTABLE), 64)
+    portable = make_graph_backend(export(PORTABLE), 64)
     four = ReferenceBackend(export(PORTABLE, bits=4), 64)
     for backend in (portable, four):
         assert not backend.capabilities.elastic
@@ -66,7 +66,7 @@ def test_backends_without_planes_refuse() -> None:
 def test_there_are_one_or_two_planes() -> None:
     require_kernel()
     bundle = export()
-    for backend in (OnnxBackend(bundle, 64), ReferenceBackend(bundle, 64)):
+    for backend in (make_graph_backend(bundle, 64), ReferenceBackend(bundle, 64)):
         for planes in (0, 3):
             with pytest.raises(BackendError, match=f"cannot read {planes} planes"):
                 logits(backend, planes)

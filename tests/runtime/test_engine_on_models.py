@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from tests.runtime.interrupts import within_runs
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.runtime.conftest import Family
 
 
-@pytest.fixture(params=[OnnxBackend, ReferenceBackend], ids=["onnx", "reference"])
+@pytest.fixture(params=[make_graph_backend, ReferenceBackend], ids=["onnx", "reference"])
 def real(request: pytest.FixtureRequest, make_family: Callable[..., Family]) -> Iterator[tuple[Family, Backend]]:
     family = make_family("llama", max_position_embeddings=1024)
     backend: Backend = request.param(family.bundle, 64)
@@ -56,7 +56,7 @@ def test_a_full_context_on_a_real_backend(real: tuple[Family, Backend]) -> None:
 def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int) -> None:
     """The pass that begins when the cache has this length ends in its midst, and so does the reply."""
     family = make_family("llama", max_position_embeddings=1024)
-    backend = OnnxBackend(family.bundle, 1024)
+    backend = make_graph_backend(family.bundle, 1024)
     engine = Engine(backend, 8)
     prompt = [int(t) for t in np.random.default_rng(6).integers(0, 320, 512)]
 

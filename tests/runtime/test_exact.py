@@ -16,7 +16,8 @@ from edgeinfer.bundle import Layout
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
@@ -46,12 +47,12 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = dict.fromkeys(EXPORTS, ("native", "port
 class Exact:
     """An exact backend and what it gives for TEXT in one pass."""
 
-    backend: OnnxBackend
+    backend: GraphBackend
     logits: NDArray[np.float32]  # (S, V)
     cache: CacheSnapshot
 
 
-def run(backend: OnnxBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
+def run(backend: GraphBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:  # (S,) -> (S, V)
     rows = np.arange(len(tokens))
     return backend.forward(ForwardInput(np.array(tokens), rows + backend.cache.length, rows)).logits.copy()
 
@@ -66,7 +67,7 @@ def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
     if layout == "native":
         require_kernel()
     bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
-    backend = OnnxBackend(bundle, 64, threads=threads)
+    backend = make_graph_backend(bundle, 64, threads=threads)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()

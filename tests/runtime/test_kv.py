@@ -154,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
         width = self.kv.width(4)
         assert {a.shape for a in (*self.cache.keys, *self.cache.values)} == {(1, 2, self.cache.rows, width)}
         for layer in range(GEOMETRY.num_layers):
-            for sign, rows in zip((1, -1), self.cache.read(layer, self.cache.length), strict=True):
+            for sign, rows in zip((1, -1), self.cache.read(layer, 0, self.cache.length), strict=True):
                 numbers = np.array([self.number(written, layer, sign) for written in self.expected], np.float32)
                 assert np.array_equal(rows, np.broadcast_to(numbers[:, None], rows.shape))
 
@@ -266,7 +266,7 @@ def test_an_edit_sees_copies() -> None:
         return kept
 
     cache.rewrite(edit)
-    assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 5))
+    assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 0, 5))
 
 
 def test_a_quantized_cache_needs_scales_of_its_model() -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle
+from edgeinfer.bundle import MANIFEST, NATIVE, PORTABLE, WEIGHTS, Bundle, Layout, open_bundle, seal
 from edgeinfer.errors import BundleError, NativeUnavailableError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.weights import layouts
 from edgeinfer.runtime.weights.layouts import choose_layout, prepare
@@ -118,12 +118,29 @@ def test_a_required_kernel_that_is_not_there_is_an_error(
         choose_layout(bundles[stored], True)
 
 
-def test_a_required_kernel_needs_quantized_weights(kernel: Availability) -> None:
+def test_what_is_not_quantized_runs_natively_where_that_is_asked_for(kernel: Availability, tmp_path: Path) -> None:
     kernel(True)
     bundle = bundle_of("llama", ExportConfig(bits=32))
-    assert choose_layout(bundle, None) == bundle.manifest.layout
-    with pytest.raises(UsageError, match="has no quantized weights"):
-        choose_layout(bundle, True)
+    assert choose_layout(bundle, None) == PORTABLE and choose_layout(bundle, True) == NATIVE
+    graph = prepare(bundle, NATIVE)
+    assert (graph.model.name, graph.weights) == ("model.native.onnx", bundle.path / WEIGHTS)
+    # Bundles of before had one graph.
+    shutil.copytree(bundle.path, tmp_path / "old")
+    (tmp_path / "old" / "model.native.onnx").unlink()
+    seal(tmp_path / "old", replace(bundle.manifest, paged=False))
+    with pytest.raises(UsageError, match="no graph for the native kernel"):
+        choose_layout(open_bundle(tmp_path / "old"), True)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_cache_that_the_native_graph_alone_has_decides(
+    bundles: dict[Layout, Bundle], kernel: Availability, there: bool
+) -> None:
+    kernel(there)
+    for bundle in (bundles[PORTABLE], bundle_of("llama", ExportConfig(bits=32))):
+        assert choose_layout(bundle, None, "float32") == choose_layout(bundle, False, "int8") == PORTABLE
+        assert choose_layout(bundle, None, "int8") == (NATIVE if there else PORTABLE)
+        assert choose_layout(bundle, None, "q8_0") == PORTABLE
 
 
 def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache: Path) -> None:
@@ -137,7 +154,7 @@ def test_the_stored_layout_is_used_in_place(bundles: dict[Layout, Bundle], cache
 
 def logits(bundle: Bundle, layout: Layout | None = None) -> Floats:
     """Of a short text, by the onnx backend."""
-    backend = OnnxBackend(bundle, 64, layout=layout)
+    backend = make_graph_backend(bundle, 64, layout=layout)
     values = backend.forward(ForwardInput(TEXT, np.arange(len(TEXT)), np.arange(len(TEXT)))).logits.copy()
     backend.close()
     return values

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ OTHER = [88, 9, 9, 260, 15, 33, 4]
 PARENTS = [-1, -1, 0, 1, 0, 2, 3, 2, 5]
 DRAFT = [12, 240, 7, 7, 180, 55, 301, 3, 99]
 MAKERS: dict[str, Callable[..., Backend]] = {
-    "onnx-exact": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=True),
-    "onnx-plain": lambda bundle, capacity: OnnxBackend(bundle, capacity, exact=False),
+    "onnx-exact": lambda bundle, capacity: make_graph_backend(bundle, capacity, exact=True),
+    "onnx-plain": lambda bundle, capacity: make_graph_backend(bundle, capacity, exact=False),
     "reference": ReferenceBackend,
 }
 

@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Geometry, KVScales, open_bundle
-from edgeinfer.bundle.kv_scales import LayerScales
+from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, planned_bytes
+from edgeinfer.runtime.paging.codecs import find_row_codec
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from tests.speculation import random_bundle
@@ -42,14 +45,17 @@ def offer(cache: PrefixCache, tokens: Sequence[int], wanted: Sequence[int] = ())
     cache.offer(tokens, lambda start, stop: rows_of(tokens, start, stop), wanted)
 
 
+def assert_same(found: CacheSnapshot, expected: CacheSnapshot) -> None:
+    for mine, theirs in zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True):
+        assert np.array_equal(mine, theirs)
+
+
 def assert_right(cache: PrefixCache, tokens: Sequence[int], start: int = 0) -> None:
     """What the cache gives for these tokens are their rows."""
     stop = cache.match(tokens)
     at = start
     for piece in cache.take(tokens, start, stop):
-        expected = rows_of(tokens, at, at + piece.length)
-        for found, wanted in zip((*piece.keys, *piece.values), (*expected.keys, *expected.values), strict=True):
-            assert np.array_equal(found, wanted)
+        assert_same(piece, rows_of(tokens, at, at + piece.length))
         at += piece.length
     assert at == max(start, stop)
 
@@ -131,6 +137,37 @@ def test_what_does_not_fit_is_kept_from_its_beginning() -> None:
     assert cache.nbytes == 5 * TOKEN
 
 
+def test_of_a_paged_cache_it_holds_pages_within_its_cap() -> None:
+    """Conversations come back in any order, with the rows they had; a page that two of them share is counted once."""
+    codec, rng = find_row_codec("float32"), np.random.default_rng(0)
+    layout = PageLayout(LAYERS, HEADS, HEAD, HEAD, codec, codec)
+    most = 9
+    pool, kept = PagePool(layout, 6 + most), PrefixCache(most * layout.page_bytes + 4 * 64 * most)
+    cache, current, back = PagedCache(pool, 6 * PAGE), list[int](), 0
+    segments = [[10 * number + int(t) for t in rng.integers(0, 10, 30 + 17 * number)] for number in range(6)]
+    for turn in range(60):
+        wanted = [token for number in rng.permutation(6)[: rng.integers(1, 4)] for token in segments[number]]
+        same = [a == b for a, b in zip(current, wanted, strict=False)]
+        shared = same.index(False) if False in same else len(same)
+        kept.offer(current, cache.snapshot, wanted)
+        assert kept.nbytes <= kept.cap
+        cache.trim(shared)
+        list(map(cache.append, kept.take(wanted, shared, max(kept.match(wanted), shared))))
+        back += cache.length - shared
+        cache.prepare(len(wanted) - cache.length)
+        for layer in range(LAYERS):
+            rows = rows_of(wanted, cache.length)
+            cache.write(layer, cache.length, rows.keys[layer], rows.values[layer])
+        cache.length, current = len(wanted), wanted
+        assert_same(cache.snapshot(), rows_of(wanted))
+        if turn % 20 == 19:
+            kept.evict(3 * layout.page_bytes)
+            assert kept.nbytes <= 3 * layout.page_bytes
+    assert back > 1000
+    kept.evict()
+    assert (kept.nbytes, pool.used) == (0, -(-cache.nbytes // layout.page_bytes))
+
+
 def test_nothing_is_kept_without_a_cap() -> None:
     cache = PrefixCache(0)
     cache.offer([1, 2, 3], lambda start, stop: pytest.fail("copied for nothing"))
@@ -175,18 +212,11 @@ def reply(engine: Engine, prompt: Sequence[int], count: int = 20) -> list[int]:
 
 
 MAKERS: dict[str, Callable[[Bundle], Backend]] = {
-    "onnx": lambda bundle: OnnxBackend(bundle, 300),
-    "onnx, int8": lambda bundle: OnnxBackend(bundle, 300, kv="int8", kv_scales=scales(bundle.manifest.geometry)),
-    "onnx, int4": lambda bundle: OnnxBackend(bundle, 300, kv="int4", kv_scales=scales(bundle.manifest.geometry)),
+    "onnx": lambda bundle: make_graph_backend(bundle, 300, pages=64),
+    "onnx, int8": lambda bundle: make_graph_backend(bundle, 300, kv="int8", pages=64),
+    "onnx, int4": lambda bundle: make_graph_backend(bundle, 300, kv="int4", pages=64),
     "reference": lambda bundle: ReferenceBackend(bundle, 300),
 }
-
-
-def scales(g: Geometry) -> KVScales:
-    """Scales that fit no channel well, which is all the same here."""
-    size = g.num_kv_heads * g.head_dim
-    layers = (LayerScales(np.full(size, 0.05, np.float32), np.full(size, 0.02, np.float32)),) * g.num_layers
-    return KVScales({"int8": layers, "int4": layers}, tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +274,7 @@ def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> No
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
-    backend = OnnxBackend(bundle, 96)
+    backend = make_graph_backend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
         return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)

@@ -22,7 +22,11 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session
+from edgeinfer.runtime.paging.codecs import ROW_CODECS
+from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.pool import PagePool
 from tests.speculation import random_bundle
 from tests.waiting import TIME_LIMIT
 
@@ -90,6 +94,26 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
         found = np.concatenate([file.get_tensor(f"rows.{start}") for start in starts], axis=2)
     snapshot = copy(0, 33)
     assert np.array_equal(found, np.stack([*snapshot.keys, *snapshot.values]))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
+    chance = np.random.default_rng(5)
+    for codec in ROW_CODECS.values():
+        layout = PageLayout(2, 3, 24, 24, codec, codec)
+        cache, other = PagedCache(PagePool(layout, 4), 200), PagedCache(PagePool(layout, 4), 200)
+        cache.prepare(150)
+        for layer in range(2):
+            cache.write(layer, 0, *chance.standard_normal((2, 3, 150, 24), np.float32))
+        cache.length = 150
+        write_session(tmp_path / "talk", MINE, range(150), cache.snapshot)
+        with open_session(tmp_path / "talk") as session:
+            assert (session.kv, session.scales) == (codec.name, codec.scales)
+            for piece in session.pieces():
+                other.append(piece)
+        written, found = cache.snapshot(), other.snapshot()
+        for mine, theirs in zip((*found.keys, *found.values), (*written.keys, *written.values), strict=True):
+            assert np.array_equal(mine, theirs)
 
 
 def test_it_is_copied_piece_by_piece(tmp_path: Path) -> None:
@@ -200,6 +224,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a field that is no text": with_metadata(model=5),
     "an unknown type of cache": with_metadata(kv="int3"),
     "another type of cache than the rows": with_metadata(kv="int8"),
+    "scales of rows of a type that has none": with_metadata(kv="q8_0", scales="rows"),
     "no tokens": lambda header: header.pop("tokens"),
     "a tensor is a number": lambda header: header.update(tokens=5),
     "a type that does not exist": with_tensor("tokens", dtype="F13"),

@@ -19,7 +19,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export.options.config import StaticOptions
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
@@ -140,7 +140,7 @@ def test_every_way_of_cutting_gives_transformers_logits(bundles: Bundles, family
 def test_logits_are_those_of_the_ordinary_bundle(bundles: Bundles, family: str, options: dict[str, Any]) -> None:
     """The same weights; activations are rounded to int8 by both, and now and then differently."""
     made = bundles(family, **options)
-    ordinary = feed(OnnxBackend(made.ordinary, CAPACITY, layout="portable"), TEXT)
+    ordinary = feed(make_graph_backend(made.ordinary, CAPACITY, layout="portable"), TEXT)
     static = feed(StaticBackend(made.static, CAPACITY), TEXT)
     rounding = float(np.abs(ordinary - made.expected(TEXT)).mean())
     assert np.abs(static - ordinary).mean() < rounding / 2
@@ -211,7 +211,7 @@ def test_snapshots_come_back(llama: Made, backend: StaticBackend) -> None:
     for piece in (first, second):
         backend.cache.append(piece)
     assert close(feed(backend, TEXT[11:]), expected)
-    other = OnnxBackend(llama.ordinary, CAPACITY)
+    other = make_graph_backend(llama.ordinary, CAPACITY)
     other.cache.restore(snapshot)
     assert close(feed(other, TEXT[11:]), expected)
     with pytest.raises(BackendError, match="do not fit"):

@@ -17,7 +17,8 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_bytes, streamed_ms
@@ -49,8 +50,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     layout, window = request.param
     if layout == NATIVE:
         require_kernel()
-    plain = OnnxBackend(small(layout), CAPACITY)
-    streamed = StreamedBackend(OnnxBackend(small(layout), CAPACITY, weights="mapped"), window)
+    plain = make_graph_backend(small(layout), CAPACITY)
+    streamed = StreamedBackend(make_graph_backend(small(layout), CAPACITY, weights="mapped"), window)
     yield streamed, plain
     plain.close()
     streamed.close()
@@ -135,7 +136,7 @@ def test_a_draft_is_resumed_behind_the_layers_that_made_it(pair: Pair) -> None:
 class _Inner:
     """Cancels, or fails, in the middle of a pass."""
 
-    def __init__(self, backend: OnnxBackend, act: Callable[[int], None]) -> None:
+    def __init__(self, backend: GraphBackend, act: Callable[[int], None]) -> None:
         self._backend, self._act, self._count = backend, act, 0
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +152,7 @@ class _Inner:
 @pytest.mark.parametrize("kind", ["cancelled", "failed"])
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, kind: str, at: int) -> None:
-    inner = OnnxBackend(small(PORTABLE), CAPACITY, weights="mapped")
+    inner = make_graph_backend(small(PORTABLE), CAPACITY, weights="mapped")
     streamed = StreamedBackend(inner, 1)
     tokens = np.array([3, 4, 5, 6])
     wanted = streamed.forward(ForwardInput(tokens, np.arange(4), np.arange(4))).logits.copy()
@@ -179,7 +180,7 @@ def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(monkeypatch: pytest.M
 
 def test_what_it_refuses(pair: Pair) -> None:
     with pytest.raises(CapabilityError, match="cannot be streamed"):
-        StreamedBackend(OnnxBackend(small(PORTABLE), CAPACITY), 1)
+        StreamedBackend(make_graph_backend(small(PORTABLE), CAPACITY), 1)
     length = pair[0].cache.length
     with pytest.raises(BackendError, match="outside a pass"):
         pair[0].forward(ForwardInput(np.array([1]), np.array([length]), np.array([1])))
@@ -193,7 +194,7 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
         require_kernel()
     bundle = bundle_of("llama", ExportConfig(4, 32, keep_small=False, layout=layout), **LARGE)
     tensors = tensors_in(bundle.manifest, layout)
-    inner = OnnxBackend(bundle, CAPACITY, weights="mapped")
+    inner = make_graph_backend(bundle, CAPACITY, weights="mapped")
     whole = sum(t.nbytes for t in tensors if t.name != "embed")
 
     def resident(backend: Backend) -> int:

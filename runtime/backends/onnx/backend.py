@@ -104,7 +104,8 @@ class OnnxBackend(GraphBackend):
         padded = -(-size // self._multiple) * self._multiple
         total = start + padded
         self.cache.reserve(total)
-        step = self._prepared(batch, padded, -(-rows // self._head_multiple) * self._head_multiple)
+        padded_rows = -(-rows // self._head_multiple) * self._head_multiple
+        step = self._prepared(batch, padded, padded_rows, apart=self._experts is None)
         self._seqlens[0] = total - 1
         self._total[...] = total
         if not self._device.traits.in_place_kv:

@@ -19,6 +19,7 @@ from edgeinfer.runtime.backends.factory import (
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
@@ -41,9 +42,9 @@ class OnnxFactory(BackendFactory):
         return _onnxruntime()
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
-        """The stored one where it can run; errors as `choose_layout`."""
+        """The stored one where it can run and has the cache that is wanted; errors as `choose_layout`."""
         native = config.native if device.traits.custom_ops else False
-        return choose_layout(bundle, native)
+        return choose_layout(bundle, native, config.kv)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Those that the bundle has graphs and scales for."""
@@ -84,6 +85,7 @@ class OnnxFactory(BackendFactory):
             progress=order.progress,
             device=order.device,
             affinity=order.affinity,
+            pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache),
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
@@ -133,8 +135,29 @@ def make_graph_backend(
     progress: Progress | None = None,
     device: Device = CPU,
     affinity: str = "",
+    pages: int = 0,
 ) -> GraphBackend:
-    """The backend of the graph that reads a layout, which tells the attention it has; arguments as `OnnxBackend`."""
+    """The backend of the graph that reads a layout, chosen by the attention that it has.
+
+    Args:
+        layout, kv_scales, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on
+            the CPU.
+        pages: as `PagedBackend` takes it.
+        capacity, threads, exact, kv, progress, affinity: as both take them, and errors as of both.
+    """
+    if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
+        from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+
+        return PagedBackend(
+            bundle,
+            capacity,
+            threads=threads,
+            exact=exact,
+            kv=kv,
+            pages=pages,
+            progress=progress,
+            affinity=affinity,
+        )
     from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
     return OnnxBackend(
@@ -150,6 +173,11 @@ def make_graph_backend(
         device=device,
         affinity=affinity,
     )
+
+
+def _prefix_pages(bundle: Bundle, kv: str, size: int) -> int:
+    """Pages that kept prefixes of so many bytes hold."""
+    return size // PageLayout.of(bundle.manifest.geometry, kv).page_bytes if size and bundle.manifest.paged else 0
 
 
 def _onnxruntime() -> str:

@@ -131,14 +131,14 @@ class GraphBackend(ABC):
     def _bind_cache(self, step: Pass) -> None:
         """Binds the cache, and what attention reads that a pass of this shape has alone."""
 
-    def _prepared(self, batch: ForwardInput, size: int, rows: int) -> Pass:
-        """A pass of so many rows, padding included, ready to run but for what attention reads."""
+    def _prepared(self, batch: ForwardInput, size: int, rows: int, *, apart: bool) -> Pass:
+        """A pass of so many rows, padding included, ready to run but for what attention reads; see `Pass.fill`."""
         used = 0
         if self._experts is not None:
             self._experts.choose(batch.experts)
             used = int(self._experts.count[0])
         step = self._pass(size, rows, batch.hidden is not None, used)
-        step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=self._experts is None)
+        step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=apart)
         self._layer_mask[:] = self._all_layers if batch.layer_mask is None else batch.layer_mask
         self._planes[0] = batch.planes
         return step

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
+from edgeinfer.runtime.backends.onnx.paths import pages_of
+from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.text.transient import tokenizer_facts
@@ -76,13 +79,12 @@ class OnnxMemory:
         """Session, cache and passes."""
         manifest = self.bundle.manifest
         context, chunk = configuration.context, configuration.prefill_chunk
-        copies = 1 if manifest.decoder else _CONCAT_COPIES
         scores = _scores(manifest, chunk, context) if self.floats else 0
         return Footprint(
             {
                 "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
-                "kv": manifest.geometry.kv_bytes_per_token(configuration.kv) * (context + 1) * copies,
-                "activations": _activations(manifest, chunk, context) + scores,
+                "kv": self._cache(configuration.kv, context),
+                "activations": _activations(manifest, chunk, 0 if self._paged else context) + scores,
             },
             {"code": _RUNNING_CODE_BYTES},
         )
@@ -100,7 +102,8 @@ class OnnxMemory:
         parsed = parsing_bytes(self._tokenizer_bytes, geometry.vocab_size, pairs=self.merge_pairs)
         parsing = Footprint({"tokenizer": parsed}, {})
         yield outside + parsing
-        rows = min(_FIRST_ROWS, configuration.context + 1)
+        # Pages of a pool take memory as they are filled.
+        rows = 0 if self._paged else min(_FIRST_ROWS, configuration.context + 1)
         packing, raw = self._packing(configuration)
         yield (
             outside
@@ -117,6 +120,18 @@ class OnnxMemory:
         if configuration.tokenizer == "transient":
             idle = dict(running.anonymous) | {"activations": 0}
             yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
+
+    @property
+    def _paged(self) -> bool:
+        return self.bundle.manifest.capabilities_in(self.layout).paged and not self.floats
+
+    def _cache(self, kv: str, context: int) -> int:
+        """Bytes of a cache for so many tokens."""
+        manifest = self.bundle.manifest
+        if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
+            return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context)
+        copies = 1 if manifest.decoder else _CONCAT_COPIES
+        return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies
 
     @property
     def _tokenizer_bytes(self) -> int:

@@ -20,7 +20,10 @@ from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.visibility import visible_rows
+from edgeinfer.runtime.paging.layout import PageLayout, pages_for
+from edgeinfer.runtime.paging.pool import PagePool
 
 __all__ = ["ReferenceBackend"]
 
@@ -32,11 +35,11 @@ class ReferenceBackend:
         bundle: an opened bundle with a tensor table.
         capacity: tokens the cache may hold.
         kv: type of the cache, one of edgeinfer.bundle.kv_types; it needs no graph of its own here.
-        kv_scales: that a quantized cache needs.
+        kv_scales: of a quantized cache; None where every row has its own.
 
     Raises:
         BundleError: the bundle's weights are opaque.
-        UsageError: there are no scales for this type of cache.
+        UsageError: there is no such type of cache.
     """
 
     name = "reference"
@@ -53,11 +56,23 @@ class ReferenceBackend:
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
         self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
-        self.cache = KVBuffers(self._spec.geometry, capacity, kv=kv, scales=kv_scales)
         self.geometry: Geometry = self._spec.geometry
+        self.cache = self._new_cache(capacity, kv, kv_scales)
         two_planes = bool(_two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
+
+    def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
+        if scales is not None or kv == FLOAT32:
+            return KVBuffers(self.geometry, capacity, kv=kv, scales=scales)
+        pool = PagePool(PageLayout.of(self.geometry, kv), pages_for(capacity) + 1)
+        return PagedCache(pool, capacity)
+
+    def _reserve(self, rows: int) -> None:
+        if isinstance(self.cache, PagedCache):
+            self.cache.prepare(rows)
+        else:
+            self.cache.reserve(self.cache.length + rows)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
@@ -66,7 +81,7 @@ class ReferenceBackend:
         started = time.perf_counter_ns()
         start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
-        self.cache.reserve(start + size)
+        self._reserve(size)
         x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
         seen = {
             window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
@@ -116,7 +131,7 @@ class ReferenceBackend:
         cos, sin = self._cos[positions], self._sin[positions]
         v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
         self.cache.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
-        keys, values = self.cache.read(layer, total)  # (H, T, h)
+        keys, values = self.cache.read(layer, 0, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
         grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
         mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)

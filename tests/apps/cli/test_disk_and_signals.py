@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.session import OrtSession
 from tests.cache import export_checkpoint, made
 from tests.cli import (
     TIME_LIMIT,
@@ -252,15 +252,15 @@ def test_ctrl_c_while_generating_keeps_what_was_written(good_bundle: Path) -> No
 
 
 def test_ctrl_c_while_generating_json(good_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, passes = OnnxBackend.forward, []
+    run, passes = OrtSession.run, []
 
-    def interrupted(self: OnnxBackend, *arguments: Any, **options: Any) -> Any:
+    def interrupted(self: OrtSession, *arguments: Any, **options: Any) -> Any:
         passes.append(self)
         if len(passes) == 9:
             signal.raise_signal(signal.SIGINT)
-        return forward(self, *arguments, **options)
+        return run(self, *arguments, **options)
 
-    monkeypatch.setattr(OnnxBackend, "forward", interrupted)
+    monkeypatch.setattr(OrtSession, "run", interrupted)
     done = edgeinfer("run", "-m", good_bundle, "-p", "Once", "-c", "512", "-n", "400", "--json", "--spec", "off")
     assert (done.returncode, done.stderr) == (130, b"")
     result = json.loads(done.stdout)

@@ -30,7 +30,7 @@ def filled(cache: KVBuffers, rows: int) -> None:
 
 
 def held(cache: KVBuffers) -> list[np.ndarray]:
-    return [part for layer in range(GEOMETRY.num_layers) for part in cache.read(layer, cache.length)]
+    return [part for layer in range(GEOMETRY.num_layers) for part in cache.read(layer, 0, cache.length)]
 
 
 def test_parts_are_read_and_written_as_numpys() -> None:

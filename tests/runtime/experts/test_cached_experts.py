@@ -17,8 +17,9 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.system.memory import process_memory
@@ -51,20 +52,20 @@ def bundle() -> Bundle:
     return export()
 
 
-Pair = tuple[CachedExpertsBackend | StreamedBackend, OnnxBackend]
+Pair = tuple[CachedExpertsBackend | StreamedBackend, GraphBackend]
 
 
 @pytest.fixture(scope="module", params=["least", "half", "all", "streamed"])
 def pair(request: pytest.FixtureRequest, bundle: Bundle) -> Iterator[Pair]:
     """A backend that leaves experts out of memory and one that does not."""
     whole = takes(bundle)
-    inner = OnnxBackend(bundle, CAPACITY)
+    inner = make_graph_backend(bundle, CAPACITY)
     if request.param == "streamed":
         other: CachedExpertsBackend | StreamedBackend = StreamedBackend(inner, 1)
     else:
         limits = {"least": whole.least, "half": max(whole.least, whole.total // 2), "all": 10 * whole.total}
         other = CachedExpertsBackend(inner, decoder_of(bundle), limits[request.param])
-    plain = OnnxBackend(bundle, CAPACITY)
+    plain = make_graph_backend(bundle, CAPACITY)
     yield other, plain
     other.close()
     plain.close()
@@ -123,7 +124,7 @@ def test_every_pass_gives_the_same_bits(pair: Pair, script: list[dict[str, Any]]
 def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     whole = takes(bundle)
     backend = CachedExpertsBackend(
-        OnnxBackend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2)
+        make_graph_backend(bundle, CAPACITY), decoder_of(bundle), max(whole.least, whole.total // 2)
     )
     chance = np.random.default_rng(0)
     for start in range(0, 40):
@@ -150,9 +151,9 @@ def test_memory_is_what_the_expert_cache_says() -> None:
     }
     bundle = export(**sizes)
     whole = takes(bundle)
-    plain = OnnxBackend(bundle, CAPACITY)
+    plain = make_graph_backend(bundle, CAPACITY)
 
-    def peak(backend: OnnxBackend | CachedExpertsBackend, first: int) -> int:
+    def peak(backend: GraphBackend | CachedExpertsBackend, first: int) -> int:
         """Most resident bytes of files after any of a prompt's and a reply's passes."""
         chance, most = np.random.default_rng(1), 0
         backend.cache.trim(0)
@@ -176,7 +177,7 @@ def test_memory_is_what_the_expert_cache_says() -> None:
 
 
 def test_a_pass_is_cancelled_between_windows(bundle: Bundle) -> None:
-    backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
+    backend = CachedExpertsBackend(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), takes(bundle).least)
     ran = ExpertCache.used
 
     def used(cache: ExpertCache, ids: Any) -> None:
@@ -196,7 +197,7 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
     windows: list[int] = []
     monkeypatch.setattr(ExpertCache, "used", lambda cache, ids: windows.append(len(ids)))
     for limit, expected in ((takes(bundle).least, LAYERS), (100 * takes(bundle).total, 1)):
-        backend = CachedExpertsBackend(OnnxBackend(bundle, CAPACITY), decoder_of(bundle), limit)
+        backend = CachedExpertsBackend(make_graph_backend(bundle, CAPACITY), decoder_of(bundle), limit)
         backend.forward(ForwardInput(np.arange(9), np.arange(9), np.array([8])))
         assert len(windows) == expected
         windows.clear()
@@ -204,7 +205,7 @@ def test_layers_whose_experts_fit_together_run_together(bundle: Bundle, monkeypa
 
 
 def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
-    inner = OnnxBackend(bundle, CAPACITY)
+    inner = make_graph_backend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match=r"experts of one layer take .* use more memory"):
         CachedExpertsBackend(inner, decoder_of(bundle), takes(bundle).least // 4)
     inner.close()
@@ -212,7 +213,7 @@ def test_too_small_a_limit_is_refused(bundle: Bundle) -> None:
 
 def test_experts_in_one_matrix_are_refused() -> None:
     bundle = export(layout=PORTABLE)
-    inner = OnnxBackend(bundle, CAPACITY)
+    inner = make_graph_backend(bundle, CAPACITY)
     with pytest.raises(CapabilityError, match="cannot be loaded on demand"):
         CachedExpertsBackend(inner, decoder_of(bundle), 10**9)
     inner.close()

@@ -16,7 +16,7 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.experts.statistics import active_experts
 from edgeinfer.runtime.weights.expert_bytes import expected_experts
 from tests.kernel import require_kernel
@@ -125,7 +125,7 @@ def test_plans_count_the_experts_that_stay(bundle: Path) -> None:
 
 def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> None:
     """Random tokens of a random model choose nearly independently; what they like in common only makes it fewer."""
-    backend = OnnxBackend(open_bundle(bundle), 256)
+    backend = make_graph_backend(open_bundle(bundle), 256)
     chance = np.random.default_rng(0)
     for size in (1, 2, 4, 8, 16):
         unions = []
@@ -142,7 +142,7 @@ def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> Non
 
 
 def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
-    backend = OnnxBackend(open_bundle(bundle), 64)
+    backend = make_graph_backend(open_bundle(bundle), 64)
     chance = np.random.default_rng(2)
     for start in range(30):
         backend.forward(ForwardInput(chance.integers(2, 320, 1), np.array([start]), np.array([0])))

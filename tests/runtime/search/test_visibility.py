@@ -14,7 +14,7 @@ from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.options.config import StaticOptions
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.backends.visibility import Visibility
@@ -39,8 +39,8 @@ def some_family(request: pytest.FixtureRequest, make_family: Callable[..., Famil
 
 STATIC = ExportConfig(bits=32, static=StaticOptions(context=48, chunk=12, widths=(1, 2, 4)))
 MAKERS: dict[str, Callable[[Family], Backend]] = {
-    "onnx-exact": lambda family: OnnxBackend(family.bundle, CAPACITY),
-    "onnx-plain": lambda family: OnnxBackend(family.bundle, CAPACITY, exact=False),
+    "onnx-exact": lambda family: make_graph_backend(family.bundle, CAPACITY),
+    "onnx-plain": lambda family: make_graph_backend(family.bundle, CAPACITY, exact=False),
     "reference": lambda family: ReferenceBackend(family.bundle, CAPACITY),
     "static": lambda family: StaticBackend(bundle_of(family.name, STATIC), CAPACITY),
 }
@@ -96,7 +96,7 @@ def test_rows_that_are_kept_go_on_as_the_text_they_are_of(backend: Backend) -> N
     np.testing.assert_allclose(logits, alone[n + 2 :], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [OnnxBackend, ReferenceBackend])
+@pytest.mark.parametrize("make", [make_graph_backend, ReferenceBackend])
 def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Callable[..., Family]) -> None:
     backend = make(make_family("llama").bundle, CAPACITY)
     ok = Visibility((np.arange(1), np.arange(2)))
@@ -128,10 +128,10 @@ def test_a_window_bounds_the_context_of_several_texts(make_family: Callable[...,
     """The operator's window is that of the model and so many rows more, and counts other texts' rows."""
     bundle = make_family("mistral").bundle
     for capacity, can in ((6 + TREE_ROWS - 1, True), (6 + TREE_ROWS, False)):
-        backend = OnnxBackend(bundle, capacity)
+        backend = make_graph_backend(bundle, capacity)
         assert backend.capabilities.branches is can
         backend.close()
-    assert OnnxBackend(make_family("llama").bundle, 6 + TREE_ROWS).capabilities.branches
+    assert make_graph_backend(make_family("llama").bundle, 6 + TREE_ROWS).capabilities.branches
 
 
 def test_a_backend_that_cannot_refuses() -> None:

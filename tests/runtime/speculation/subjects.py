@@ -19,7 +19,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
@@ -150,7 +150,8 @@ class Subject:
         if verification.stochastic:
             kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
-        settled = width > 1 and isinstance(self.backend, OnnxBackend)
+        exact_trees = self.backend.capabilities.paged
+        settled = width > 1 and isinstance(self.backend, GraphBackend) and not exact_trees
         return SpeculativeDecoding(
             self.backend,
             sampler,

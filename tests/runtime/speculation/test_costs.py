@@ -249,9 +249,9 @@ def test_small_contexts_are_measured_as_far_as_they_go(clock: Clock) -> None:
 
 
 def test_the_builtin_model_is_measured() -> None:
-    from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+    from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 
-    backend = OnnxBackend(open_bundle(resolve(None)), 128)
+    backend = make_graph_backend(open_bundle(resolve(None)), 128)
     curve = measure_passes(backend, budget_s=0.1, step=2)
     assert backend.cache.length == 0
     assert (curve.points[0][0], curve.step) == (1, 2) and curve.ms(1) > 0

@@ -14,7 +14,8 @@ from edgeinfer.bundle import Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Verdict, keep_main_branch, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -87,16 +88,16 @@ def make_bundle(folder: Path, layout: Layout) -> None:
 
 
 @pytest.fixture(scope="module", params=["native", "portable"])
-def backend(request: pytest.FixtureRequest) -> Iterator[OnnxBackend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[GraphBackend]:
     layout: Layout = request.param
     if layout == "native":
         require_kernel()
-    backend = OnnxBackend(open_bundle(made(make_bundle, layout) / "bundle"), 64)
+    backend = make_graph_backend(open_bundle(made(make_bundle, layout) / "bundle"), 64)
     yield backend
     backend.close()
 
 
-def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
+def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     """One pass over root and draft."""
     start = backend.cache.length
     positions = start + np.array([0, *(draft.depth(node) + 1 for node in range(len(draft)))])
@@ -107,7 +108,7 @@ def feed(backend: OnnxBackend, root: int, draft: Draft) -> Floats:  # (S, V)
 
 @given(trees(), st.integers(1, PAST))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_main_branch_has_the_bits_of_a_chain(backend: OnnxBackend, draft: Draft, past: int) -> None:
+def test_the_main_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, past: int) -> None:
     draft = main_branch_first(draft)
     size = 1 + main_branch_size(draft)
     backend.cache.trim(0)

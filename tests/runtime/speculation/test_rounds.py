@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.bundle import Layout
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from tests.kernel import require_kernel
 from tests.runtime.speculation.subjects import EXPORTS, GREEDY, PENALISED, PROMPT, SAMPLED, Subject, Text, bundles
 
@@ -46,8 +46,8 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     if layout == "native":
         require_kernel()
     target, drafter = bundles(export, layout)
-    backend = OnnxBackend(target, 64, threads=threads)
-    yield Subject(target, backend, lambda: OnnxBackend(drafter, 64, exact=False))
+    backend = make_graph_backend(target, 64, threads=threads)
+    yield Subject(target, backend, lambda: make_graph_backend(drafter, 64, exact=False))
     backend.close()
 
 

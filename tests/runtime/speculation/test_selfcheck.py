@@ -12,13 +12,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle, Layout, open_bundle
+from edgeinfer.bundle import PORTABLE, Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.sampling import LogitsProcessor
 from edgeinfer.runtime.speculation import selfcheck
@@ -69,7 +69,7 @@ def bundle(request: pytest.FixtureRequest) -> Bundle:
 
 @pytest.mark.parametrize("capacity", [2, 3, 9, 200])
 def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
-    backend = OnnxBackend(bundle, capacity)
+    backend = make_graph_backend(bundle, capacity)
     backend.forward(ForwardInput(np.arange(2), np.arange(2), np.zeros(0, np.int64)))
     check = check_exact(backend)
     assert (check.bit_identical, check.largest_difference, check.worst_gap, check.noise) == (True, 0, 0, 0)
@@ -77,8 +77,8 @@ def test_exact_passes_are_found_exact(bundle: Bundle, capacity: int) -> None:
     backend.close()
 
 
-def test_unpadded_passes_are_found_out(bundle: Bundle) -> None:
-    backend = OnnxBackend(bundle, 200, exact=False)
+def test_unpadded_passes_are_found_out() -> None:
+    backend = make_graph_backend(open_bundle(made(make_blocks, PORTABLE) / "bundle"), 200, exact=False)
     check = check_exact(backend, budget_s=0.5)
     assert not check.bit_identical and backend.cache.length == 0
     # 1e-7 in attention flips roundings to 8 bits, each worth up to some hundredths of a logit.

@@ -16,8 +16,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
@@ -78,7 +78,7 @@ def quantized() -> Path:
 
 def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
     bundle = open_bundle(quantized)
-    backend = OnnxBackend(bundle, 40)
+    backend = make_graph_backend(bundle, 40)
     # In several passes, as a text comes.
     for start, stop in ((0, 13), (13, 14), (14, 40)):
         backend.forward(ForwardInput(TOKENS[start:stop], np.arange(start, stop), np.zeros(0, np.int64)))
@@ -96,7 +96,7 @@ def test_looking_leaves_every_bit_of_the_cache(quantized: Path) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capacity: int) -> None:
     bundle = open_bundle(quantized)
-    backend = OnnxBackend(bundle, capacity)
+    backend = make_graph_backend(bundle, capacity)
     policy = make_context_shift(name, bundle, backend)
     assert policy is not None
     tokens = np.arange(capacity) % 320

@@ -17,7 +17,7 @@ from edgeinfer.errors import BackendError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
@@ -69,7 +69,7 @@ class Writer:
 
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
-        self.backend: Backend = OnnxBackend(bundle, capacity)
+        self.backend: Backend = make_graph_backend(bundle, capacity)
         self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
 
     def write(
@@ -82,7 +82,7 @@ class Writer:
         return [step.token for step in steps], sampler, rounds
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
-        small = OnnxBackend(self.bundle, self.backend.cache.capacity) if "model" in names else None
+        small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
         parts = DrafterParts(self.backend, small, 8, LayerDrafting())
         if not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")

@@ -14,7 +14,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
@@ -74,7 +74,7 @@ def make_backend(kind: str, bundle: Bundle, capacity: int = 64) -> Backend:
         return ReferenceBackend(bundle, capacity)
     if kind == "native":
         require_kernel()
-    return OnnxBackend(bundle, capacity)
+    return make_graph_backend(bundle, capacity)
 
 
 def greedy(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:

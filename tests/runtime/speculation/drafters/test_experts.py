@@ -11,8 +11,8 @@ import pytest
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
-from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
     CachedExpertsDrafter,
     ExpertsDrafter,
@@ -102,7 +102,7 @@ def test_a_model_without_experts_cannot_draft_by_them() -> None:
 def test_only_experts_in_memory_draft() -> None:
     bundle = bundle_of("native")
     inner = make_backend("native", bundle)
-    assert isinstance(inner, OnnxBackend)
+    assert isinstance(inner, GraphBackend)
     decoder = bundle.manifest.decoder
     assert decoder is not None
     target = CachedExpertsBackend(inner, decoder, 10_000_000)

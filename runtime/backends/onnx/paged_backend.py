@@ -1,0 +1,210 @@
+"""The backend of graphs that attend through pages of a pool: our own operator, edgeinfer.Attention.
+
+A row's result depends on its own path alone, to the last bit: not on the other rows of its pass, not on other
+sequences, not on where its pages lie. So draft trees and texts side by side are as exact as chains, and nothing is
+padded. Where the graph has matrices of floats, ONNX Runtime multiplies those, and one row of them differs in bits from
+several: such passes have two rows at least, the second of which is the last one again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
+from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
+from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
+from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
+from edgeinfer.runtime.backends.onnx.together import joined, tables_of
+from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.pool import PagePool
+from edgeinfer.runtime.weights.layouts import Progress
+
+__all__ = ["PagedBackend"]
+
+# Addresses of further pages, which take no memory until snapshots, forks and searches need them beside a full context.
+_FURTHER_PAGES = 64
+
+Sequences = Sequence[tuple[PagedCache, ForwardInput]]
+
+
+class PagedBackend(GraphBackend):
+    """Implements `contract.Backend` for one sequence, and evaluates rows of several in one pass.
+
+    Args:
+        bundle: an opened bundle whose native graph is paged.
+        capacity: tokens that a sequence may hold.
+        exact: pad passes where float matrices make a single row differ.
+        kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
+        pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
+        threads, progress, affinity: as `GraphBackend` takes them.
+
+    Attributes:
+        pool: of all sequences.
+        cache: of the sequence that `forward` goes on with.
+
+    Raises:
+        UsageError: there is no such type of cache.
+        BudgetError: the system does not grant the pool's addresses.
+        BundleError, NativeUnavailableError, StorageError: as `GraphBackend`.
+    """
+
+    cache: PagedCache
+    _paths: PathTables
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        capacity: int,
+        *,
+        threads: int = 1,
+        exact: bool = True,
+        kv: str = FLOAT32,
+        pages: int = 0,
+        progress: Progress | None = None,
+        affinity: str = "",
+    ) -> None:
+        self._capacity = capacity
+        self._slots = 1  # room for further slots of paths
+        self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
+        self._layout = self.pool.layout.array
+        self.cache = self.new_sequence(capacity)
+        self._least, self._least_logits = _least_rows(bundle.manifest) if exact else (1, 0)
+        super().__init__(
+            bundle,
+            capacity,
+            places=capacity,
+            threads=threads,
+            layout=NATIVE,
+            kv=kv,
+            progress=progress,
+            affinity=affinity,
+        )
+        self.capabilities = dataclasses.replace(self.capabilities, branches=True)
+
+    def new_sequence(self, capacity: int) -> PagedCache:
+        """An empty sequence of the same pool, for `forward_together`.
+
+        Raises:
+            BackendError: it may be longer than the backend's positions reach.
+        """
+        if capacity > self._capacity:
+            raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
+        return PagedCache(self.pool, capacity, spare=SPARE_ROWS)
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass; see `contract.Backend.forward`."""
+        check_pass(self, batch)
+        cache, size = self.cache, len(batch.tokens)
+        if batch.tree is None and batch.visibility is None and size >= self._least:
+            cache.prepare(size)
+            step = self._prepared(batch, size, self._logit_rows(len(batch.rows)), apart=False)
+            self._paths.tell_chain(cache.length, size)
+            self._session.run(step.binding)
+        else:
+            step = self._run([(cache, batch)], batch)
+        cache.length += size
+        return self._output(step, size, len(batch.rows))
+
+    def forward_together(self, sequences: Sequences) -> list[ForwardOutput]:
+        """One pass over new tokens of several sequences, each appended to its own cache.
+
+        Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
+
+        Raises:
+            CapabilityError, BackendError: as `forward`; or a sequence is named twice, is of another pool, or is to be
+                evaluated in another way than the others (layers, planes, experts, hidden states).
+        """
+        for cache, batch in sequences:
+            check_pass(self, batch, cache)
+        batch_of_all = joined([batch for _, batch in sequences])
+        if len({id(cache) for cache, _ in sequences}) != len(sequences):
+            raise BackendError("A sequence can be in a pass only once.")
+        if any(cache.pool is not self.pool for cache, _ in sequences):
+            raise BackendError("A sequence of another model cannot be in this pass.")
+        step = self._run(sequences, batch_of_all)
+        whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
+        outputs, row, logit = list[ForwardOutput](), 0, 0
+        for cache, batch in sequences:
+            size, wanted = len(batch.tokens), len(batch.rows)
+            hidden = None if whole.hidden is None else whole.hidden[row : row + size]
+            experts = None if whole.experts is None else whole.experts[:, row : row + size]
+            outputs.append(ForwardOutput(whole.logits[logit : logit + wanted], hidden, experts))
+            cache.length += size
+            row, logit = row + size, logit + wanted
+        return outputs
+
+    def _run(self, sequences: Sequences, whole: ForwardInput) -> Pass:
+        """Runs a pass of any rows; `whole` has them all."""
+        size = len(whole.tokens)
+        padding = max(0, self._least - size)
+        paths = [paths_of(c.length, len(b.tokens), b.tree, b.visibility) for c, b in sequences]
+        for place, (cache, batch) in enumerate(sequences):
+            extra = padding if place == len(sequences) - 1 else 0
+            own = cache.length + len(batch.tokens)
+            paths[place] += [repeated(paths[place][-1], own + row) for row in range(extra)]
+            cache.prepare(len(batch.tokens) + extra)
+        self._reserve(paths)
+        step = self._prepared(whole, size + padding, self._logit_rows(len(whole.rows)), apart=False)
+        self._paths.tell(paths)
+        alone = len(sequences) == 1 and sequences[0][0] is self.cache
+        if not alone:
+            bind_input(step.binding, graph.KV_PAGES, tables_of([cache for cache, _ in sequences]))
+        try:
+            self._session.run(step.binding)
+        finally:
+            if not alone:
+                bind_input(step.binding, graph.KV_PAGES, self.cache.table[None])
+        return step
+
+    def _logit_rows(self, wanted: int) -> int:
+        return max(wanted, self._least_logits) if wanted else 0
+
+    def _reserve(self, paths: Sequence[Sequence[Path]]) -> None:
+        """Makes room for the further slots of these paths."""
+        wanted = sum(len(further) for each in paths for _, further in each)
+        if wanted > len(self._paths.slots):
+            self._slots = 2 * wanted
+            self._paths = self._new_paths(len(self._paths.rows))
+            self._passes.clear()
+
+    def _new_buffers(self, size: int, rows: int) -> Buffers:
+        self._paths = self._new_paths(size)
+        return super()._new_buffers(size, rows)
+
+    def _new_paths(self, size: int) -> PathTables:
+        return PathTables(size, self._capacity + SPARE_ROWS, self._slots)
+
+    def _attention_inputs(self) -> dict[str, NDArray[Any]]:
+        return {
+            graph.KV_POOL: self.pool.memory,
+            graph.KV_LAYOUT: self._layout,
+            graph.KV_PAGES: self.cache.table[None],
+            graph.PATH_SLOTS: self._paths.slots,
+        }
+
+    def _bind_cache(self, step: Pass) -> None:
+        bind_input(step.binding, graph.ROWS, self._paths.rows[: len(step.positions)])
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by term."""
+        return {"kv": self.pool.nbytes, "buffers": self._buffer_bytes + self._paths.nbytes}
+
+    def close(self) -> None:
+        """Drops the session and all buffers."""
+        super().close()
+        del self.cache, self.pool, self._paths
+
+
+def _least_rows(manifest: Manifest) -> tuple[int, int]:
+    """Rows of a pass, and of its logits if there are any, from which on every row has the same bits."""
+    floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and t.name != "embed"}
+    head = "head" in floats
+    return 2 if floats - {"head"} else 1, 2 if head else 0

@@ -1,0 +1,61 @@
+"""Several sequences in one pass: one input of all their rows, and their pages side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.paged_cache import PagedCache
+
+__all__ = ["joined", "tables_of"]
+
+
+def joined(batches: Sequence[ForwardInput]) -> ForwardInput:
+    """One input of the rows of several, without what each row sees.
+
+    Raises:
+        BackendError: they are not to be evaluated in one way.
+    """
+    first = batches[0]
+    if not all(_alike(first, other) for other in batches[1:]):
+        raise BackendError("The sequences of a pass must run through the same layers, planes and experts.")
+    starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+    states = [batch.hidden for batch in batches if batch.hidden is not None]
+    return dataclasses.replace(
+        first,
+        tokens=np.concatenate([batch.tokens for batch in batches]),
+        positions=np.concatenate([batch.positions for batch in batches]),
+        rows=np.concatenate([batch.rows + start for batch, start in zip(batches, starts[:-1], strict=True)]),
+        tree=None,
+        visibility=None,
+        hidden=np.concatenate(states) if states else None,
+    )
+
+
+def _alike(one: ForwardInput, other: ForwardInput) -> bool:
+    """Whether their rows go through the same weights in the same way."""
+    if one.planes != other.planes or (one.hidden is None) != (other.hidden is None):
+        return False
+    if not _same(one.layer_mask, other.layer_mask):
+        return False
+    if one.experts is None or other.experts is None:
+        return one.experts is other.experts
+    return one.experts.count == other.experts.count and _same(one.experts.bias, other.experts.bias)
+
+
+def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def tables_of(caches: Sequence[PagedCache]) -> NDArray[np.int32]:  # (N, P)
+    """The pages of several sequences, -1 behind the shorter ones' last."""
+    tables = np.full((len(caches), max(len(cache.table) for cache in caches)), -1, np.int32)
+    for row, cache in enumerate(caches):
+        tables[row, : len(cache.table)] = cache.table
+    return tables

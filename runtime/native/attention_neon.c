@@ -1,0 +1,91 @@
+/* The NEON path of attention: a vector is four registers; knows only its operations. */
+#include "arithmetic.inc.h"
+#include "attention.h"
+#include "tile.h"
+
+#if defined(__ARM_FEATURE_DOTPROD) || (defined(_MSC_VER) && defined(_M_ARM64))
+#include <arm_neon.h>
+
+typedef struct {
+    float32x4_t part[4];
+} vec;
+
+#define EACH(expression)                                            \
+    vec out;                                                        \
+    for (int i = 0; i < 4; i++) out.part[i] = (expression);         \
+    return out
+
+INLINE vec vec_set(float x) { EACH(vdupq_n_f32(x)); }
+INLINE vec vec_load(const float *at) { EACH(vld1q_f32(at + 4 * i)); }
+INLINE void vec_store(float *at, vec x) {
+    for (int i = 0; i < 4; i++) vst1q_f32(at + 4 * i, x.part[i]);
+}
+INLINE vec vec_add(vec a, vec b) { EACH(vaddq_f32(a.part[i], b.part[i])); }
+INLINE vec vec_sub(vec a, vec b) { EACH(vsubq_f32(a.part[i], b.part[i])); }
+INLINE vec vec_mul(vec a, vec b) { EACH(vmulq_f32(a.part[i], b.part[i])); }
+INLINE vec vec_div(vec a, vec b) { EACH(vdivq_f32(a.part[i], b.part[i])); }
+INLINE vec vec_fma(vec a, vec b, vec c) { EACH(vfmaq_f32(c.part[i], a.part[i], b.part[i])); }
+INLINE vec vec_abs(vec x) { EACH(vabsq_f32(x.part[i])); }
+INLINE vec vec_sign(vec size, vec of) { EACH(vbslq_f32(vdupq_n_u32(0x80000000u), of.part[i], size.part[i])); }
+/* The instruction of that name would give what is not a number from either side. */
+INLINE vec vec_max(vec a, vec b) { EACH(vbslq_f32(vcgtq_f32(a.part[i], b.part[i]), a.part[i], b.part[i])); }
+
+INLINE vec vec_zero_below(vec x, vec least, vec y) {
+    EACH(vbslq_f32(vcltq_f32(x.part[i], least.part[i]), vdupq_n_f32(0.0f), y.part[i]));
+}
+
+INLINE float32x4_t part_within(float32x4_t x, int from, int to, float32x4_t other) {
+    static const int32_t LANE[4] = {0, 1, 2, 3};
+    const int32x4_t lane = vld1q_s32(LANE);
+    const uint32x4_t inside = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(from)), vcltq_s32(lane, vdupq_n_s32(to)));
+    return vbslq_f32(inside, x, other);
+}
+
+INLINE vec vec_within(vec x, int from, int to, vec other) {
+    EACH(part_within(x.part[i], from - 4 * i, to - 4 * i, other.part[i]));
+}
+
+INLINE float32x4_t part_power(float32x4_t shifted) {
+    const uint32x4_t n = vsubq_u32(vreinterpretq_u32_f32(shifted), vdupq_n_u32(0x4b400000u - 127u));
+    return vreinterpretq_f32_u32(vshlq_n_u32(n, 23));
+}
+
+INLINE vec vec_power(vec shifted) { EACH(part_power(shifted.part[i])); }
+
+INLINE vec vec_halves(const uint8_t *at) {
+    EACH(vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at + 8 * i))));
+}
+
+INLINE float32x4_t four_int8(const int8_t *at) {
+    int32_t word;
+    memcpy(&word, at, sizeof word);
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+
+INLINE vec vec_int8(const int8_t *at) { EACH(four_int8(at + 4 * i)); }
+
+INLINE float32x4_t four_fourths(const uint8_t *at, int c) {
+    const int32x4_t fours = vreinterpretq_s32_u8(vld1q_u8(at));
+    return vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(fours, vdupq_n_s32(24 - 8 * c)), 24));
+}
+
+INLINE vec vec_fourth(const uint8_t *at, int c) { EACH(four_fourths(at + 16 * i, c)); }
+
+INLINE float32x4_t four_nibbles(const uint8_t *at, int shift) {
+    const uint32x4_t moved = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(at)), vdupq_n_s32(-shift));
+    return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32(15)));
+}
+
+INLINE vec vec_nibbles(const uint8_t *at, int c, int high) { EACH(four_nibbles(at + 16 * i, 8 * c + 4 * high)); }
+
+/* Six rows of sums fill 24 of 32 registers. */
+enum { PANEL = 6, WIDE_ROWS = 2 };
+#define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6)
+
+#include "attention.inc.h"
+
+const attention_path attention_neon = {"neon", write_rows, attend, merge};
+#else
+const attention_path attention_neon = {"neon", NULL, NULL, NULL};
+#endif
