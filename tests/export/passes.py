@@ -78,7 +78,9 @@ def feeds(
 def pool(spec: DecoderSpec) -> dict[str, Array]:
     """The pool of two float32 pages that `feeds` speaks of, empty, and its layout."""
     layout = PageLayout.of(spec.geometry, FLOAT32)
-    return {graph.KV_POOL: np.zeros(2 * layout.page_bytes, np.uint8), graph.KV_LAYOUT: layout.array}
+    room = np.zeros(2 * layout.page_bytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return {graph.KV_POOL: room[start : start + 2 * layout.page_bytes], graph.KV_LAYOUT: layout.array}
 
 
 class Runner:

@@ -22,15 +22,15 @@ RUNNABLE = LAYOUTS if LIBRARY.is_file() else (PORTABLE,)
 
 def export_random(
     folder: Path, arch: str, config: ExportConfig, layouts: tuple[Layout, ...] = (PORTABLE,), **settings: Any
-) -> tuple[Any, *tuple[Runner, ...]]:
+) -> tuple[Any, list[Runner]]:
     model = make_checkpoint(folder / "checkpoint", arch, **settings)
     bundle = export_checkpoint(folder / "checkpoint", folder / "bundle", config)
-    return model, *(Runner(bundle, rotary_tables(model, len(TOKENS)), layout) for layout in layouts)
+    return model, [Runner(bundle, rotary_tables(model, len(TOKENS)), layout) for layout in layouts]
 
 
 @pytest.mark.parametrize("arch", [*VARIANTS, *MIXTURES])
 def test_float_logits_match_transformers(arch: str, tmp_path: Path) -> None:
-    model, *runners = export_random(tmp_path, arch, ExportConfig(bits=32), RUNNABLE)
+    model, runners = export_random(tmp_path, arch, ExportConfig(bits=32), RUNNABLE)
     expected = expected_logits(model, TOKENS)
     for runner in runners:
         prefill, _ = runner.run(TOKENS[:7], list(range(7)))
@@ -41,7 +41,7 @@ def test_float_logits_match_transformers(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_sharded_sources_match_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, runner = export_random(tmp_path, "Qwen2", ExportConfig(bits=32), dtype=dtype, max_shard_size="60KB")
+    model, (runner,) = export_random(tmp_path, "Qwen2", ExportConfig(bits=32), dtype=dtype, max_shard_size="60KB")
     assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 1
     logits, _ = runner.run(TOKENS, list(range(len(TOKENS))))
     assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
@@ -92,7 +92,7 @@ def test_masked_blocks_leave_hidden_states_and_cache_untouched(llama: tuple[Any,
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_graph_computes_with_the_dequantized_weights(arch: str, bits: int, tmp_path: Path) -> None:
     config = ExportConfig(bits=bits, head_bits=bits, keep_small=False, layout="portable")
-    model, runner = export_random(tmp_path, arch, config)
+    model, (runner,) = export_random(tmp_path, arch, config)
     bundle = open_bundle(tmp_path / "bundle")
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.from_numpy(bundle.tensor("embed")))
