@@ -10,6 +10,7 @@ typedef struct {
     const float *b; /* (count, lanes), b_step apart; the second vector of lanes b_apart from the first */
     float *c;       /* (rows, lanes), c_step apart, second vector right behind the first */
     int64_t a_step, b_step, b_apart, c_step, count;
+    intptr_t ahead; /* from b to what is asked for early */
 } panel;
 
 /* With `add`, sums go on from what is there. */
@@ -20,7 +21,11 @@ INLINE void multiply_panel(panel p, int rows, int width, int add) {
             sums[r][w] = add ? vec_load(p.c + r * p.c_step + w * LANES) : vec_set(0.0f);
     for (int64_t k = 0; k < p.count; k++) {
         vec b[WIDTH];
-        UNROLL for (int w = 0; w < width; w++) b[w] = vec_load(p.b + k * p.b_step + w * p.b_apart);
+        UNROLL for (int w = 0; w < width; w++) {
+            const float *at = p.b + k * p.b_step + w * p.b_apart;
+            vec_fetch((intptr_t)at + p.ahead);
+            b[w] = vec_load(at);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             const vec a = vec_set(p.a[r * p.a_step + k]);
             UNROLL for (int w = 0; w < width; w++) sums[r][w] = vec_fma(a, b[w], sums[r][w]);
@@ -43,23 +48,25 @@ static panel_function *const panel_functions[PANEL][2][2] = {EVERY_ROWS(NAMES_OF
 
 /* Scores of a tile or two: (queries, 16 or 32) at `scores`. */
 static void multiply_keys(const attention *a, const float *queries, int64_t count, const float *tile, int64_t width,
-                          float *scores) {
+                          intptr_t ahead, float *scores) {
     const int64_t h = a->key_size;
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, PANEL);
         panel_functions[rows - 1][0][width - 1]((panel){queries + i * h, tile, scores + i * ATTENTION_STRIDE, h,
-                                                        ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h});
+                                                        ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h,
+                                                        i ? 0 : ahead});
     }
 }
 
 /* Adds the values of positions first..last-1 times their probabilities to the results of a panel of queries. */
 static void add_values(const float *probabilities, const float *values, int64_t padded, int64_t first, int64_t last,
-                       int64_t rows, float *results) {
+                       int64_t rows, intptr_t ahead, float *results) {
     if (first >= last) return;
     for (int64_t c = 0, width; c < padded; c += width * LANES) {
         width = padded - c >= 2 * LANES && rows <= WIDE_ROWS ? 2 : 1;
         panel_functions[rows - 1][1][width - 1]((panel){probabilities + first, values + first * padded + c, results + c,
-                                                        ATTENTION_STRIDE, padded, LANES, padded, last - first});
+                                                        ATTENTION_STRIDE, padded, LANES, padded, last - first,
+                                                        ahead});
     }
 }
 
@@ -136,7 +143,21 @@ typedef struct {
     const int64_t (*seen)[2];         /* (rows): first and last within the block */
     int64_t first, last;              /* of all of them */
     const uint8_t *pages[ATTENTION_BLOCK / ATTENTION_PAGE]; /* keys and values of the head; NULL where nobody looks */
+    const uint8_t *next;              /* the page after them, or NULL: asked for early */
 } block_view;
+
+/* From keys of a page of a block, or from its values, to what comes after them. */
+static intptr_t keys_ahead(const head_layout *l, const block_view *b, int64_t start) {
+    const int64_t page = start / ATTENTION_PAGE;
+    if (start + ATTENTION_PAGE < b->last) return distance(b->pages[page], b->pages[page + 1]);
+    return distance(b->pages[page], b->pages[b->first / ATTENTION_PAGE] + l->key_bytes);
+}
+
+static intptr_t values_ahead(const head_layout *l, const block_view *b, int64_t start) {
+    const int64_t page = start / ATTENTION_PAGE;
+    if (start + ATTENTION_PAGE < b->last) return distance(b->pages[page], b->pages[page + 1]);
+    return b->next ? distance(b->pages[page] + l->key_bytes, b->next) : 0;
+}
 
 static void score_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
     const int64_t count = b->rows * b->group, tile_size = l->h * ATTENTION_TILE, first = b->first, last = b->last;
@@ -144,18 +165,19 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
         const uint8_t *page = b->pages[start / ATTENTION_PAGE];
         int64_t tile = start < first ? (first - start) / ATTENTION_TILE : 0;
         int64_t end = (smaller(last - start, ATTENTION_PAGE) + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        intptr_t ahead = keys_ahead(l, b, start);
         if (a->key_type == ATTENTION_INT8) {
-            score_page_int8(l, page, tile, end, b->queries, count, w->scores + start);
+            score_page_int8(l, page, tile, end, b->queries, count, ahead, w->scores + start);
             continue;
         }
         const float *keys = w->keys;
         if (a->key_type == ATTENTION_FLOAT32)
             keys = (const float *)(const void *)page;
         else
-            unpack_keys(a->key_type, l, page, tile, end, w->keys);
+            unpack_keys(a->key_type, l, page, tile, end, ahead, w->keys), ahead = 0;
         for (int64_t width; tile < end; tile += width) {
             width = end - tile >= 2 && even_panel(count, PANEL) <= WIDE_ROWS ? 2 : 1;
-            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width,
+            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width, ahead,
                           w->scores + start + tile * ATTENTION_TILE);
         }
     }
@@ -163,7 +185,8 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
 
 /* Adds a page's values to the results of the queries: what all rows of a panel see together, what one sees before and
  * after that by itself. */
-static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, const attention_bench *w) {
+static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, intptr_t ahead,
+                     const attention_bench *w) {
     const int64_t count = b->rows * b->group, padded = l->padded;
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, PANEL);
@@ -179,10 +202,10 @@ static void add_page(const head_layout *l, const block_view *b, const float *val
         }
         if (first > last) first = last = ATTENTION_PAGE;
         for (int64_t r = 0; r < rows; r++)
-            add_values(p + r * ATTENTION_STRIDE, values, padded, from[r], smaller(first, to[r]), 1, results + r * padded);
-        add_values(p, values, padded, first, last, rows, results);
+            add_values(p + r * ATTENTION_STRIDE, values, padded, from[r], smaller(first, to[r]), 1, 0, results + r * padded);
+        add_values(p, values, padded, first, last, rows, i ? 0 : ahead, results);
         for (int64_t r = 0; r < rows; r++)
-            add_values(p + r * ATTENTION_STRIDE, values, padded, last > from[r] ? last : from[r], to[r], 1,
+            add_values(p + r * ATTENTION_STRIDE, values, padded, last > from[r] ? last : from[r], to[r], 1, 0,
                        results + r * padded);
     }
 }
@@ -209,12 +232,13 @@ static void add_block(const attention *a, const head_layout *l, const block_view
     for (int64_t start = b->first / ATTENTION_PAGE * ATTENTION_PAGE; start < b->last; start += ATTENTION_PAGE) {
         const uint8_t *page = b->pages[start / ATTENTION_PAGE] + l->key_bytes;
         const float *values = w->values;
+        intptr_t ahead = values_ahead(l, b, start);
         if (a->value_type == ATTENTION_FLOAT32)
             values = (const float *)(const void *)page;
         else
             unpack_values(a->value_type, l, page, start < b->first ? b->first - start : 0,
-                          smaller(b->last - start, ATTENTION_PAGE), w->values);
-        add_page(l, b, values, start, w);
+                          smaller(b->last - start, ATTENTION_PAGE), ahead, w->values), ahead = 0;
+        add_page(l, b, values, start, ahead, w);
     }
 }
 
@@ -235,7 +259,7 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
         if (a->value_type == ATTENTION_INT8) weigh(l, b, seen, scores, w->factors + i);
     }
     if (a->value_type == ATTENTION_INT8)
-        add_block_int8(l, b->pages, b->first, b->last, count, w);
+        add_block_int8(l, b->pages, b->first, b->last, count, b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
     else
         add_block(a, l, b, w);
 }
