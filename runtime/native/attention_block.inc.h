@@ -72,10 +72,9 @@ static void add_values(const float *probabilities, const float *values, int64_t 
 
 /* The exponential of arithmetic.inc.h, where x is at most 0 or not a number. Below -87 it is 0. */
 INLINE vec vec_exponential(vec x) {
-    const vec least = vec_set(-87.0f);
-    const vec shifted = vec_add(vec_mul(vec_max(least, x), vec_set(1.44269504088896341f)), vec_set(ROUNDER));
+    const vec shifted = vec_add(vec_mul(x, vec_set(1.44269504088896341f)), vec_set(ROUNDER));
     const vec n = vec_sub(shifted, vec_set(ROUNDER));
-    vec r = vec_fma(n, vec_set(-0.693359375f), vec_max(least, x));
+    vec r = vec_fma(n, vec_set(-0.693359375f), x);
     r = vec_fma(n, vec_set(2.12194440e-4f), r);
     vec p = vec_set(1.9875691500e-4f);
     p = vec_fma(p, r, vec_set(1.3981999507e-3f));
@@ -84,7 +83,7 @@ INLINE vec vec_exponential(vec x) {
     p = vec_fma(p, r, vec_set(1.6666665459e-1f));
     p = vec_fma(p, r, vec_set(5.0000001201e-1f));
     p = vec_fma(p, vec_mul(r, r), vec_add(r, vec_set(1.0f)));
-    return vec_zero_below(x, least, vec_mul(p, vec_power(shifted)));
+    return vec_zero_below(x, vec_set(-87.0f), vec_mul(p, vec_power(shifted)));
 }
 
 /* c * tanh(s / c): of t = exponential(-2 |s / c|) it is (1 - t) / (1 + t) with the sign of s. */
@@ -121,19 +120,6 @@ static float scale_scores(float *scores, int64_t first, int64_t last, float fact
         most = vec_max(s, most);
     }
     return fold_max(most);
-}
-
-/* Makes probabilities of scores, relative to the greatest, in place; returns their sum. */
-static float soften(float *scores, int64_t first, int64_t last, float greatest) {
-    const vec m = vec_set(greatest), zero = vec_set(0.0f);
-    vec total = zero;
-    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
-        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
-        if (j < first || j + LANES > last) p = vec_within(p, (int)(first - j), (int)(last - j), zero);
-        vec_store(scores + j, p);
-        total = vec_add(total, p);
-    }
-    return fold_sum(total);
 }
 
 /* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
@@ -210,21 +196,29 @@ static void add_page(const head_layout *l, const block_view *b, const float *val
     }
 }
 
-/* Makes levels of probabilities times the scales of the values they belong to; what a level stands for in `factor`. */
-static void weigh(const head_layout *l, const block_view *b, const int64_t *seen, float *p, float *factor) {
-    const int64_t first = seen[0] / LANES * LANES, last = (seen[1] + LANES - 1) / LANES * LANES;
-    const vec zero = vec_set(0.0f);
-    ivec greatest = ivec_set(0);
-    for (int64_t j = first; j < last; j += LANES) {
-        const uint8_t *values = b->pages[j / ATTENTION_PAGE] + l->key_bytes;
-        const vec scales = vec_load_bytes(values + ATTENTION_PAGE * l->padded + j % ATTENTION_PAGE * 4);
-        vec x = vec_mul(vec_load(p + j), scales);
-        /* What lies there and nobody sees need not be a number. */
-        if (j < seen[0] || j + LANES > seen[1]) x = vec_within(x, (int)(seen[0] - j), (int)(seen[1] - j), zero);
-        vec_store(p + j, x);
-        greatest = ivec_max_bits(greatest, x);
+/* Makes probabilities of the scores of positions that a row sees, relative to the greatest, in place; returns their sum.
+ * With `weigh` they are multiplied by the scales of the int8 values they belong to, and `most` has the greatest. */
+INLINE float soften(const head_layout *l, const block_view *b, const int64_t *seen, float *scores, float greatest,
+                    int weigh, ivec *most) {
+    const vec m = vec_set(greatest), zero = vec_set(0.0f);
+    vec total = zero;
+    ivec top = ivec_set(0);
+    for (int64_t j = seen[0] / LANES * LANES; j < seen[1]; j += LANES) {
+        const int edge = j < seen[0] || j + LANES > seen[1], from = (int)(seen[0] - j), to = (int)(seen[1] - j);
+        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
+        if (edge) p = vec_within(p, from, to, zero);
+        total = vec_add(total, p);
+        if (weigh) {
+            const uint8_t *values = b->pages[j / ATTENTION_PAGE] + l->key_bytes;
+            p = vec_mul(p, vec_load_bytes(values + ATTENTION_PAGE * l->padded + j % ATTENTION_PAGE * 4));
+            /* What lies there and nobody sees need not be a number. */
+            if (edge) p = vec_within(p, from, to, zero);
+            top = ivec_max_bits(top, p);
+        }
+        vec_store(scores + j, p);
     }
-    *factor = level_weights(p, first, last, greatest);
+    *most = top;
+    return fold_sum(total);
 }
 
 static void add_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
@@ -255,8 +249,13 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
             factor = head.scale * a->scale;
         }
         w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
-        w->sums[i] = soften(scores, seen[0], seen[1], w->greatest[i]);
-        if (a->value_type == ATTENTION_INT8) weigh(l, b, seen, scores, w->factors + i);
+        ivec most;
+        if (a->value_type == ATTENTION_INT8) {
+            w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 1, &most);
+            w->factors[i] = level_weights(scores, seen[0] / LANES * LANES, (seen[1] + LANES - 1) / LANES * LANES, most);
+        } else {
+            w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 0, &most);
+        }
     }
     if (a->value_type == ATTENTION_INT8)
         add_block_int8(l, b->pages, b->first, b->last, count, b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
