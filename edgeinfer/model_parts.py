@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -30,6 +30,7 @@ class ModelParts:
         verification: of the files it is made of; replies wait until they are verified.
         threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
+        decoder: what its layers are, where the bundle says it.
     """
 
     engine: Engine
@@ -46,6 +47,7 @@ class ModelParts:
     verification: Verification
     threads: int
     watched: ExpertCountingBackend | None = None
+    decoder: DecoderSpec | None = None
 
     @property
     def info(self) -> ModelInfo:

@@ -271,18 +271,24 @@ class LoadCosts:
 
 @dataclass(frozen=True)
 class PassWork:
-    """The least that one or several passes have to do, attention aside.
+    """The least that one or several passes have to do; attention counts where the tokens before the pass are known.
 
     Attributes:
         weight_bytes: stored bytes of the weights, each read once per pass; of the embedding only single rows are.
-        multiply_adds: of the weights with the rows that go through them.
+        multiply_adds: of the weights with the rows that go through them, and of attention.
+        cache_bytes: stored bytes of the keys and values that the rows see, each read once per pass.
     """
 
     weight_bytes: int
     multiply_adds: int
+    cache_bytes: int = 0
 
     def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(self.weight_bytes + other.weight_bytes, self.multiply_adds + other.multiply_adds)
+        return PassWork(
+            self.weight_bytes + other.weight_bytes,
+            self.multiply_adds + other.multiply_adds,
+            self.cache_bytes + other.cache_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -303,8 +309,8 @@ class DeviceLimits:
 
     def floor_ms(self, work: PassWork) -> tuple[float, float | None]:
         """Milliseconds that reading alone and multiplying alone take; a pass takes no less than the longer."""
-        rate = self.multiply_adds_per_s
-        return work.weight_bytes / self.read_bytes_per_s * 1e3, work.multiply_adds / rate * 1e3 if rate else None
+        rate, read = self.multiply_adds_per_s, work.weight_bytes + work.cache_bytes
+        return read / self.read_bytes_per_s * 1e3, work.multiply_adds / rate * 1e3 if rate else None
 
 
 @dataclass(frozen=True)

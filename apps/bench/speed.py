@@ -21,12 +21,24 @@ from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Section, Table, commands, markdown_table, run_facts
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.config import format_size
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import BackendError, NativeUnavailableError, UsageError
+from edgeinfer.results import DeviceLimits
 
 if TYPE_CHECKING:
     from edgeinfer import Model
 
-__all__ = ["FORMATS", "SPEED", "SpeedConfig", "SpeedResult", "SpeedTest", "describe_run", "run_speed", "speed_section"]
+__all__ = [
+    "FORMATS",
+    "SPEED",
+    "SpeedConfig",
+    "SpeedResult",
+    "SpeedTest",
+    "describe_run",
+    "device_limits",
+    "median_limits",
+    "run_speed",
+    "speed_section",
+]
 
 _S = 1e9
 
@@ -65,7 +77,8 @@ class SpeedTest:
 
 _DESCRIPTION = """\
 Time prompts and replies as llama-bench does, and in its words: pp512 prefills 512 tokens, tg128 decodes 128 plainly,
-and "@ d4096" does so behind 4096 others. Tests take turns; the first visit to each warms up and is not counted.
+and "@ d4096" does so behind 4096 others. Tests take turns; the first visit to each warms up and is not counted. The
+floor is the least that reading weights and cache once per pass and multiplying take on this machine.
 
 examples:
   edgeinfer bench speed -m BUNDLE -t 1
@@ -146,11 +159,14 @@ class SpeedResult:
 
     Attributes:
         samples_ns: of each visit.
+        floor_ns: the least that reading weights and cache and multiplying take on this machine; None where that is not
+            known.
         facts: of model, engine and machine, the same for all tests of a run.
     """
 
     test: SpeedTest
     samples_ns: tuple[int, ...]
+    floor_ns: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -159,7 +175,7 @@ class SpeedResult:
         return tuple(self.test.tokens * _S / ns for ns in self.samples_ns)
 
     def to_dict(self) -> dict[str, Any]:
-        """By the keys of llama-bench's JSON, and of ours the median."""
+        """By the keys of llama-bench's JSON, and of ours the median and the floor."""
         ns, ts = self.samples_ns, self.samples_ts
         return {
             **self.facts,
@@ -170,6 +186,7 @@ class SpeedResult:
             "avg_ns": round(statistics.fmean(ns)),
             "stddev_ns": round(_deviation(ns)),
             "median_ns": round(statistics.median(ns)),
+            "floor_ns": None if self.floor_ns is None else round(self.floor_ns),
             "avg_ts": statistics.fmean(ts),
             "stddev_ts": _deviation(ts),
             "median_ts": statistics.median(ts),
@@ -194,6 +211,7 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
     tests = config.tests
     samples: dict[SpeedTest, list[int]] = {test: [] for test in tests}
     tokens: dict[SpeedTest, tuple[int, ...]] = {}
+    limits: list[DeviceLimits] = []
     visits = [(visit, test) for visit in range(config.repeats + 1) for test in rotated(tests, visit)]
     for done, (visit, test) in enumerate(visits):
         progress(done, len(visits))
@@ -202,9 +220,49 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
             raise BackendError(f"{test} gave other tokens the second time.", "Report it: the engine is at fault.")
         if visit:
             samples[test].append(round(times.ms * 1e6))
+        if done % len(tests) == 0:  # once in each round, as the machine's speed drifts
+            limits += device_limits(model.threads)
     progress(len(visits), len(visits))
-    facts = describe_run(model, command)
-    return [SpeedResult(test, tuple(taken), facts) for test, taken in samples.items()]
+    best, facts = median_limits(limits), describe_run(model, command)
+    return [SpeedResult(test, tuple(taken), _floor_ns(model, test, best), facts) for test, taken in samples.items()]
+
+
+def _floor_ns(model: Model, test: SpeedTest, limits: DeviceLimits | None) -> float | None:
+    """The least that the passes of a test take, each in itself: of a reply all as the middle one."""
+    chunk, begin = model.plan.prefill_chunk, test.depth
+    starts = range(0, test.prompt, chunk)
+    try:
+        passes = [(min(chunk, test.prompt - at), int(at + chunk >= test.prompt), begin + at) for at in starts]
+        works = [edgeinfer.tools.pass_work(model, tokens, rows, past=past) for tokens, rows, past in passes]
+        middle = edgeinfer.tools.pass_work(model, 1, 1, past=begin + test.prompt + test.reply // 2)
+    except UsageError:  # a bundle that does not list its weights
+        return None
+    if limits is None:
+        return None
+    floors = [max(each or 0.0 for each in limits.floor_ms(work)) for work in (*works, *[middle] * test.reply)]
+    return sum(floors) * _S / 1e3
+
+
+def device_limits(threads: int) -> list[DeviceLimits]:
+    """What the machine can do now; none where the kernel that measures it is not installed."""
+    try:
+        return [edgeinfer.tools.measure_device(threads)]
+    except NativeUnavailableError:
+        return []
+
+
+def median_limits(limits: Sequence[DeviceLimits]) -> DeviceLimits | None:
+    """The machine at its usual."""
+    if not limits:
+        return None
+    first = limits[0]
+    multiplying = [each.multiply_adds_per_s for each in limits if each.multiply_adds_per_s is not None]
+    return DeviceLimits(
+        first.kernel,
+        first.threads,
+        statistics.median(each.read_bytes_per_s for each in limits),
+        statistics.median(multiplying) if multiplying else None,
+    )
 
 
 def describe_run(model: Model, command: str) -> dict[str, Any]:
@@ -243,8 +301,8 @@ def _run(config: SpeedConfig, context: BenchContext) -> BenchResult:
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """llama-bench's table."""
-    header = ("model", "size", "params", "backend", "threads", "test", "t/s")
+    """llama-bench's table, and how many times the least that the machine needs each test took."""
+    header = ("model", "size", "params", "backend", "threads", "test", "t/s", "floor")
     cells = [
         (
             row["model_type"],
@@ -254,10 +312,17 @@ def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             str(row["n_threads"]),
             row["test"],
             f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
+            _of_floor(row),
         )
         for row in rows
     ]
     return markdown_table(header, cells, left=(0, 3))
+
+
+def _of_floor(row: Mapping[str, Any]) -> str:
+    """How many times its floor a test took; nothing where that is not known, as in results of earlier versions."""
+    floor = row.get("floor_ns")
+    return f"{row['median_ns'] / floor:.2f}x" if floor else ""
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -279,16 +344,19 @@ FORMATS: dict[str, Callable[[Sequence[Mapping[str, Any]]], str]] = {
 
 def speed_section(data: Any) -> Section:
     """Tests in llama-bench's words."""
+    floors = any(row.get("floor_ns") for row in data)
     rows = tuple(
         (
             row["test"],
             f"{row['median_ts']:.1f}",
             f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
             str(len(row["samples_ts"])),
+            *([_of_floor(row)] if floors else []),
         )
         for row in data
     )
-    table = Table("Tokens per second", ("test", "median", "mean ± deviation", "visits"), rows)
+    floor = ("times the floor",) if floors else ()
+    table = Table("Tokens per second", ("test", "median", "mean ± deviation", "visits", *floor), rows)
     chart = _by_depth(data)
     return Section("Prompts and replies", run_facts(data[0]), (table, *chart), commands(data[0]))
 

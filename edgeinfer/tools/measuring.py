@@ -10,6 +10,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.experts.statistics import ExpertCounts
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
 from edgeinfer.runtime.tuning.fewer_experts import FewerExperts
 from edgeinfer.runtime.tuning.fewer_experts import compare_fewer_experts as compare_experts
@@ -37,7 +38,8 @@ __all__ = [
 
 
 def measure_passes(model: Model, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
-    """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens; empties the cache."""
+    """c(m): milliseconds of passes over m new tokens with m logit rows after `past` tokens, which the cache holds
+    afterwards."""
     with model._idle() as parts:
         return measure.pass_times(parts.engine, sizes, past=past, repeats=repeats)
 
@@ -65,9 +67,23 @@ def measure_work(model: Model, prompt: int, reply: int, *, past: int = 0) -> Wor
         return measure.work_times(parts.engine, prompt, reply, past=past)
 
 
-def pass_work(model: Model, tokens: int, rows: int) -> PassWork:
-    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights."""
-    return measure.pass_work(model._lifecycle.facts.tensors, tokens, rows)
+def pass_work(model: Model, tokens: int, rows: int, *, past: int | None = None) -> PassWork:
+    """What a pass over `tokens` new tokens with `rows` logit rows has to do, by the bundle's table of weights.
+
+    Args:
+        past: tokens in the cache before them, to count attention too; it is left out for None, and for models that do
+            not say what their layers are.
+    """
+    work = measure.pass_work(model._lifecycle.facts.tensors, tokens, rows)
+    if past is None:
+        return work
+    with model._idle() as parts:
+        if parts.decoder is None:
+            return work
+        backend, kv = parts.engine.backend, parts.plan.configuration.kv
+        layout = PageLayout.of(backend.geometry, kv) if backend.capabilities.paged else None
+        per_token = backend.geometry.kv_bytes_per_token(kv) if layout is None else layout.page_bytes // PAGE
+        return work + measure.attention_work(parts.decoder, per_token, tokens, past)
 
 
 def experts_per_token(model: Model) -> tuple[int, ...]:

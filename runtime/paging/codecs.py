@@ -31,6 +31,8 @@ _RANGES, _RANGE_STEP = 3, 0.02
 # Of a word, the bits of a half that are its scale: not its sign, not the lowest five. The largest scale, and none.
 _SCALE_BITS, _LARGEST_SCALE, _NO_NUMBER = np.uint16(0x7FE0), np.uint16(0x7BE0), np.uint16(0xFFC0)
 _LARGEST_STEP = np.float32(65472)
+# Rows of which int4 tries the ranges at a time, so that they stay in the processor's cache.
+_AT_ONCE = 2048
 # The largest block that rows are turned in: beyond it outliers are spread well enough.
 _WIDEST_TURN = 128
 _LARGEST_HALF = np.float32(65504)
@@ -47,16 +49,30 @@ def turn_width(size: int) -> int:
 
 def turn(rows: Floats) -> Floats:  # (..., h) -> (..., h)
     """Rows turned by the Hadamard transform, block by block; turning twice gives them back."""
-    size = rows.shape[-1]
-    width = turn_width(size)
-    turned, span = np.array(rows, np.float32, order="C"), 1
+    return _rows(_turned(_channels(rows)), rows.shape)
+
+
+def _channels(rows: NDArray[Any]) -> NDArray[Any]:  # (..., h) -> (h, n)
+    """All rows channel by channel: what is done to each channel is done to long runs of memory then."""
+    return np.ascontiguousarray(rows.reshape(-1, rows.shape[-1]).T)
+
+
+def _rows(channels: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:  # (h, n) -> (..., h)
+    """Undoes `_channels`."""
+    return np.ascontiguousarray(channels.T).reshape(shape)
+
+
+def _turned(channels: Floats) -> Floats:  # (h, n) -> (h, n)
+    size, count = channels.shape
+    width, span = turn_width(size), 1
+    turned, other = channels.astype(np.float32), np.empty((size, count), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):  # infinities become what they become
         while span < width:
-            pairs = turned.reshape(*rows.shape[:-1], size // (2 * span), 2, span)
-            a, b = pairs[..., 0, :].copy(), pairs[..., 1, :].copy()
-            np.add(a, b, out=pairs[..., 0, :])
-            np.subtract(a, b, out=pairs[..., 1, :])
-            span *= 2
+            pairs = turned.reshape(size // (2 * span), 2, span, count)
+            made = other.reshape(pairs.shape)
+            np.add(pairs[:, 0], pairs[:, 1], out=made[:, 0])
+            np.subtract(pairs[:, 0], pairs[:, 1], out=made[:, 1])
+            turned, other, span = other, turned, 2 * span
         turned *= np.float32(1 / np.sqrt(width))
     return turned
 
@@ -149,19 +165,19 @@ class _Int8(RowCodec):
         return size + 4
 
     def encode(self, rows: Floats) -> NDArray[Any]:
-        turned = turn(rows)
-        largest = np.abs(turned).max(axis=-1)
+        turned = _turned(_channels(rows))
+        largest = np.abs(turned).max(axis=0)
         finite = np.isfinite(largest)
         used = finite & (largest >= _LEAST)
         inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=used)
         scales = np.where(finite, np.where(used, largest / np.float32(127), np.float32(0)), np.float32(np.nan))
-        levels = np.rint(np.where(used[..., None], turned, np.float32(0)) * inverse[..., None])
-        return self.join(levels.astype(np.int8), scales.astype(np.float32))
+        levels = np.rint(np.where(used, turned, np.float32(0)) * inverse).astype(np.int8)
+        return self.join(_rows(levels, rows.shape), scales.astype(np.float32).reshape(rows.shape[:-1]))
 
     def decode(self, stored: NDArray[Any], size: int) -> Floats:
         levels, scales = self.split(stored, size)
         assert scales is not None
-        return turn(levels.astype(np.float32) * scales[..., None])
+        return _rows(_turned(_channels(levels).astype(np.float32) * scales.ravel()), levels.shape)
 
     def split(self, stored: NDArray[Any], size: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         scales = np.ascontiguousarray(stored[..., size:]).view("<f4")[..., 0]
@@ -187,17 +203,30 @@ class _Int4(RowCodec):
 
     def encode(self, rows: Floats) -> NDArray[Any]:
         size, groups = rows.shape[-1], scale_groups(rows.shape[-1])
-        filled = np.zeros((*rows.shape[:-1], groups * GROUP), np.float32)
-        filled[..., :size] = turn(rows)
-        levels, words = _sixteen_levels(filled.reshape(*rows.shape[:-1], groups, GROUP))
-        return self.join(levels.reshape(filled.shape)[..., :size], words)
+        turned = _turned(_channels(rows))
+        filled = np.zeros((groups * GROUP, turned.shape[1]), np.float32)
+        filled[:size] = turned
+        words = np.empty((groups, turned.shape[1]), np.uint16)
+        levels = np.empty(filled.shape, np.uint8)
+        for group in range(groups):
+            channels = slice(group * GROUP, (group + 1) * GROUP)
+            for start in range(0, turned.shape[1], _AT_ONCE):
+                part = slice(start, start + _AT_ONCE)
+                levels[channels, part], words[group, part] = _sixteen_levels(filled[channels, part])
+        shape = rows.shape[:-1]
+        return self.join(_rows(levels[:size], rows.shape), _rows(words, (*shape, groups)))
 
     def decode(self, stored: NDArray[Any], size: int) -> Floats:
         levels, words = self.split(stored, size)
         assert words is not None
-        scales, zeros = _scales_and_zeros(words)
-        quarters, zeros = (np.repeat(each, GROUP, axis=-1)[..., :size] for each in (scales * np.float32(0.25), zeros))
-        return turn((levels.astype(np.float32) * np.float32(4) - zeros) * quarters)
+        scales, zeros = (_channels(each)[:, None] for each in _scales_and_zeros(words))  # (groups, 1, n)
+        channels = np.zeros((scales.shape[0] * GROUP, scales.shape[2]), np.float32)
+        channels[:size] = _channels(levels)
+        groups = channels.reshape(len(scales), GROUP, scales.shape[2])
+        groups *= np.float32(4)
+        groups -= zeros
+        groups *= scales * np.float32(0.25)
+        return _rows(_turned(channels[:size]), levels.shape)
 
     def split(self, stored: NDArray[Any], size: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         half = (size + 1) // 2
@@ -214,45 +243,69 @@ def _scales_and_zeros(words: NDArray[np.uint16]) -> tuple[Floats, Floats]:
     return scales, (words & np.uint16(63)).astype(np.float32)
 
 
-def _sixteen_levels(groups: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:  # (..., 16) -> (..., 16), (...)
-    """The levels of groups of channels, and the word of each: of all ranges that with the least squared error."""
+def _sixteen_levels(group: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:  # (16, n) -> (16, n), (n,)
+    """The levels of a group of channels, and the words: of all ranges the one with the least squared error."""
     with np.errstate(invalid="ignore", over="ignore"):  # of numbers that are none, and of the largest ones
-        low = np.minimum(groups.min(axis=-1, keepdims=True), np.float32(0))
-        width = np.maximum(groups.max(axis=-1, keepdims=True), np.float32(0)) - low
+        low = np.minimum(group.min(axis=0), np.float32(0))
+        width = np.maximum(group.max(axis=0), np.float32(0)) - low
     finite = np.isfinite(width)
-    groups, low, width = (np.where(finite, each, np.float32(0)) for each in (groups, low, width))
-    levels, words, least = _in_range(groups, low, width, 0, 0)
+    group, low, width = (np.where(finite, each, np.float32(0)) for each in (group, low, width))
+    steps = [_Step(group, width, narrower) for narrower in range(2 * _RANGES - 1)]
+    levels, words = np.empty_like(group), np.zeros(len(low), np.uint16)
+    least = np.empty_like(low)
     for up, down in itertools.product(range(_RANGES), repeat=2):
-        found, word, error = _in_range(groups, low, width, up, down)
-        better = error < least
-        levels, words = np.where(better, found, levels), np.where(better, word, words)
+        step = steps[up + down]
+        zeros = step.zeros(low + width * np.float32(_RANGE_STEP * up))
+        error = step.error(group, zeros, levels)
+        better = error < least if up + down else np.ones(len(low), np.bool_)
+        words = np.where(better, step.bits << np.uint16(1) | zeros.astype(np.uint16), words)
         least = np.where(better, error, least)
-    levels, words = np.where(finite, levels, np.float32(0)), np.where(finite, words, _NO_NUMBER)
-    return levels.astype(np.uint8), words[..., 0]
+    scales, zeros = _scales_and_zeros(words)
+    _levels(group * _inverse(scales), zeros, levels)
+    return np.where(finite, levels, np.float32(0)).astype(np.uint8), np.where(finite, words, _NO_NUMBER)
 
 
-def _in_range(
-    groups: Floats,  # (..., 16)
-    low: Floats,  # (..., 1)
-    width: Floats,  # (..., 1)
-    up: int,
-    down: int,
-) -> tuple[Floats, NDArray[np.uint16], Floats]:  # (..., 16), (..., 1), (..., 1)
-    """The levels of groups in a range whose ends are moved inwards by so many steps, the words, the errors."""
-    low = low + width * np.float32(_RANGE_STEP * up)
-    step = np.minimum(width * np.float32((1 - _RANGE_STEP * (up + down)) / 15), _LARGEST_STEP)
-    bits = step.astype(np.float16).view(np.uint16)
-    bits = np.minimum(bits + np.uint16(16), _LARGEST_SCALE) & _SCALE_BITS
-    scale = bits.view(np.float16).astype(np.float32)
-    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
-    zero = np.clip(np.rint(-low * inverse * np.float32(4)), 0, 63).astype(np.float32)
-    quarters = zero * np.float32(0.25)
-    levels = np.clip(np.rint(groups * inverse + quarters), 0, 15).astype(np.float32)
-    with np.errstate(over="ignore"):  # of numbers far beyond the largest scale: the first range is as good as any
-        error: Floats = np.square(groups - (levels - quarters) * scale)
-        for half in (8, 4, 2, 1):
-            error = error[..., :half] + error[..., half:]
-    return levels, bits << np.uint16(1) | zero.astype(np.uint16), error
+class _Step:
+    """A size of levels that is tried for a group: that of its width, made narrower by so many steps."""
+
+    def __init__(self, group: Floats, width: Floats, narrower: int) -> None:  # (16, n), (n,)
+        step = np.minimum(width * np.float32((1 - _RANGE_STEP * narrower) / 15), _LARGEST_STEP)
+        bits = step.astype(np.float16).view(np.uint16)
+        self.bits = np.minimum(bits + np.uint16(16), _LARGEST_SCALE) & _SCALE_BITS
+        self._scale = self.bits.view(np.float16).astype(np.float32)
+        self._inverse = _inverse(self._scale)
+        self._levels = group * self._inverse
+
+    def zeros(self, low: Floats) -> Floats:  # (n,) -> (n,)
+        """Quarters of levels below zero for a range that begins there."""
+        zeros: Floats = np.rint(-low * self._inverse * np.float32(4))
+        return np.minimum(np.maximum(zeros, np.float32(0)), np.float32(63))
+
+    def error(self, group: Floats, zeros: Floats, levels: Floats) -> Floats:  # (16, n), (n,), (16, n) -> (n,)
+        """The squared error of each group; overwrites `levels`."""
+        _levels(self._levels, zeros, levels)
+        levels -= zeros * np.float32(0.25)
+        levels *= self._scale
+        np.subtract(group, levels, out=levels)
+        with np.errstate(over="ignore"):  # of numbers far beyond the largest scale: the first range is as good as any
+            levels *= levels
+            for half in (8, 4, 2, 1):
+                levels[:half] += levels[half : 2 * half]
+        error: Floats = levels[0].copy()
+        return error
+
+
+def _levels(scaled: Floats, zeros: Floats, out: Floats) -> None:  # (16, n), (n,), (16, n)
+    """The nearest levels to numbers in units of them."""
+    np.add(scaled, zeros * np.float32(0.25), out=out)
+    np.rint(out, out=out)
+    np.maximum(out, np.float32(0), out=out)
+    np.minimum(out, np.float32(15), out=out)
+
+
+def _inverse(scales: Floats) -> Floats:
+    """One over each; 0 for none."""
+    return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
 
 
 def _half(x: Floats) -> NDArray[np.float16]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.errors import UsageError
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
@@ -24,6 +24,7 @@ __all__ = [
     "TokenScores",
     "TurnTimes",
     "WorkTimes",
+    "attention_work",
     "decode_times",
     "pass_times",
     "pass_work",
@@ -106,17 +107,31 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
     return PassWork(read, sum(tensor.size * count for tensor, count in through if len(tensor.shape) == 2))
 
 
+def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past: int) -> PassWork:
+    """What attention adds to a pass over `tokens` new tokens behind `past`: every key and value that a row sees is read
+    once for all rows, and multiplied with the queries of each row that sees it."""
+    read = multiplied = 0
+    for layer in range(spec.num_layers):
+        window = spec.window(layer) or past + tokens
+        read += past + tokens - max(past + 1 - window, 0)
+        multiplied += sum(min(past + row + 1, window) for row in range(tokens))
+    return PassWork(0, 2 * spec.q_size * multiplied, kv_bytes_per_token * read // spec.num_layers)
+
+
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:
     """Milliseconds of passes over each number of tokens, all logit rows, after `past` tokens; sizes take turns.
+
+    What the cache holds of the past stays, so that coming back costs nothing.
 
     Raises:
         UsageError: the context is too small.
     """
     _require_room(engine, past + max(sizes))
     backend = engine.backend
-    engine.forget()
     if past:
-        backend.forward(ForwardInput(np.array(_filler(engine, past)), np.arange(past), np.zeros(0, np.int64)))
+        engine.prepare(_filler(engine, past + 1), past)
+    else:
+        engine.forget()
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for repeat in range(repeats + 1):
         for size in sizes:
@@ -126,7 +141,6 @@ def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int)
             if repeat:  # the first round warms up
                 times[size].append((time.perf_counter() - started) * 1e3)
             backend.cache.trim(past)
-    engine.forget()
     return times
 
 

@@ -309,6 +309,13 @@ def test_work_of_a_pass(model: edgeinfer.Model, small_bundle: Path) -> None:
     everything = sum(t.nbytes for t in tensors.values())
     assert edgeinfer.tools.pass_work(model, 9, 1).weight_bytes == everything
     assert edgeinfer.tools.pass_work(model, 1, 0).weight_bytes == everything - head.nbytes
+    plain, behind = (edgeinfer.tools.pass_work(model, 2, 1, past=past) for past in (None, 100))
+    spec = open_bundle(small_bundle).manifest.decoder
+    assert spec is not None
+    # Two rows see 101 and 102 tokens, whose keys and values are read once.
+    assert behind.multiply_adds - plain.multiply_adds == spec.num_layers * 2 * spec.q_size * (101 + 102)
+    assert plain.cache_bytes == 0
+    assert behind.cache_bytes == pytest.approx(102 * spec.geometry.kv_bytes_per_token(), rel=0.3)
 
 
 def test_work_of_a_pass_is_that_of_the_layout_that_runs(

@@ -18,7 +18,7 @@ from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
 
-CONFIG = CurveConfig((4, 2, 1), past=8, repeats=3)
+CONFIG = CurveConfig((4, 2, 1), depths=(8,), repeats=3)
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,15 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(model: edgeinfer.Model) -> Curve:
     seen: list[tuple[int, int]] = []
-    curve = run_curve(model, CONFIG, lambda done, total: seen.append((done, total)))
+    curve = run_curve([model], CONFIG, lambda done, total: seen.append((done, total)))
     assert seen == [(n, 3) for n in range(4)]
     return curve
 
 
-@pytest.mark.parametrize("options", [{"sizes": ()}, {"sizes": (0, 1)}, {"past": -1}, {"repeats": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"sizes": ()}, {"sizes": (0, 1)}, {"depths": (-1,)}, {"depths": ()}, {"kv_types": ("int3",)}, {"repeats": 0}],
+)
 def test_what_cannot_be_measured(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         CurveConfig(**options)
@@ -57,7 +60,7 @@ def test_points() -> None:
     assert [point["size"] for point in data["points"]] == [1, 2, 4] and data["n_depth"] == 8
     svg = ElementTree.fromstring(chart_svg(curve_chart(curve.to_dict())))
     words = " ".join(text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text"))
-    assert all(word in words for word in ("measured", "reading the weights", "new tokens", "ms"))
+    assert all(word in words for word in ("measured", "reading weights and cache", "new tokens", "ms"))
 
 
 def test_limits_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +74,22 @@ def test_limits_that_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         curve = measured(model)
     assert curve.limits is None and all(point.limit_ms is None for point in curve.points)
     assert [line.name for line in curve_chart(curve.to_dict()).lines] == ["measured"]
+
+
+@needs_builtin
+def test_several_depths_and_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "curve", "--sizes", "1,2", "-r", "2", "-d", "40,8", "--kv-types", "float32,int8", "-t", "1"]
+    out = tmp_path / "c.json"
+    assert main([*line, "--spec", "off", "--json", str(out), "--svg", str(tmp_path / "c.svg")]) == 0
+    data = json.loads(out.read_text())
+    found = [(point["kv"], point["n_depth"], point["size"]) for point in data["points"]]
+    assert sorted(found) == sorted((kv, d, m) for kv in ("float32", "int8") for d in (8, 40) for m in (1, 2))
+    read = {(point["kv"], point["n_depth"]): point["read_ms"] for point in data["points"] if point["size"] == 1}
+    # 32 tokens more are read, in a byte and a little more for each of a float's four.
+    assert read["float32", 40] - read["float32", 8] > 3 * (read["int8", 40] - read["int8", 8]) > 0
+    shown = capsys.readouterr().out
+    assert "to 8 before" in shown and "float32" in shown and "times the least" in shown
+    assert "tokens before" in (tmp_path / "c.svg").read_text()
 
 
 @needs_builtin

@@ -16,8 +16,14 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.tuning.measure import WorkTimes
+from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    known_limits(monkeypatch)
 
 
 def test_names_are_llama_bench_s() -> None:
@@ -90,6 +96,11 @@ def test_figures_and_formats() -> None:
         assert min(data["samples_ts"]) <= data["median_ts"] <= max(data["samples_ts"])
         assert data["n_threads"] == 1
     rows = [result.to_dict() for result in found]
+    floors = {row["test"]: row["floor_ns"] for row in rows}
+    # A prompt reads the weights once, each token of a reply again; behind others there is a cache to read as well.
+    assert 0 < floors["pp16"] < floors["tg8"]
+    assert floors["tg8"] < floors["tg8 @ d10"] < 1.1 * floors["tg8"]
+    assert floors["pp16+tg8"] == pytest.approx(floors["pp16"] + floors["tg8"], rel=0.01)
     parsed = json.loads(FORMATS["json"](rows))
     assert parsed == rows
     assert [json.loads(line) for line in FORMATS["jsonl"](rows).splitlines()] == parsed
