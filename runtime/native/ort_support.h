@@ -112,6 +112,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
         .GetEndVersion = ort_op_one                                                                              \
     }
 
-extern const ort_operator ort_linear, ort_embedding, ort_moe;
+extern const ort_operator ort_linear, ort_embedding, ort_moe, ort_floats;
 
 #endif
