@@ -362,8 +362,8 @@ def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_
         return engine.prefix_bytes < kept
 
     def terms() -> dict[str, int]:
-        sizes = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes, "prefix_cache": engine.prefix_bytes}
-        return engine.backend.nbytes() | {name: size for name, size in sizes.items() if size}
+        sizes = {"tokenizer": tokenizer_bytes, "drafting": speculator.nbytes}
+        return engine.nbytes() | {name: size for name, size in sizes.items() if size}
 
     reliefs = (
         MemoryRelief("", _release),

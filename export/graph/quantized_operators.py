@@ -9,6 +9,9 @@ LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
+LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon; rows have the same bits in
+any company, which those of MatMul and Gemm have not
+  0 X (..., K) · 1 weight · 2 bias (N) (optional) · 3 norm (K) (optional) · 4 residual (optional), as of LinearLowBit
 MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
@@ -36,6 +39,8 @@ class NativeOperators(Operators):
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__(spec, tensors)
+        # Floats alone are ONNX Runtime's, which blocks for the caches of large matrices.
+        self._mixed = any(t.bits < 32 for t in tensors.values())
         # Embedding and head are read whole even by a draft pass: they decide between similar tokens.
         self._with_planes = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
 
@@ -56,8 +61,10 @@ class NativeOperators(Operators):
         self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str = "", residual: str = ""
     ) -> str:
         """See `Operators.linear`."""
-        if self._tensors[name].bits == 32:
+        if self._tensors[name].bits == 32 and not self._mixed:
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
+        if self._tensors[name].bits == 32:
+            return self._floats(graph, value, name, result, norm=norm, residual=residual)
         return self._fused(graph, value, name, result, norm=norm, residual=residual)
 
     def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
@@ -111,6 +118,23 @@ class NativeOperators(Operators):
             **_matrix(entry),
             paired=int(entry.paired),
             swiglu=int(swiglu),
+            norm_epsilon=self._spec.norm_eps,
+        )
+
+    def _floats(
+        self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str, residual: str
+    ) -> str:
+        entry, (n, k) = self._tensors[name], self._tensors[name].shape
+        matrix = graph.weight(self._table(entry), entry.data)
+        weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
+        return graph.op(
+            "LinearFloat",
+            [value, matrix, self._bias(graph, name), weight, residual],
+            result,
+            domain=io.NATIVE_DOMAIN,
+            N=n,
+            K=k,
+            by_output=int(not entry.transposed),
             norm_epsilon=self._spec.norm_eps,
         )
 

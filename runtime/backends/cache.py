@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
@@ -57,6 +57,10 @@ class CacheSnapshot(Protocol):
     def nbytes(self) -> int:
         """Bytes that are kept for these rows, those of neighbours in the same page counted."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether they lie in the memory of the cache itself."""
+
     def part(self, start: int, stop: int) -> CacheSnapshot:
         """Rows start..stop-1 of these, which are not copied: copied rows change with these, held ones are held too."""
 
@@ -81,6 +85,7 @@ class CopiedRows:
     values: Sequence[NDArray[Any]]
     kv: str = FLOAT32
     scales: str = ""
+    in_place: ClassVar[bool] = False
 
     @property
     def nbytes(self) -> int:

@@ -41,6 +41,8 @@ class PageSnapshot:
         joined: the first page holds rows of another snapshot, which counts it.
     """
 
+    in_place = True
+
     def __init__(self, pool: PagePool, pages: Sequence[int], offset: int, length: int, *, joined: bool = False) -> None:
         self.pool = pool
         self.pages = tuple(pages)

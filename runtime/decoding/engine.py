@@ -284,6 +284,15 @@ class Engine:
         """Bytes kept of other conversations."""
         return self._prefixes.nbytes
 
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated now, by term: the backend's, and those kept of other conversations, which may lie in its
+        cache."""
+        terms = dict(self.backend.nbytes())
+        if kept := self._prefixes.nbytes:
+            terms["kv"] -= self._prefixes.bytes_in_place
+            terms["prefix_cache"] = kept
+        return terms
+
     def evict_prefixes(self, keep_bytes: int = 0) -> None:
         """Drops other conversations, those used longest ago first, until no more than this is kept."""
         self._prefixes.evict(keep_bytes)

@@ -69,6 +69,13 @@ class PrefixCache:
         """Bytes of the rows and token ids kept."""
         return self._nbytes
 
+    @property
+    def bytes_in_place(self) -> int:
+        """Bytes of them that lie in the memory of the cache they come from."""
+        if self._kind is None or not self._kind.in_place:
+            return 0
+        return self._nbytes - sum(span.tokens.nbytes for span in self._spans)
+
     def match(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens have their rows here."""
         return sum(shared for _, shared in self._path(np.array(tokens, _ID))) if self._spans else 0

@@ -25,7 +25,7 @@ int64_t attention_key_bytes(int32_t type, int32_t key_size) {
     case ATTENTION_FLOAT32: return page * h * 4;
     case ATTENTION_FLOAT16: return page * h * 2;
     case ATTENTION_INT8: return page * (rounded(h, 4) + 4);
-    default: return rounded(page * (rounded(h, 8) / 2 + (h + 31) / 32 * 4), LINE);
+    default: return rounded(page * (rounded(h, 8) / 2 + (h + 15) / 16 * 2), LINE);
     }
 }
 
@@ -35,7 +35,7 @@ int64_t attention_value_bytes(int32_t type, int32_t value_size) {
     case ATTENTION_FLOAT32: return page * v * 4;
     case ATTENTION_FLOAT16: return page * v * 2;
     case ATTENTION_INT8: return page * (v + 4);
-    default: return rounded(page * (v / 2 + (value_size + 31) / 32 * 4), LINE);
+    default: return rounded(page * (v / 2 + (value_size + 15) / 16 * 2), LINE);
     }
 }
 

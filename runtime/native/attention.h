@@ -9,9 +9,10 @@
  *     float16  the same in IEEE half
  *     int8     keys (4, ceil(h / 4), 16, 4) int8, then scales (64) float32; values (64, vp) int8, scales (64) float32
  *     int4     keys (4, ceil(h / 8), 16, 4): byte (tile, i, position, c) holds channel 8 i + c low, 8 i + 4 + c high;
- *              then (64, ceil(h / 32), 2) float16: scale and minimum of 32 channels. values (64, vp / 2): in a run of
- *              32 channels byte c holds c low and 16 + c high, in a last run of 16 c low and 8 + c high; then
- *              (64, ceil(v / 32), 2) float16
+ *              then (64, ceil(h / 16)) uint16, the word of 16 channels. values (64, vp / 2): in a run of 32 channels
+ *              byte c holds c low and 16 + c high, in a last run of 16 c low and 8 + c high; then (64, ceil(v / 16))
+ *              uint16. A word has 10 bits of scale, a half without its sign and lowest 5 bits, then 6 of zero point in
+ *              quarters of a level: a number is (4 q - zero) * (scale / 4), exactly
  * Keys are stored after norm and rotation. Keys of int8 and int4, and the queries they meet, and values of int8 and
  * int4 are turned by a Hadamard transform of the largest power of two, at most 128, that divides their size; results
  * over such values are turned back.

@@ -14,26 +14,26 @@ static head_layout layout_of(const attention *a) {
     l.padded = (l.v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
     l.key_bytes = attention_key_bytes(a->key_type, a->key_size);
     l.fours = (l.h + 3) / 4, l.eights = (l.h + 7) / 8;
-    l.key_groups = (l.h + 31) / 32, l.value_groups = (l.v + 31) / 32;
+    l.key_groups = (l.h + 15) / 16, l.value_groups = (l.v + 15) / 16;
     return l;
 }
 
-static inline float read_half(const uint8_t *at) {
-    uint16_t half;
-    memcpy(&half, at, sizeof half);
-    return float_of(half);
+/* What 4 bits q of a group stand for: fma(q, scale, minimum), where product and sum are exact. */
+static inline void read_word(const uint8_t *at, float *scale, float *minimum) {
+    uint16_t word;
+    memcpy(&word, at, sizeof word);
+    *scale = float_of((uint16_t)(word >> 1 & 0x7fe0u));
+    *minimum = -(0.25f * (float)(word & 63)) * *scale;
 }
 
 static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int64_t tile, float *out) {
     const uint8_t *bytes = keys + tile * l->eights * 64;
-    const uint8_t *pairs = keys + ATTENTION_PAGE * l->eights * 4 + tile * ATTENTION_TILE * l->key_groups * 4;
+    const uint8_t *words = keys + ATTENTION_PAGE * l->eights * 4 + tile * ATTENTION_TILE * l->key_groups * 2;
     float scales[ATTENTION_TILE], minima[ATTENTION_TILE];
     for (int64_t c = 0; c < l->h; c++) {
-        if (c % 32 == 0)
-            for (int64_t i = 0; i < ATTENTION_TILE; i++) {
-                scales[i] = read_half(pairs + (i * l->key_groups + c / 32) * 4);
-                minima[i] = read_half(pairs + (i * l->key_groups + c / 32) * 4 + 2);
-            }
+        if (c % 16 == 0)
+            for (int64_t i = 0; i < ATTENTION_TILE; i++)
+                read_word(words + (i * l->key_groups + c / 16) * 2, &scales[i], &minima[i]);
         vec q = vec_nibbles(bytes + c / 8 * 64, (int)(c % 4), (int)(c % 8 / 4));
         vec_store(out + c * ATTENTION_TILE, vec_fma(q, vec_load(scales), vec_load(minima)));
     }
@@ -59,17 +59,19 @@ static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys,
     }
 }
 
-static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const uint8_t *pairs, float *out) {
+static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const uint8_t *words, float *out) {
     for (int64_t run = 0; run < l->padded; run += 32) {
         int64_t half = smaller(l->padded - run, 32) / 2;
-        const vec scale = vec_set(read_half(pairs + run / 32 * 4)), minimum = vec_set(read_half(pairs + run / 32 * 4 + 2));
         uint8_t q[32];
         for (int64_t c = 0; c < half; c++) {
             q[c] = bytes[run / 2 + c] & 15;
             q[half + c] = bytes[run / 2 + c] >> 4;
         }
-        for (int64_t c = 0; c < 2 * half; c += ATTENTION_TILE)
-            vec_store(out + run + c, vec_fma(vec_int8((const int8_t *)q + c), scale, minimum));
+        for (int64_t c = 0; c < 2 * half; c += ATTENTION_TILE) {
+            float scale, minimum;
+            read_word(words + (run + c) / 16 * 2, &scale, &minimum);
+            vec_store(out + run + c, vec_fma(vec_int8((const int8_t *)q + c), vec_set(scale), vec_set(minimum)));
+        }
     }
 }
 
@@ -89,7 +91,7 @@ static void unpack_values(int32_t type, const head_layout *l, const uint8_t *val
             for (int64_t c = 0; c < padded; c += ATTENTION_TILE)
                 vec_store(to + c, vec_mul(vec_int8(from + c), vec_set(scale)));
         } else {
-            unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 4, to);
+            unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 2, to);
         }
     }
 }
@@ -111,13 +113,13 @@ static void copy_position(const attention *a, const head_layout *l, const uint8_
                     size, ATTENTION_TILE * size);
     } else {
         const int64_t groups = a->key_type == ATTENTION_INT8 ? l->fours : l->eights, end = ATTENTION_PAGE * groups * 4;
-        const int64_t extra = a->key_type == ATTENTION_INT8 ? 4 : l->key_groups * 4;
+        const int64_t extra = a->key_type == ATTENTION_INT8 ? 4 : l->key_groups * 2;
         copy_pieces(out + t * groups * 64 + tl * 4, page + f * groups * 64 + fl * 4, groups, 4, 64);
         memcpy(out + end + to * extra, page + end + from * extra, (size_t)extra);
     }
     static const int64_t EIGHTHS[ATTENTION_TYPES] = {8 * 4, 8 * 2, 8, 4};
     const int64_t size = l->padded * EIGHTHS[a->value_type] / 8, end = ATTENTION_PAGE * size;
-    const int64_t extra = a->value_type == ATTENTION_INT8 ? 4 : a->value_type == ATTENTION_INT4 ? l->value_groups * 4 : 0;
+    const int64_t extra = a->value_type == ATTENTION_INT8 ? 4 : a->value_type == ATTENTION_INT4 ? l->value_groups * 2 : 0;
     memcpy(out_values + to * size, values + from * size, (size_t)size);
     memcpy(out_values + end + to * extra, values + end + from * extra, (size_t)extra);
 }

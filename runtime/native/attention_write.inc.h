@@ -49,40 +49,81 @@ static void prepare(const attention *a, int64_t row, const float *x, int64_t hea
     if (transformed(a->key_type)) transform(out, h);
 }
 
-enum { QUANT_GROUP = 32 };
+enum { QUANT_GROUP = 16 };
 
-/* Scale and minimum of up to 32 channels, and 4 bits for each of them in one of 32 bytes. */
-static void quantize_group(const float *x, int64_t count, uint8_t *q, uint16_t *pair) {
-    float low = x[0], high = x[0];
+/* 16 channels as 4 bits each with a scale and a zero point in levels; returns the squared error. */
+static float quantize_range(const float *x, float scale, float inverse, float zero, uint8_t *q) {
+    const float shift = zero * 0.25f;
+    float errors[QUANT_GROUP];
+    for (int i = 0; i < QUANT_GROUP; i++) {
+        float level = x[i] * inverse + shift;
+        level = level < 0.0f ? 0.0f : level > 15.0f ? 15.0f : level;
+        level = level + ROUNDER - ROUNDER;
+        q[i] = (uint8_t)(int32_t)level;
+        float error = x[i] - (level - shift) * scale;
+        errors[i] = error * error;
+    }
+    for (int half = QUANT_GROUP / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) errors[i] += errors[i + half];
+    return errors[0];
+}
+
+/* 16 channels as 4 bits each; returns their word: 10 bits of scale, 6 of zero point. Of nine ranges, each a little
+ * narrower than the channels at one end or both, the one of the least squared error is taken. */
+static uint16_t quantize_group(const float *x, uint8_t *q) {
+    static const float SHARES[5] = {(float)(1.0 / 15.0), (float)(0.98 / 15.0), (float)(0.96 / 15.0),
+                                    (float)(0.94 / 15.0), (float)(0.92 / 15.0)};
+    static const float RAISES[3] = {0.0f, 0.02f, 0.04f};
+    float low = 0.0f, high = 0.0f;
     uint32_t top = 0;
-    for (int64_t i = 0; i < count; i++) {
+    for (int i = 0; i < QUANT_GROUP; i++) {
         uint32_t magnitude = float_bits(x[i]) & 0x7fffffffu;
         top = magnitude > top ? magnitude : top;
         low = x[i] < low ? x[i] : low;
         high = x[i] > high ? x[i] : high;
     }
+    const float width = high - low;
     memset(q, 0, QUANT_GROUP);
     /* Whatever its queries are, the score of a value that is not finite is not a number. */
-    pair[0] = top >= 0x7f800000u ? 0 : half_of((high - low) / 15.0f);
-    pair[1] = top >= 0x7f800000u ? 0x7e00u : half_of(low);
-    float scale = float_of(pair[0]), minimum = float_of(pair[1]);
-    if (scale == 0.0f) return;
-    float inverse = 1.0f / scale;
-    for (int64_t i = 0; i < count; i++) {
-        float value = (x[i] - minimum) * inverse;
-        value = value < 0.0f ? 0.0f : value > 15.0f ? 15.0f : value;
-        q[i] = (uint8_t)(float_bits(value + ROUNDER) - 0x4b400000u);
+    if (top >= 0x7f800000u || (float_bits(width) & 0x7fffffffu) >= 0x7f800000u) return 0xffc0u;
+    float scales[5], inverses[5];
+    uint32_t halves[5];
+    for (int k = 0; k < 5; k++) {
+        float scale = width * SHARES[k];
+        uint32_t bits = (half_of(scale > 65472.0f ? 65472.0f : scale) + 16u) & 0x7fe0u;
+        halves[k] = bits > 0x7be0u ? 0x7be0u : bits;
+        scales[k] = float_of((uint16_t)halves[k]);
+        inverses[k] = halves[k] ? 1.0f / scales[k] : 0.0f;
     }
+    uint16_t word = 0;
+    float least = 0.0f;
+    for (int range = 0; range < 9; range++) {
+        const int k = range / 3 + range % 3;
+        const float scale = scales[k], inverse = inverses[k];
+        float zero = -(low + width * RAISES[range / 3]) * inverse * 4.0f;
+        zero = zero < 0.0f ? 0.0f : zero > 63.0f ? 63.0f : zero;
+        zero = zero + ROUNDER - ROUNDER;
+        uint8_t levels[QUANT_GROUP];
+        const float error = quantize_range(x, scale, inverse, zero, levels);
+        if (range == 0 || error < least) {
+            least = error;
+            memcpy(q, levels, QUANT_GROUP);
+            word = (uint16_t)(halves[k] << 1 | (uint32_t)(int32_t)zero);
+        }
+    }
+    return word;
 }
 
-/* A row quantized to 4 bits: its groups' scales and minima at `pairs`, padded with zeros to a multiple of 16. */
-static void quantize_groups(const float *x, int64_t n, uint8_t *q, uint8_t *pairs) {
-    for (int64_t start = 0; start < n; start += 32) {
-        uint16_t pair[2];
-        quantize_group(x + start, smaller(n - start, 32), q + start, pair);
-        memcpy(pairs + start / 32 * 4, pair, sizeof pair);
+/* A row quantized to 4 bits: its groups' words at `words`; q has room for a multiple of 16, its padding becomes 0. */
+static void quantize_groups(const float *x, int64_t n, uint8_t *q, uint8_t *words) {
+    for (int64_t start = 0; start < n; start += QUANT_GROUP) {
+        const int64_t count = smaller(n - start, QUANT_GROUP);
+        float group[QUANT_GROUP] = {0};
+        memcpy(group, x + start, (size_t)count * sizeof(float));
+        const uint16_t word = quantize_group(group, q + start);
+        for (int64_t i = count; i < QUANT_GROUP; i++) q[start + i] = 0;
+        memcpy(words + start / QUANT_GROUP * 2, &word, sizeof word);
     }
-    for (int64_t i = n; i % 16; i++) q[i] = 0;
 }
 
 static void put_float(uint8_t *at, float x) { memcpy(at, &x, sizeof x); }
@@ -106,8 +147,8 @@ static void store_key(int32_t type, uint8_t *keys, int64_t s, const float *x, in
         for (int64_t g = 0; g < fours; g++) memcpy(keys + ((tile * fours + g) * ATTENTION_TILE + lane) * 4, q + g * 4, 4);
         put_float(keys + ATTENTION_PAGE * fours * 4 + s * 4, scale);
     } else {
-        uint8_t *pairs = keys + ATTENTION_PAGE * eights * 4 + s * ((h + 31) / 32) * 4;
-        quantize_groups(x, h, q, pairs);
+        uint8_t *words = keys + ATTENTION_PAGE * eights * 4 + s * ((h + 15) / 16) * 2;
+        quantize_groups(x, h, q, words);
         for (int64_t g = 0; g < eights; g++)
             for (int64_t c = 0; c < 4; c++)
                 keys[((tile * eights + g) * ATTENTION_TILE + lane) * 4 + c] = (uint8_t)(q[g * 8 + c] | q[g * 8 + 4 + c] << 4);
@@ -129,7 +170,7 @@ static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x
         put_float(values + ATTENTION_PAGE * padded + s * 4, scale);
     } else {
         uint8_t *bytes = values + s * (padded / 2);
-        quantize_groups(x, v, q, values + ATTENTION_PAGE * padded / 2 + s * ((v + 31) / 32) * 4);
+        quantize_groups(x, v, q, values + ATTENTION_PAGE * padded / 2 + s * ((v + 15) / 16) * 2);
         for (int64_t run = 0; run < padded; run += 32) {
             int64_t half = smaller(padded - run, 32) / 2;
             for (int64_t c = 0; c < half; c++) bytes[run / 2 + c] = (uint8_t)(q[run + c] | q[run + half + c] << 4);

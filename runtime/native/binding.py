@@ -1,6 +1,6 @@
 """The C functions of the kernel library with Python types.
 
-The other side is exports.c; the structures are those of lowbit.h.
+The other side is exports.c; the structures are those of lowbit.h and attention.h.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VERSION", "Binding", "PackedMatrix"]
+__all__ = ["VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 1
+VERSION = 2
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -42,6 +42,32 @@ class PackedMatrix:
     low: Bytes | None = None
     zeros: Bytes | None = None
     paired: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionPass:
+    """A pass of the operator Attention over a cache of one layer; ort_attention.c tells what its inputs are.
+
+    Attributes:
+        layout: key type, value type, bytes of a page, offset of the layer.
+        rotary: channels that are rotated by the tables cos and sin.
+    """
+
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    layout: tuple[int, int, int, int]
+    pages: NDArray[np.int32]  # (B, P)
+    rows: NDArray[np.int32]  # (S, 4)
+    extras: NDArray[np.int32]  # (X,)
+    qkv: Floats  # (S, width)
+    positions: NDArray[np.int64]  # (S,)
+    cos: Floats | None = None  # (P', rotary / 2)
+    sin: Floats | None = None
+    rotary: int = 0
+    window: int = 0
+    softcap: float = 0.0
 
 
 class _Matrix(ctypes.Structure):
@@ -71,6 +97,25 @@ class _Output(ctypes.Structure):
     )
 
 
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "key_type", "value_type")),
+        *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole")),
+        ("window", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_epsilon")),
+        ("pool", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_bytes", "offset")),
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("columns", "count")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "rows", "extras", "positions", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "sinks", "out")),
+    )
+
+
+class _Bounds(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("pool", "sequences", "extras", "positions"))
+
+
 class Binding:
     """A loaded library.
 
@@ -96,6 +141,7 @@ class Binding:
         c.edgeinfer_select.argtypes = [ctypes.c_char_p]
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         c.edgeinfer_multiply.argtypes = [ctypes.c_char_p, pointer, pointer, count, pointer, count]
+        c.edgeinfer_attend.argtypes = [ctypes.c_char_p, pointer, pointer, pointer, count]
         c.edgeinfer_row.argtypes = [pointer, count, pointer]
         c.edgeinfer_probe_dots.argtypes, c.edgeinfer_probe_dots.restype = [count], count
         c.edgeinfer_probe_read.argtypes, c.edgeinfer_probe_read.restype = [pointer, ctypes.c_size_t], ctypes.c_uint64
@@ -136,6 +182,35 @@ class Binding:
         pointers = [ctypes.byref(struct) for struct in (packed, given, output)]
         done = self._library.edgeinfer_multiply(isa.encode(), *pointers[:2], len(rows), pointers[2], jobs)
         assert done, (isa, matrix.n, matrix.k, matrix.bits, matrix.block)
+        return y
+
+    def attend(self, isa: str, given: AttentionPass, pool: Bytes, *, jobs: int = 1) -> Floats:  # (S, heads v)
+        """One pass, which writes its rows to the pool, in about `jobs` pieces one after the other."""
+        g = given
+        y = np.full((len(g.rows), g.heads * g.value_size), np.nan, np.float32)
+        attention = _Attention(
+            *(g.heads, g.kv_heads, g.key_size, g.value_size),
+            rotary=g.rotary,
+            window=g.window,
+            scale=g.key_size**-0.5,
+            softcap=g.softcap,
+            pool=_address(pool),
+            pages=_address(g.pages),
+            columns=g.pages.shape[1],
+            count=len(g.rows),
+            qkv=_address(g.qkv),
+            rows=_address(g.rows),
+            extras=_address(g.extras),
+            positions=_address(g.positions),
+            cosines=_address(g.cos),
+            sines=_address(g.sin),
+            out=_address(y),
+        )
+        bounds = _Bounds(pool.size, len(g.pages), g.extras.size, 0 if g.cos is None else len(g.cos))
+        layout = (ctypes.c_int64 * 4)(*g.layout)
+        pointers = [ctypes.byref(struct) for struct in (attention, bounds, layout)]
+        done = self._library.edgeinfer_attend(isa.encode(), *pointers, jobs)
+        assert done, (isa, g.heads, g.kv_heads, g.key_size, g.value_size, g.layout)
         return y
 
     def row(self, matrix: PackedMatrix, index: int) -> Floats:  # (K,)

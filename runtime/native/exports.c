@@ -1,4 +1,4 @@
-/* What Python calls through ctypes: which instruction sets there are, and products outside any session.
+/* What Python calls through ctypes: which instruction sets there are, products and attention outside any session.
  *
  * Knows nothing of ONNX Runtime. edgeinfer.runtime.native.library holds the other side of these declarations.
  */
@@ -6,12 +6,13 @@
 
 #include <string.h>
 
+#include "attention_check.h"
 #include "exchange.h"
 #include "matrix.h"
 #include "scratch.h"
 
 /* Raised when a function here, an operator's inputs or the layout of matrices change. */
-enum { EDGEINFER_NATIVE_VERSION = 1 };
+enum { EDGEINFER_NATIVE_VERSION = 2 };
 
 static void *selected;
 
@@ -62,6 +63,32 @@ EDGEINFER_EXPORT int32_t edgeinfer_multiply(const char *name, const lowbit_matri
     for (int64_t job = 0; job < jobs; job++) isa->quantize(input, &rows, m * job / jobs, m * (job + 1) / jobs);
     for (int64_t job = 0; job < jobs; job++)
         isa->multiply(w, &rows, output, tiles * job / jobs, tiles * (job + 1) / jobs);
+    scratch_give(memory);
+    return 1;
+}
+
+/* One pass of attention in about `jobs` pieces one after the other, with the instruction set of that name. The layout is
+ * that of the operator, of one layer. Returns 0 if the path is not usable, a size or a table is wrong or memory is
+ * short; then nothing is written. */
+EDGEINFER_EXPORT int32_t edgeinfer_attend(const char *name, const attention *given, const attention_bounds *bounds,
+                                          const int64_t layout[4], int64_t jobs) {
+    const lowbit_isa *isa = find_isa(name);
+    attention a = *given;
+    char message[ATTENTION_MESSAGE];
+    if (!isa || !lowbit_usable(isa) || attention_sizes_fault(&a) || a.count < 1 || jobs < 1) return 0;
+    if (attention_set_layout(&a, layout, 4, 0, bounds)) return 0;
+    void *memory = scratch_take(attention_check_bytes(&a, bounds));
+    int right = memory && attention_check(&a, bounds, memory, message);
+    scratch_give(memory);
+    if (!right) return 0;
+    const attention_path *path = attention_path_of(isa);
+    attention_plan plan = attention_plan_of(&a, jobs);
+    memory = scratch_take(plan.bytes);
+    if (!memory) return 0;
+    attention_start(&a, &plan, memory);
+    path->write(&a, &plan, 0, a.count);
+    for (int64_t job = 0; job < plan.jobs; job++) path->attend(&a, &plan, job);
+    for (int64_t job = 0; job < plan.merges; job++) path->merge(&a, &plan, job);
     scratch_give(memory);
     return 1;
 }

@@ -66,12 +66,24 @@ OrtStatus *ort_int(const ort_kernel *kernel, const OrtKernelInfo *info, const ch
     return ort_fail(kernel, "the attribute %s is missing", name);
 }
 
-OrtStatus *ort_flag(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name, int32_t *out) {
+int64_t ort_int_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name) {
     int64_t value = 0;
     OrtStatus *status = kernel->api->KernelInfoGetAttribute_int64(info, name, &value);
     if (status) kernel->api->ReleaseStatus(status);
-    *out = !status && value;
-    return status || value == 0 || value == 1 ? NULL : ort_fail(kernel, "%s must be 0 or 1", name);
+    return status ? 0 : value;
+}
+
+float ort_float_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name) {
+    float value = 0;
+    OrtStatus *status = kernel->api->KernelInfoGetAttribute_float(info, name, &value);
+    if (status) kernel->api->ReleaseStatus(status);
+    return status ? 0 : value;
+}
+
+OrtStatus *ort_flag(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name, int32_t *out) {
+    int64_t value = ort_int_or_zero(kernel, info, name);
+    *out = value != 0;
+    return value == 0 || value == 1 ? NULL : ort_fail(kernel, "%s must be 0 or 1", name);
 }
 
 static OrtStatus *check_elements(const ort_kernel *kernel, size_t index, int64_t elements, int64_t wanted) {

@@ -5,7 +5,7 @@
 #include "lowbit.h"
 #include "ort_abi.h"
 
-enum { ORT_MOST_INPUTS = 9, ORT_MOST_SIZES = 8 };
+enum { ORT_MOST_INPUTS = 12, ORT_MOST_SIZES = 8 };
 
 typedef struct {
     const char *name; /* for messages */
@@ -61,6 +61,9 @@ OrtStatus *ort_fail(const ort_kernel *kernel, const char *format, ...) ORT_PRINT
 /* Fills in a new kernel: which inputs its node has, and which of them are constants. */
 OrtStatus *ort_open(ort_kernel *kernel, const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info);
 OrtStatus *ort_int(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name, int64_t *out);
+/* The attribute; 0 where it is absent. */
+int64_t ort_int_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name);
+float ort_float_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name);
 /* The attribute, which is 0 or 1; 0 where it is absent. */
 OrtStatus *ort_flag(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name, int32_t *out);
 
@@ -69,7 +72,7 @@ OrtStatus *ort_expect(const ort_kernel *kernel, size_t index, int64_t elements);
 /* Values of an input, NULL where it is absent; an error unless it has that many elements. */
 OrtStatus *ort_read(const ort_kernel *kernel, const OrtKernelContext *context, size_t index, int64_t elements,
                     const void **out);
-/* Values and shape of a required input. */
+/* Values and shape of an input that is given. */
 OrtStatus *ort_read_shaped(const ort_kernel *kernel, const OrtKernelContext *context, size_t index, ort_shape *shape,
                            const void **out);
 /* Memory of the only output. */
@@ -112,6 +115,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
         .GetEndVersion = ort_op_one                                                                              \
     }
 
-extern const ort_operator ort_linear, ort_embedding, ort_moe, ort_floats;
+extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe;
 
 #endif

@@ -1,4 +1,4 @@
-"""Whether the kernel computes what it should on this machine: tiny cases of every format.
+"""Whether the kernel computes what it should on this machine: tiny cases of every format of weights and of caches.
 
 The portable path is compared with numpy, an instruction set with the portable path, to the last bit: a compiler or a
 processor that rounds otherwise is found before anything is computed with it.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.native.binding import Binding, PackedMatrix
+from edgeinfer.runtime.native.binding import AttentionPass, Binding, PackedMatrix
 
 __all__ = ["agrees_with_portable", "portable_is_right"]
 
@@ -31,6 +31,13 @@ _FORMATS = (
     (8, 32, True),
 )
 
+# Attention: query heads of the one kv head, sizes of a key and a value that fill no vectors, positions before the rows,
+# and the bytes of a page, which hold any type.
+_HEADS, _KEY, _VALUE, _BEHIND, _PAGE, _PAGE_BYTES = 5, 20, 24, 70, 64, 16384
+_ROTARY, _SOFTCAP = 8, 5.0
+# What float32, float16, int8 and int4 may lose of a value, which lies between -0.5 and 0.5.
+_ROUNDING = (1e-6, 5e-4, 1e-2, 1e-1)
+
 Floats = NDArray[np.float32]
 
 
@@ -44,12 +51,16 @@ class _Case:
 
 def agrees_with_portable(binding: Binding, isa: str) -> bool:
     """Whether an instruction set gives the bits of the portable path, for every number of rows."""
-    return all(_same(binding, isa, case) for case in _cases())
+    if not all(_same(binding, isa, case) for case in _cases()):
+        return False
+    return all(_attends_alike(binding, isa, given, pool) for given, pool, _ in _attention_cases())
 
 
 def portable_is_right(binding: Binding) -> bool:
     """Whether the portable path gives what numpy does, up to the rounding of sums."""
-    return all(_close(binding, case) for case in _cases())
+    if not all(_close(binding, case) for case in _cases()):
+        return False
+    return all(_attends(binding, given, pool, loss) for given, pool, loss in _attention_cases())
 
 
 def _same(binding: Binding, isa: str, case: _Case) -> bool:
@@ -128,3 +139,53 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
     zeros = np.float32(1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
     dense: Floats = (values - zeros) * scales[cell]
     return dense
+
+
+def _attention_cases() -> Iterator[tuple[AttentionPass, NDArray[np.uint8], float]]:
+    """A pass, a pool and what may be lost, for each type: one row sees two pages and a branch, one itself alone."""
+    pages, rows = np.array([[1, 0]], np.int32), np.array([[0, _BEHIND, 0, 2], [0, 1, 0, 0]], np.int32)
+    qkv = _floats(2 * (_HEADS * _KEY + _KEY + _VALUE)).reshape(2, -1) - np.float32(0.5)
+    angles, numbers = _floats(_ROTARY).reshape(2, -1), np.resize(_floats(997) - np.float32(0.5), _PAGE_BYTES // 2)
+    # Halves from 0.5 to 1, whose bytes are finite numbers in every type.
+    halves = np.resize((_bytes(997).astype(np.uint16) << 2) + np.uint16(0x3800), _PAGE_BYTES)
+    cos, sin = np.cos(angles), np.sin(angles)
+    for kind, loss in enumerate(_ROUNDING):
+        given = AttentionPass(
+            *(_HEADS, 1, _KEY, _VALUE, (kind, kind, _PAGE_BYTES, 0), pages, rows, np.array([71, 75], np.int32), qkv),
+            *(np.array([1, 0], np.int64), cos, sin, _ROTARY),
+            softcap=_SOFTCAP,
+        )
+        yield given, (halves if kind else numbers).view(np.uint8), loss
+
+
+def _attend(binding: Binding, isa: str, given: AttentionPass, before: NDArray[np.uint8]) -> tuple[Floats, Floats]:
+    """The results (2, _HEADS, _VALUE) of a pass, and the pool after it, which begins as it must in memory."""
+    memory = np.empty(before.size + 64, np.uint8)
+    pool = memory[-memory.ctypes.data % 64 :][: before.size]
+    pool[:] = before
+    return binding.attend(isa, given, pool, jobs=2).reshape(2, _HEADS, _VALUE), pool.view(np.float32)
+
+
+def _attends_alike(binding: Binding, isa: str, given: AttentionPass, pool: NDArray[np.uint8]) -> bool:
+    mine, portable = (_attend(binding, name, given, pool) for name in (isa, "portable"))
+    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip(mine, portable, strict=True))
+
+
+def _attends(binding: Binding, given: AttentionPass, before: NDArray[np.uint8], loss: float) -> bool:
+    """Whether a row that sees itself gives its value, and in float32 the other one the softmax of all it sees."""
+    results, pool = _attend(binding, "portable", given, before)
+    right = bool(np.abs(results[1] - given.qkv[1, -_VALUE:]).max() <= loss)
+    if given.layout[0] or not right:
+        return right
+    numbers = pool.reshape(2, -1)[::-1]  # pages in the order of the sequence
+    keys = numbers[:, : _PAGE * _KEY].reshape(2 * _PAGE // 16, _KEY, 16).transpose(0, 2, 1).reshape(-1, _KEY)
+    values = numbers[:, _PAGE * _KEY :][:, : _PAGE * 32].reshape(-1, 32)[:, :_VALUE]
+    seen = [*range(_BEHIND), *given.extras]
+    query = given.qkv[0, : _HEADS * _KEY].reshape(_HEADS, _KEY).copy()
+    left, far = query[:, : _ROTARY // 2].copy(), query[:, _ROTARY // 2 : _ROTARY].copy()
+    assert given.cos is not None and given.sin is not None
+    query[:, : _ROTARY // 2] = left * given.cos[1] - far * given.sin[1]
+    query[:, _ROTARY // 2 : _ROTARY] = far * given.cos[1] + left * given.sin[1]
+    odds = np.exp(_SOFTCAP * np.tanh(query @ keys[seen].T * np.float32(_KEY**-0.5 / _SOFTCAP)))
+    wanted = odds @ values[seen] / odds.sum(axis=1, keepdims=True)
+    return bool(np.abs(results[0] - wanted).max() <= 1e-6)

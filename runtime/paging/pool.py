@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
-from edgeinfer.runtime.system.allocation import require_room
+from edgeinfer.runtime.system.allocation import refused
 
 __all__ = ["PagePool"]
 
-# Pages that stay in memory when nobody holds them: one that is given back costs its zeroing when it is taken again, and
-# a search over several texts lets go of a page and takes one in every step.
-_SPARE = 4
+# Bytes of pages that stay in memory when nobody holds them, but one page at least: one that is given back costs its
+# zeroing when it is taken again, and a search over several texts lets go of a page and takes one in every step.
+_SPARE_BYTES = 2 << 20
+# Addresses without memory behind them are not counted as promised; Linux on x86 and ARM, not in Python's mmap.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 # What makes the system take pages back: at once on Linux; when it is short of memory on macOS, which until then counts
 # them as the process's. Windows keeps them until the pool goes; untouched ones take no memory there either.
 _ADVICE = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
@@ -49,9 +51,11 @@ class PagePool:
         self.layout = layout
         self.pages = pages
         size = pages * layout.page_bytes
-        require_room("The KV cache", size)
-        kind = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-        self._map = mmap.mmap(-1, size, **kind)
+        flags = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._map = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
+        except OSError as error:
+            raise refused("The KV cache", MemoryError(f"of size {size}")) from error
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.rows = PageRows(layout, self.memory)
         self._holders = [0] * pages
@@ -130,7 +134,7 @@ class PagePool:
                 self._give_back(self._spare.pop())
 
     def _drop(self, page: int) -> None:
-        if len(self._spare) < _SPARE:
+        if len(self._spare) < max(1, _SPARE_BYTES // self.layout.page_bytes):
             self._spare.append(page)
         else:
             self._give_back(page)

@@ -17,7 +17,7 @@ from tests.cli import TIME_LIMIT
 
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ROOT / "runtime" / "native"
-DRIVERS = ("driver", "attention_driver")
+DRIVERS = ("driver", "attention_driver", "attention_tables")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CROSS = "aarch64-linux-gnu-gcc"
@@ -53,7 +53,7 @@ def compiled(flags: dict[str, Any], compiler: str, machine: str, folder: Path, *
     empty = folder / "empty.c"
     empty.write_text("int main(void) { return 0; }\n")
     objects = []
-    for name in ("portable.c", "dispatch.c", "attention.c", "attention_portable.c", *special):
+    for name in ("portable.c", "dispatch.c", "attention.c", "attention_check.c", "attention_portable.c", *special):
         own = special.get(name, ([],))[0]
         if name in special and not fast:
             own = ["-w"]  # an empty path has functions that nothing uses
@@ -75,7 +75,8 @@ def run(command: list[str]) -> str:
 def paths_tested(drivers: Path, *emulator: str, attention_cases: int = 1600) -> set[str]:
     """Names of the paths that every driver ran, each on all cases and without a failure."""
     found = []
-    for name, arguments, cases in (("driver", [], 1001), ("attention_driver", [str(attention_cases)], attention_cases)):
+    for name in DRIVERS:
+        cases, arguments = (attention_cases, [str(attention_cases)]) if name == "attention_driver" else (1001, [])
         output = run([*emulator, str(drivers / name), *arguments])
         lines = [LINE.fullmatch(line) for line in output.splitlines()]
         assert lines and all(line and int(line[2]) >= cases and line[3] == "0" for line in lines), output

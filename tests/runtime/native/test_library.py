@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edgeinfer.errors import NativeUnavailableError, UsageError
 from edgeinfer.runtime.backends.onnx.session import OrtSession
@@ -123,27 +125,39 @@ def test_a_session_that_cannot_take_the_kernel_says_so(tmp_path: Path) -> None:
 
 
 class Wrong:
-    """A binding whose results are a little off, but for the instruction sets that are said to be right."""
+    """A binding whose results are a little off, but for the instruction sets that are said to be right.
 
-    def __init__(self, binding: Binding, right: set[str]) -> None:
+    Args:
+        function: whose results: "multiply" or "attend".
+    """
+
+    def __init__(self, binding: Binding, right: set[str], function: str) -> None:
         self._binding = binding
         self._right = right
+        self._function = function
         self.version, self.isas, self.select = binding.version, binding.isas, binding.select
 
     def multiply(self, isa: str, matrix: PackedMatrix, x: object, **options: object) -> object:
-        y = self._binding.multiply(isa, matrix, x, **options)  # type: ignore[arg-type]
-        return y if isa in self._right else np.nextafter(y, np.float32(np.inf)) * np.float32(1.001)
+        return self._off("multiply", isa, self._binding.multiply(isa, matrix, x, **options))  # type: ignore[arg-type]
+
+    def attend(self, isa: str, *given: Any, jobs: int) -> object:
+        return self._off("attend", isa, self._binding.attend(isa, *given, jobs=jobs))
+
+    def _off(self, function: str, isa: str, y: NDArray[np.float32]) -> object:
+        right = isa in self._right or function != self._function
+        return y if right else np.nextafter(y, np.float32(np.inf)) * np.float32(1.001)
 
 
-Broken = Callable[[set[str]], None]
+Broken = Callable[..., None]
 
 
 @pytest.fixture
 def only_right(binding: Binding, monkeypatch: pytest.MonkeyPatch) -> Broken:
     """Breaks all instruction sets but some."""
 
-    def apply(right: set[str]) -> None:
-        monkeypatch.setattr(library, "_open", lambda path: Wrong(binding, right))
+    def apply(right: set[str], function: str = "multiply") -> None:
+        library._first_right.cache_clear()
+        monkeypatch.setattr(library, "_open", lambda path: Wrong(binding, right, function))
 
     return apply
 
@@ -154,9 +168,11 @@ def test_a_wrong_instruction_set_gives_way_to_the_next(
     best, second, *_ = binding.isas()
     if second == "portable":
         pytest.skip("this machine has only one fast path")
-    only_right({second, "portable"})
-    assert load_kernel(kernel.path).isa == second
-    assert f"fails its self-test on {best}" in caplog.text
+    for function in ("multiply", "attend"):
+        caplog.clear()
+        only_right({second, "portable"}, function)
+        assert load_kernel(kernel.path).isa == second
+        assert f"fails its self-test on {best}" in caplog.text
 
 
 def test_the_slow_portable_path_never_takes_the_place_of_a_fast_one(kernel: NativeKernel, only_right: Broken) -> None:
@@ -175,9 +191,10 @@ def test_a_processor_without_a_fast_path_goes_without_the_kernel(
 
 
 def test_a_wrong_portable_path_rules_the_library_out(kernel: NativeKernel, only_right: Broken) -> None:
-    only_right(set())
-    with pytest.raises(NativeUnavailableError, match="fails its self-test: its portable path is wrong"):
-        load_kernel(kernel.path)
+    for function in ("multiply", "attend"):
+        only_right(set(), function)
+        with pytest.raises(NativeUnavailableError, match="fails its self-test: its portable path is wrong"):
+            load_kernel(kernel.path)
 
 
 def test_a_wrong_instruction_set_that_was_asked_for_is_an_error(kernel: NativeKernel, only_right: Broken) -> None:

@@ -238,7 +238,7 @@ def test_a_pool_loses_no_page_and_counts_its_holders() -> None:
         counts = [sum(pages.count(page) for pages in held) for page in range(12)]
         assert [pool.holders(page) for page in range(12)] == counts
         assert pool.used == sum(count > 0 for count in counts)
-        assert pool.used * layout.page_bytes <= pool.nbytes <= min(12, pool.used + 4) * layout.page_bytes
+        assert pool.used * layout.page_bytes <= pool.nbytes <= 12 * layout.page_bytes
     for pages in held:
         pool.release(pages)
     pool.trim()

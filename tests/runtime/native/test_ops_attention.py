@@ -1,0 +1,295 @@
+"""edgeinfer.Attention in sessions of ONNX Runtime: right to numpy, refusing what is malformed before it writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.native.library import NativeKernel
+from tests.runtime.native.attention_oracle import (
+    PAGE,
+    TYPES,
+    Doubles,
+    Floats,
+    Layout,
+    Shape,
+    Weights,
+    attend,
+    stored_rows,
+    turned,
+)
+from tests.runtime.native.attention_runs import NAMES, Node, Runner, Store, attributes
+from tests.runtime.native.graphs import make_model, open_session, run
+
+PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
+# Of what a row of each type may lose of its greatest value: half a step, and the rounding of the scale.
+LOSS = (1e-6, 5.1e-4, 0.51 / 127, 0.51 / 15 * 2 + 4e-3)
+
+
+def make_weights(rng: np.random.Generator, shape: Shape, norm: str = "", sinks: bool = False) -> Weights:
+    """Random ones; `norm` is "", "head" or "whole"."""
+    tables: dict[str, Floats] = {}
+    if shape.rotary:
+        angles = rng.uniform(0, 6, (600, shape.rotary // 2))
+        tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+        if norm:
+            tables[name] = rng.uniform(0.5, 2, shape.key_size * (heads if norm == "whole" else 1)).astype(np.float32)
+    if sinks:
+        tables["sinks"] = rng.standard_normal(shape.heads).astype(np.float32) * np.float32(3)
+    return Weights(**tables)
+
+
+def check_stored(
+    store: Store, shape: Shape, nodes: list[Node], runner: Runner, rows: list[tuple[Doubles, Doubles, Doubles]]
+) -> None:
+    """The pool holds the keys and values of every row, up to the rounding of its types."""
+    tables = runner.tables(store, nodes)
+    for index, (_, keys, values) in enumerate(rows):
+        pages, at = tables.places(index, tables.path(index)[-1:])
+        for head in range(shape.kv_heads):
+            held = store.layout.head(store.memory, int(pages[0]), shape.layer, head)
+            kinds = (store.layout.key_type, store.layout.value_type)
+            for got, row, kind in zip(held, (keys[head], values[head]), kinds, strict=True):
+                wanted = turned(row, kind)
+                assert np.abs(got[at[0]] - wanted).max() <= LOSS[kind] * np.abs(wanted).max() + 1e-6, TYPES[kind]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[Shape, str, bool]:
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 7]))
+    key = draw(st.sampled_from([1, 2, 7, 16, 20, 40, 64, 80]))
+    rotary = draw(st.sampled_from([0, key // 2 * 2, key // 4 * 2]))
+    shape = Shape(
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        key_size=key,
+        value_size=draw(st.sampled_from([1, 3, 16, 24, 48, 64, 72])),
+        layer=draw(st.sampled_from([0, 1])),
+        rotary=rotary,
+        interleaved=draw(st.booleans()),
+        window=draw(st.sampled_from([0, 0, 1, 30, 64, 200])),
+        scale=draw(st.sampled_from([0.0, 0.2])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
+    )
+    return shape, draw(st.sampled_from(["", "head", "whole"])), draw(st.booleans())
+
+
+def drawn_rows(rng: np.random.Generator, store: Store, width: int, lengths: list[int]) -> list[list[Node]]:
+    """Passes that fill each sequence to its length, then a pass of trees, its rows in any order."""
+    passes: list[list[Node]] = []
+    for sequence, length in enumerate(lengths):
+        done = 0
+        while done < length:
+            stop = min(length, done + int(rng.integers(1, 200)))
+            values = rng.standard_normal((stop - done, width), np.float32)
+            passes.append([Node(sequence, tuple(range(s + 1)), values[s - done], s) for s in range(done, stop)])
+            done = stop
+    tree: list[Node] = []
+    for sequence, length in enumerate(lengths):
+        paths: list[tuple[int, ...]] = [tuple(range(length))]
+        for slot in range(length, min(length + int(rng.integers(1, 9)), store.pages.shape[1] * PAGE)):
+            path = (*paths[rng.integers(len(paths))], slot)
+            paths.append(path)
+            tree.append(Node(sequence, path, rng.standard_normal(width, np.float32), len(path) - 1))
+    return [*passes, [tree[i] for i in rng.permutation(len(tree))]]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    drawn=shapes(),
+    types=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 190, 300]), min_size=1, max_size=3),
+    threads=st.sampled_from([1, 2]),
+)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_agrees_with_numpy(
+    kernel: NativeKernel,
+    seed: int,
+    drawn: tuple[Shape, str, bool],
+    types: tuple[int, int],
+    lengths: list[int],
+    threads: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    shape, norm, sinks = drawn
+    weights = make_weights(rng, shape, norm, sinks)
+    # Another layer of other sizes lies before or behind.
+    layers = [(shape.kv_heads, shape.key_size, shape.value_size), (3, 5, 9)]
+    layout = Layout(*types, tuple(layers if shape.layer == 0 else layers[::-1]))
+    store = Store.of(layout, len(lengths), 320, rng)
+    runner = Runner(kernel, shape, weights, threads)
+    for nodes in drawn_rows(rng, store, shape.width, lengths):
+        got = runner(store, nodes)
+        rows = list(stored_rows(shape, weights, np.stack([n.values for n in nodes]), [n.position for n in nodes]))
+        check_stored(store, shape, nodes, runner, rows)
+    wanted = attend(shape, weights, layout, store.memory, runner.tables(store, nodes), [q for q, _, _ in rows])
+    assert got.shape == wanted.shape
+    # Scores are sums of products of about 1, in float32.
+    assert np.abs(got - wanted).max() <= 2e-5 * max(1, np.abs(wanted).max())
+    assert not np.isnan(got).any()
+
+
+def small(kernel: NativeKernel, **changes: Any) -> tuple[Runner, Store, dict[str, NDArray[Any]]]:
+    """Two sequences with five rows in a pass, of which two are branches; their inputs."""
+    shape = replace(PLAIN, rotary=16, **changes)
+    rng = np.random.default_rng(5)
+    store = Store.of(Layout(0, 0, ((2, 16, 16),)), 2, 2 * PAGE)
+    runner = Runner(kernel, shape, make_weights(rng, shape))
+    paths = [(0, (0,)), (0, (0, 1)), (0, (0, 2)), (1, (0,)), (0, (0, 2, 3))]
+    nodes = [Node(s, path, rng.standard_normal(shape.width, np.float32), len(path) - 1) for s, path in paths]
+    runner(store, nodes)
+    return runner, store, runner.inputs(store, nodes)
+
+
+def changed(array: NDArray[Any], *places: tuple[tuple[int, ...], int]) -> NDArray[Any]:
+    other = array.copy()
+    for place, value in places:
+        other[place] = value
+    return other
+
+
+def test_malformed_tables_are_refused_and_nothing_is_written(kernel: NativeKernel) -> None:
+    runner, store, inputs = small(kernel)
+    rows, extras, pages, layout = (inputs[name] for name in ("rows", "extras", "pages", "layout"))
+    assert rows.tolist() == [[0, 1, 0, 0], [0, 2, 0, 0], [0, 1, 0, 1], [1, 1, 1, 0], [0, 1, 1, 2]]
+    assert extras.tolist() == [2, 2, 3]
+    end = pages.shape[1] * PAGE
+    table: list[tuple[str, NDArray[Any], str]] = [
+        ("rows", changed(rows, ((3, 0), 2)), "row 3 is of a sequence that has no table"),
+        ("rows", changed(rows, ((3, 0), -1)), "row 3 is of a sequence that has no table"),
+        ("rows", changed(rows, ((1, 1), -1)), "row 1 has a negative prefix"),
+        ("rows", changed(rows, ((1, 1), -(2**31))), "row 1 has a negative prefix"),
+        ("rows", changed(rows, ((1, 1), 0)), "row 1 has no slot of its own"),
+        ("rows", changed(rows, ((1, 1), end + 1)), "row 1 has a prefix that goes beyond its pages"),
+        ("rows", changed(rows, ((1, 1), 2**31 - 1)), "row 1 has a prefix that goes beyond its pages"),
+        ("rows", changed(rows, ((4, 3), -1)), "row 4 has a negative number of extras"),
+        ("rows", changed(rows, ((4, 3), 3)), "row 4 has extras outside the list"),
+        ("rows", changed(rows, ((4, 3), 2**31 - 1)), "row 4 has extras outside the list"),
+        ("rows", changed(rows, ((4, 2), -1)), "row 4 has extras outside the list"),
+        ("rows", changed(rows, ((4, 2), 2**31 - 1)), "row 4 has extras outside the list"),
+        ("rows", changed(rows, ((4, 1), 3)), "row 4 has extras that do not ascend after its prefix"),
+        ("rows", changed(rows, ((0, 1), 2)), "row 1 writes to a slot that another row writes"),
+        ("extras", changed(extras, ((2,), 2)), "row 4 has extras that do not ascend"),
+        ("extras", changed(extras, ((1,), 5)), "row 4 has extras that do not ascend"),
+        ("extras", changed(extras, ((0,), -5)), "row 2 has extras that do not ascend"),
+        ("extras", changed(extras, ((2,), end)), "row 4 has an extra that has no page"),
+        ("extras", changed(extras, ((2,), 2**31 - 1)), "row 4 has an extra that has no page"),
+        ("extras", changed(extras, ((0,), 1)), "row 2 writes to a slot that another row writes"),
+        ("pages", changed(pages, ((1, 1), 4)), "page 4 of sequence 1 is outside the pool"),
+        ("pages", changed(pages, ((0, 1), -2)), "page -2 of sequence 0 is outside the pool"),
+        ("pages", changed(pages, ((0, 0), -1)), "row 0 has a prefix that goes beyond its pages"),
+        ("pages", changed(pages, ((1, 0), 0)), "row 0 writes to a page that is held twice"),
+        ("pages", changed(pages, ((0, 1), 0)), "row 0 writes to a page that is held twice"),
+        ("position_ids", changed(inputs["position_ids"], ((0, 2), 600)), "row 2 has a position outside cos and sin"),
+        ("position_ids", changed(inputs["position_ids"], ((0, 2), -1)), "row 2 has a position outside cos and sin"),
+        ("layout", layout[:3], "layout does not have the layer"),
+        ("layout", changed(layout, ((0,), 4)), "a type that is not known"),
+        ("layout", changed(layout, ((1,), -1)), "a type that is not known"),
+        ("layout", changed(layout, ((2,), 0)), "page_bytes must be a multiple of 4096"),
+        ("layout", changed(layout, ((2,), 4100)), "page_bytes must be a multiple of 4096"),
+        ("layout", changed(layout, ((2,), 2**62)), "page_bytes must be a multiple of 4096"),
+        ("layout", changed(layout, ((2,), 4096)), "the layer does not fit into a page"),
+        ("layout", changed(layout, ((3,), 64)), "the layer does not fit into a page"),
+        ("layout", changed(layout, ((3,), -64)), "the layer does not fit into a page"),
+        ("layout", changed(layout, ((3,), 2**63 - 64)), "the layer does not fit into a page"),
+        ("pool", store.memory[: 3 * store.layout.page_bytes], "page 3 of sequence 1 is outside the pool"),
+        ("pool", store.memory[4:], "the pool must begin at a multiple of 64 bytes"),
+        ("qkv", inputs["qkv"][:, :4], "rows has 20 elements instead of 16"),
+        ("qkv", inputs["qkv"][..., :9], "the last dimension of qkv must be 128"),
+        ("cos", inputs["cos"][:, :3], "cos and sin must have rows of 8"),
+        ("sin", inputs["sin"][:9], "cos and sin must have rows of 8"),
+    ]
+    before, good = store.memory.copy(), run(runner.session, **inputs)
+    assert np.array_equal(store.memory, before)
+    for name, value, message in table:
+        other = inputs | {name: value, "qkv": value if name == "qkv" else inputs["qkv"] + 1}
+        with pytest.raises(Exception, match=f"Attention: .*{message}"):
+            run(runner.session, **other)
+        assert np.array_equal(store.memory, before), message
+    np.testing.assert_array_equal(run(runner.session, **inputs), good)
+
+
+def test_attributes_that_do_not_fit_are_refused_at_load(kernel: NativeKernel) -> None:
+    _, _, inputs = small(kernel)
+    inputs = {name: value for name, value in inputs.items() if name not in ("cos", "sin")}
+    table = np.zeros((2, 8), np.float32)
+    changes: list[tuple[dict[str, Any], dict[str, Floats], str]] = [
+        ({"num_heads": 0}, {}, "num_heads must be between"),
+        ({"num_heads": 2**32 + 4}, {}, "num_heads must be between"),
+        ({"num_heads": 5}, {}, "num_heads must be a multiple of kv_num_heads"),
+        ({"kv_num_heads": 0}, {}, "num_heads must be a multiple of kv_num_heads"),
+        ({"key_size": 0}, {}, "key_size and value_size must be"),
+        ({"value_size": 2**15}, {}, "key_size and value_size must be"),
+        ({"rotary_dim": 3}, {}, "rotary_dim must be even, and at most key_size"),
+        ({"rotary_dim": 18}, {}, "rotary_dim must be even, and at most key_size"),
+        ({"rotary_dim": 16}, {}, "cos, sin and rotary_dim belong together"),
+        ({"rotary_dim": 16}, {"cos": table}, "cos, sin and rotary_dim belong together"),
+        ({}, {"cos": table, "sin": table}, "cos, sin and rotary_dim belong together"),
+        ({"window": -1}, {}, "window must not be negative"),
+        ({"softcap": -1.0}, {}, "softcap must not be negative"),
+        ({"softcap": float("nan")}, {}, "softcap must not be negative"),
+        ({"interleaved": 2}, {}, "interleaved must be 0 or 1"),
+        ({"norm_epsilon": 0.0}, {"q_norm": table[0]}, "a norm needs the attribute norm_epsilon"),
+    ]
+    for values, known, message in changes:
+        model = make_model("Attention", NAMES, inputs, known, **(attributes(PLAIN) | values))
+        with pytest.raises(Exception, match=f"Attention: .*{message}"):
+            open_session(kernel, model)
+    for name in ("num_heads", "kv_num_heads", "key_size", "value_size", "layer"):
+        values = {key: value for key, value in attributes(PLAIN).items() if key != name}
+        with pytest.raises(Exception, match=f"Attention: the attribute {name} is missing"):
+            open_session(kernel, make_model("Attention", NAMES, inputs, {}, **values))
+
+
+def test_norms_and_sinks_of_the_wrong_size_are_refused(kernel: NativeKernel) -> None:
+    _, store, inputs = small(kernel)
+    for known, message in (
+        ({"q_norm": 17}, "q_norm and k_norm must have 16 elements, or 64 and 32"),
+        ({"q_norm": 16, "k_norm": 32}, "q_norm and k_norm must have 16 elements, or 64 and 32"),
+        ({"sinks": 3}, "sinks has 3 elements instead of 4"),
+    ):
+        weights = Weights(inputs["cos"], inputs["sin"], **{n: np.ones(c, np.float32) for n, c in known.items()})
+        with pytest.raises(Exception, match=f"Attention: {message}"):
+            run(Runner(kernel, replace(PLAIN, rotary=16), weights).session, **inputs | {"pool": store.memory})
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", range(4), ids=TYPES)
+def test_what_is_not_finite_reaches_only_the_rows_that_see_it(kernel: NativeKernel, kind: int) -> None:
+    rng = np.random.default_rng(6)
+    shape = replace(PLAIN, window=40)
+    store = Store.of(Layout(kind, kind, ((2, 16, 16),)), 2, 200)
+    runner = Runner(kernel, shape)
+    values = rng.standard_normal((100, shape.width), np.float32)
+    start = shape.heads * 16
+    # A key of row 20, a value of row 21, both in kv head 1; a query of row 90, head 0.
+    values[20, start + 16 + 3], values[21, start + 48 + 3], values[90, 2] = np.inf, np.nan, np.nan
+    y = runner(store, [Node(0, tuple(range(s + 1)), values[s]) for s in range(100)]).reshape(100, 4, 16)
+    hurt: NDArray[np.bool_] = np.any(~np.isfinite(y), axis=2)
+    wanted = np.zeros((100, 4), bool)
+    wanted[20 : 21 + 40, 2:] = True
+    wanted[90, 0] = True
+    if kind < 2:  # a score of minus infinity is nothing, and float16 stores its greatest value instead
+        hurt[20] = wanted[20]
+    np.testing.assert_array_equal(hurt, wanted)
+
+
+def test_a_pass_that_was_ended_leaves_nothing_torn(kernel: NativeKernel) -> None:
+    runner, store, inputs = small(kernel)
+    clean = store.copy()
+    wanted = run(runner.session, **inputs)
+    options = ort.RunOptions()
+    options.terminate = True
+    with pytest.raises(Exception, match="terminate"):
+        runner.session.run(None, inputs | {"qkv": inputs["qkv"] + 1}, options)
+    # Whatever the ended pass had written, its rows are written again.
+    np.testing.assert_array_equal(run(runner.session, **inputs), wanted)
+    np.testing.assert_array_equal(store.memory, clean.memory)
