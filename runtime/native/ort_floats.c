@@ -1,8 +1,8 @@
 /* The operator LinearFloat: rows times a float matrix, with what stands before and after it; knows nothing of how.
  *
  * inputs: X (..., K) float | weight, as many floats as N K | bias (N) | norm (K): X is normalised by its root mean square
- * and this weight | residual, shaped as the output, is added last.
- * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon. Output: (..., N).
+ * and this weight | residual, shaped as the output, is added last | layer_mask, as LinearLowBit has it.
+ * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon, part. Output: (..., N).
  */
 #include <stdlib.h>
 
@@ -11,7 +11,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { X, WEIGHT, BIAS, NORM, RESIDUAL };
+enum { X, WEIGHT, BIAS, NORM, RESIDUAL, LAYER_MASK };
 /* Rows that cost as much arithmetic as reading the matrix costs time. */
 enum { FREE_ROWS = 4 };
 
@@ -97,11 +97,14 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     if (shape.rank < 1 || shape.sizes[shape.rank - 1] != w->k)
         return ort_fail(base, "the last dimension of X must be K = %lld", (long long)w->k);
     p.rows.m = shape.elements / w->k;
+    int left_out;
+    shape.sizes[shape.rank - 1] = w->n;
+    ORT_TRY(ort_read(base, context, RESIDUAL, p.rows.m * w->n, &residual));
+    ORT_TRY(ort_left_out(base, context, LAYER_MASK, &left_out));
+    if (left_out) return ort_pass_on(base, context, &shape, residual);
     ORT_TRY(ort_read(base, context, WEIGHT, w->n * w->k, &weight));
     ORT_TRY(ort_read(base, context, BIAS, w->n, &bias));
     ORT_TRY(ort_read(base, context, NORM, w->k, &norm));
-    ORT_TRY(ort_read(base, context, RESIDUAL, p.rows.m * w->n, &residual));
-    shape.sizes[shape.rank - 1] = w->n;
     ORT_TRY(ort_write(base, context, &shape, &p.rows.y));
     p.matrix.data = weight, p.input.x = x, p.input.weight = norm;
     p.rows.x = x, p.rows.bias = bias, p.rows.residual = residual;
@@ -113,7 +116,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_floats = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "LinearFloat",
-    .input_count = 5,
+    .input_count = 6,
     .inputs =
         {
             {"X", ORT_FLOAT, ORT_REQUIRED},
@@ -121,5 +124,6 @@ const ort_operator ort_floats = {
             {"bias", ORT_FLOAT, ORT_OPTIONAL},
             {"norm", ORT_FLOAT, ORT_OPTIONAL},
             {"residual", ORT_FLOAT, ORT_OPTIONAL},
+            {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
         },
 };

@@ -2,8 +2,8 @@
 
 A row's result depends on its own path alone, to the last bit: not on the other rows of its pass, not on other
 sequences, not on where its pages lie. So draft trees and texts side by side are as exact as chains, and nothing is
-padded. Where nothing is quantized, or experts are not, ONNX Runtime multiplies those floats, and one row of them differs
-in bits from several: such passes have two rows at least, the second of which is the last one again.
+padded. Where nothing is quantized, or experts are not, ONNX Runtime multiplies those floats, and one row of them
+differs in bits from several: such passes have two rows at least, the second of which is the last one again.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def product(kernel: NativeKernel, case: Case, arrays: dict[str, Any], by_output:
     """What the operator gives."""
     weight = arrays["weight"] if by_output else arrays["weight"].T
     known = {name: arrays[name] for name in ("bias", "norm") if name in arrays} | {"weight": weight}
-    given = {name: arrays[name] for name in ("x", "residual") if name in arrays}
+    given: dict[str, Any] = {name: arrays[name] for name in ("x", "residual") if name in arrays}
     values: dict[str, Any] = {"N": case.n, "K": case.k, "by_output": int(by_output), "norm_epsilon": EPSILON}
     return run(open_session(kernel, make_model("LinearFloat", NAMES, given, known, **values), case.threads), **given)
 
