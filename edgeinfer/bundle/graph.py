@@ -26,7 +26,8 @@ inputs of every graph
                                                  not be chosen; weights are those of the chosen as DecoderSpec says
 inputs of a paged graph; a slot is the index of a row in its sequence and lies in page slot // PAGE_SLOTS of it. A row
 attends to its path: the first n slots of its sequence, then some further ones, the last of all its own
-  kv_pool                uint8   (B,)            all pages; written in place before any row of a layer attends
+  kv_pool                uint8   (B,)            all pages, at a multiple of 64 bytes; written in place before any row
+                                                 of a layer attends
   kv_layout              int64   (3 + L,)        type of keys, type of values (edgeinfer.bundle.kv_types.PAGED_KV),
                                                  bytes of a page, where each layer begins in it
   kv_pages               int32   (N, G)          page of the pool that holds each PAGE_SLOTS slots of each sequence; -1

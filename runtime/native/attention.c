@@ -71,6 +71,9 @@ static int64_t cut_rows(const attention *a, int64_t tile_rows, int64_t *tiles) {
     return count;
 }
 
+/* Whether pages of a type are made float32 before they are multiplied. */
+static int unpacked(int32_t type) { return type == ATTENTION_FLOAT16 || type == ATTENTION_INT4; }
+
 static void *place(char *memory, int64_t *at, int64_t bytes) {
     void *placed = memory ? memory + *at : NULL;
     *at += rounded(bytes, LINE);
@@ -87,9 +90,10 @@ size_t attention_lay_out(const attention *a, const attention_plan *plan, char *m
     out->state = place(memory, &at, queries * ATTENTION_STATE * 4);
     out->greatest = place(memory, &at, queries * 4);
     out->sums = place(memory, &at, queries * 4);
+    out->factors = place(memory, &at, queries * 4);
     out->seen = place(memory, &at, rows * 16);
-    out->keys = place(memory, &at, a->key_type == ATTENTION_FLOAT32 ? 0 : page * a->key_size * 4);
-    out->values = place(memory, &at, a->value_type == ATTENTION_FLOAT32 ? 0 : page * v * 4);
+    out->keys = place(memory, &at, unpacked(a->key_type) ? page * a->key_size * 4 : 0);
+    out->values = place(memory, &at, unpacked(a->value_type) ? page * v * 4 : 0);
     out->gathered = place(memory, &at, plan->gathered * attention_head_bytes(a));
     return (size_t)at;
 }
@@ -128,7 +132,7 @@ attention_plan attention_plan_of(const attention *a, int64_t wanted) {
     plan.gathered = pages_gathered(a);
     attention_bench bench;
     size_t at = 0;
-    plan.queries_at = at, at += (size_t)rounded(a->count * a->heads * a->key_size * 4, LINE);
+    plan.queries_at = at, at += (size_t)rounded(a->count * a->heads * attention_query_bytes(a), LINE);
     plan.rows_at = at, at += (size_t)(a->count * attention_row_bytes(a));
     plan.tiles_at = at, at += (size_t)rounded(plan.tiles * 2 * 8, LINE);
     plan.busy_at = at, at += (size_t)rounded(plan.jobs * (int64_t)sizeof(void *), LINE);

@@ -21,7 +21,10 @@
  * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
  * fmaf over the channels, times scale, soft-capped; positions outside the window are left out. m is the greatest,
  * p = exponential(score - m), 0 where the difference is below -87; l sums p in 16 lanes, folded in halves; o is a
- * chain of fmaf over the positions. Blocks are merged in order:
+ * chain of fmaf over the positions. int8 goes through integers: a query is quantized like a key, a score is
+ * ((float)dot * key scale) * (query scale * scale). Probabilities times value scales, w, are levels u, the nearest
+ * integers to w * (32767 / W), W being the block's greatest w, and o is (float)(sum of u * value) * (W / 32767).
+ * Blocks are merged in order:
  *     M' = max(M, m), a = exponential(M - M'), b = exponential(m - M'), L' = L a + l b, O' = fmaf(b, o, O a)
  * and the result is O * (1 / L). So a row's result does not depend on other rows, threads or where pages lie.
  */
@@ -86,6 +89,7 @@ typedef struct {
     float *scores, *results; /* (queries, ATTENTION_STRIDE), (queries, v rounded up to 16): of a block */
     float *merged, *state;   /* the results of all blocks so far, and (queries, 2): greatest score and sum */
     float *greatest, *sums;  /* (queries): of a block */
+    float *factors;          /* (queries): what the levels of its weights stand for, of int8 values */
     int64_t (*seen)[2];      /* (rows): what they see of a block */
     float *keys, *values;    /* a page as float32 */
     uint8_t *gathered;       /* pages of a head, as they are stored */
@@ -118,6 +122,11 @@ static inline int64_t attention_head_bytes(const attention *a) {
 static inline int64_t attention_row_bytes(const attention *a) {
     int64_t size = a->key_size > a->value_size ? a->key_size : a->value_size;
     return (size + 63) / 64 * 64 * 5;
+}
+
+/* Bytes of a query in working memory: its channels, of int8 keys after a scale and a sum. */
+static inline int64_t attention_query_bytes(const attention *a) {
+    return a->key_type == ATTENTION_INT8 ? 8 + ((int64_t)a->key_size + 3) / 4 * 4 : (int64_t)a->key_size * 4;
 }
 
 /* What a pass costs, as bytes that could be read in its time: what a caller weighs threads by. */

@@ -1,6 +1,6 @@
 /* What all paths of attention share: jobs, the rows of a block, merging; knows nothing of instruction sets.
  *
- * A path defines `vec`, 16 floats, and what can be done with it, then PANEL, WIDE_ROWS and EVERY_ROWS, and includes
+ * A path defines `vec`, 16 floats, and what can be done with it, then PANEL, EVERY_ROWS and what belongs to them, and includes
  * this file. All arithmetic is written once, in terms of `vec`, so every path gives the same bits:
  *     vec_load, vec_store, vec_set    from and to memory, one value in all lanes
  *     vec_add, vec_sub, vec_mul, vec_div, vec_fma(a, b, c) = a * b + c, vec_abs, vec_sign(size, of)
@@ -9,9 +9,15 @@
  *     vec_within(x, from, to, other)  lanes from <= lane < to of x, others of `other`
  *     vec_power(shifted)              2^n, of n + ROUNDER
  *     vec_halves, vec_int8            16 values next to each other
- *     vec_fourth(bytes, c)            of 16 times 4 int8 the c-th of each
  *     vec_nibbles(bytes, c, high)     of 16 times 4 bytes the low or high half of the c-th of each
- * PANEL is the most rows that are multiplied at once, WIDE_ROWS the most with two vectors, WIDTH 2.
+ * and for integers `ivec`, 16 of 32 bits, `kvec`, 16 times 4 int8 of keys, `four`, 4 positions by 16 channels of values:
+ *     ivec_set, ivec_store, ivec_float, ivec_max_bits(most, x)   the last of the bits of floats without their sign
+ *     kvec_load, ivec_dot(sum, keys, q)                          adds the products with 4 int8; KEY_BIAS * q besides
+ *     vec_store_levels(at, shifted)   n, of n + ROUNDER, in 16 bits, every four as 0, 2, 1, 3
+ *     four_load(at, step, left, part), ivec_add_four(sum, values, levels), four_put(at, left, part, x)
+ *                                     part of the channels of a chunk, in any order that four_put undoes
+ * PANEL is the most rows that are multiplied at once, WIDE_ROWS the most with two vectors, WIDTH 2; INT_PANEL and INT_WIDTH likewise,
+ * CHUNK the channels whose parts are unpacked together.
  */
 #include "arithmetic.inc.h"
 #include "attention.h"
@@ -33,6 +39,8 @@ static inline vec vec_load_bytes(const uint8_t *at) {
 #include "attention_write.inc.h"
 
 #include "attention_pages.inc.h"
+
+#include "attention_integers.inc.h"
 
 #include "attention_block.inc.h"
 
@@ -161,7 +169,7 @@ static attention_bench bench_from(const task *t, int64_t offset) {
     attention_bench w = t->bench;
     w.scores += offset * ATTENTION_STRIDE, w.results += offset * t->layout.padded;
     w.merged += offset * t->layout.padded, w.state += offset * ATTENTION_STATE;
-    w.greatest += offset, w.sums += offset;
+    w.greatest += offset, w.sums += offset, w.factors += offset;
     return w;
 }
 

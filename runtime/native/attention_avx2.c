@@ -70,13 +70,6 @@ INLINE __m256 eight_int8(const int8_t *at) {
 
 INLINE vec vec_int8(const int8_t *at) { BOTH(eight_int8(at), eight_int8(at + 8)); }
 
-INLINE __m256 eight_fourths(const uint8_t *at, int c) {
-    const __m256i fours = _mm256_loadu_si256((const __m256i *)at);
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sll_epi32(fours, _mm_cvtsi32_si128(24 - 8 * c)), 24));
-}
-
-INLINE vec vec_fourth(const uint8_t *at, int c) { BOTH(eight_fourths(at, c), eight_fourths(at + 32, c)); }
-
 INLINE __m256 eight_nibbles(const uint8_t *at, int shift) {
     const __m256i moved = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i *)at), _mm_cvtsi32_si128(shift));
     return _mm256_cvtepi32_ps(_mm256_and_si256(moved, _mm256_set1_epi32(15)));
@@ -86,9 +79,104 @@ INLINE vec vec_nibbles(const uint8_t *at, int c, int high) {
     BOTH(eight_nibbles(at, 8 * c + 4 * high), eight_nibbles(at + 32, 8 * c + 4 * high));
 }
 
+typedef struct {
+    __m256i low, high;
+} ivec;
+
+INLINE ivec both(__m256i low, __m256i high) { return (ivec){low, high}; }
+INLINE ivec ivec_set(int32_t x) { return both(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+INLINE vec ivec_float(ivec x) { BOTH(_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)); }
+
+INLINE ivec ivec_max_bits(ivec most, vec x) {
+    const __m256i size = _mm256_set1_epi32(0x7fffffff);
+    return both(_mm256_max_epi32(most.low, _mm256_and_si256(_mm256_castps_si256(x.low), size)),
+                _mm256_max_epi32(most.high, _mm256_and_si256(_mm256_castps_si256(x.high), size)));
+}
+
+INLINE void ivec_store(int32_t *at, ivec x) {
+    _mm256_storeu_si256((__m256i *)at, x.low), _mm256_storeu_si256((__m256i *)at + 1, x.high);
+}
+
+/* One side of the instruction's products is unsigned: keys give their signs to queries. Two products of at most
+ * 127 * 127 fit 16 bits. */
+enum { KEY_BIAS = 0 };
+typedef struct {
+    ivec keys, sizes;
+} kvec;
+
+INLINE kvec kvec_load(const uint8_t *at) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)at), high = _mm256_loadu_si256((const __m256i *)at + 1);
+    return (kvec){{low, high}, {_mm256_abs_epi8(low), _mm256_abs_epi8(high)}};
+}
+
+INLINE __m256i eight_dots(__m256i sum, __m256i keys, __m256i sizes, __m256i q) {
+    const __m256i pairs = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(q, keys));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+
+INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) {
+    const __m256i four = _mm256_set1_epi32(q);
+    return both(eight_dots(sum.low, k.keys.low, k.sizes.low, four), eight_dots(sum.high, k.keys.high, k.sizes.high, four));
+}
+
+INLINE void vec_store_levels(int16_t *at, vec shifted) {
+    const __m256i zero = _mm256_set1_epi32(0x4b400000);
+    __m256i words = _mm256_packs_epi32(_mm256_sub_epi32(_mm256_castps_si256(shifted.low), zero),
+                                       _mm256_sub_epi32(_mm256_castps_si256(shifted.high), zero));
+    words = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
+    words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+    _mm256_storeu_si256((__m256i *)at, words);
+}
+
+/* Of 32 channels part k has channels 8 k .. 8 k + 7 of both 16, in fours: what unpacking bytes, then words, leaves
+ * together. */
+enum { CHUNK = 32, INT_PANEL = 4, INT_WIDTH = 1 };
+typedef struct {
+    ivec even, odd;
+} four;
+
+INLINE __m256i value_row(const int8_t *at, int64_t left) {
+    if (left >= CHUNK) return _mm256_loadu_si256((const __m256i *)at);
+    return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_loadu_si128((const __m128i *)at), 0);
+}
+
+INLINE __m256i first_of_words(__m256i t) { return _mm256_srai_epi16(_mm256_slli_epi16(t, 8), 8); }
+INLINE __m256i second_of_words(__m256i t) { return _mm256_srai_epi16(t, 8); }
+
+INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
+    __m256i row[4], early, late;
+    for (int i = 0; i < 4; i++) row[i] = value_row(at + i * step, left);
+    if (part == 0)
+        early = _mm256_unpacklo_epi8(row[0], row[1]), late = _mm256_unpacklo_epi8(row[2], row[3]);
+    else
+        early = _mm256_unpackhi_epi8(row[0], row[1]), late = _mm256_unpackhi_epi8(row[2], row[3]);
+    const __m256i low = _mm256_unpacklo_epi16(early, late), high = _mm256_unpackhi_epi16(early, late);
+    return (four){both(first_of_words(low), first_of_words(high)), both(second_of_words(low), second_of_words(high))};
+}
+
+INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
+    int32_t first, second;
+    memcpy(&first, levels, sizeof first), memcpy(&second, levels + 2, sizeof second);
+    const __m256i even = _mm256_set1_epi32(first), odd = _mm256_set1_epi32(second);
+    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(values.even.low, even));
+    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(values.even.high, even));
+    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(values.odd.low, odd));
+    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(values.odd.high, odd));
+    return sum;
+}
+
+INLINE void four_put(float *at, int64_t left, int part, vec x) {
+    float lanes[LANES];
+    vec_store(lanes, x);
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 2 && 16 * i < left; i++)
+            memcpy(at + 16 * i + 8 * part + 4 * half, lanes + 8 * half + 4 * i, 16);
+}
+
 /* Six rows of sums fill 12 of 16 registers; few rows take two vectors, so that additions do not wait for each other. */
 enum { PANEL = 6, WIDE_ROWS = 3 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6)
+#define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
 #include "floats.inc.h"

@@ -40,17 +40,72 @@ INLINE vec vec_int8(const int8_t *at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 
-INLINE vec vec_fourth(const uint8_t *at, int c) {
-    const __m512i fours = _mm512_sll_epi32(_mm512_loadu_si512(at), _mm_cvtsi32_si128(24 - 8 * c));
-    return _mm512_cvtepi32_ps(_mm512_srai_epi32(fours, 24));
-}
-
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) {
     const __m512i moved = _mm512_srl_epi32(_mm512_loadu_si512(at), _mm_cvtsi32_si128(8 * c + 4 * high));
     return _mm512_cvtepi32_ps(_mm512_and_si512(moved, _mm512_set1_epi32(15)));
 }
 
+typedef __m512i ivec, kvec;
+
+INLINE ivec ivec_set(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vec ivec_float(ivec x) { return _mm512_cvtepi32_ps(x); }
+
+INLINE ivec ivec_max_bits(ivec most, vec x) {
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+    return _mm512_max_epi32(most, bits);
+}
+
+INLINE void ivec_store(int32_t *at, ivec x) { _mm512_storeu_si512(at, x); }
+
+/* One side of the instruction's products is unsigned. */
+enum { KEY_BIAS = 128 };
+INLINE kvec kvec_load(const uint8_t *at) {
+    return _mm512_xor_si512(_mm512_loadu_si512(at), _mm512_set1_epi8((char)0x80));
+}
+INLINE ivec ivec_dot(ivec sum, kvec keys, int32_t q) { return _mm512_dpbusd_epi32(sum, keys, _mm512_set1_epi32(q)); }
+
+INLINE void vec_store_levels(int16_t *at, vec shifted) {
+    const __m512i level = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000));
+    __m256i words = _mm512_cvtepi32_epi16(level);
+    words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
+    _mm256_storeu_si256((__m256i *)at, words);
+}
+
+/* Of 64 channels part k has channels 4 k .. 4 k + 3 of every 16: what unpacking bytes, then words, leaves together. */
+enum { CHUNK = 64, INT_PANEL = 8, INT_WIDTH = 2 };
+typedef struct {
+    __m512i even, odd;
+} four;
+
+INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
+    const __mmask64 some = left >= CHUNK ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1;
+    __m512i row[4], t;
+    for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, at + i * step);
+    if (part < 2) {
+        const __m512i early = _mm512_unpacklo_epi8(row[0], row[1]), late = _mm512_unpacklo_epi8(row[2], row[3]);
+        t = part == 0 ? _mm512_unpacklo_epi16(early, late) : _mm512_unpackhi_epi16(early, late);
+    } else {
+        const __m512i early = _mm512_unpackhi_epi8(row[0], row[1]), late = _mm512_unpackhi_epi8(row[2], row[3]);
+        t = part == 2 ? _mm512_unpacklo_epi16(early, late) : _mm512_unpackhi_epi16(early, late);
+    }
+    return (four){_mm512_srai_epi16(_mm512_slli_epi16(t, 8), 8), _mm512_srai_epi16(t, 8)};
+}
+
+INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
+    int32_t even, odd;
+    memcpy(&even, levels, sizeof even), memcpy(&odd, levels + 2, sizeof odd);
+    sum = _mm512_dpwssd_epi32(sum, values.even, _mm512_set1_epi32(even));
+    return _mm512_dpwssd_epi32(sum, values.odd, _mm512_set1_epi32(odd));
+}
+
+INLINE void four_put(float *at, int64_t left, int part, vec x) {
+    float lanes[LANES];
+    vec_store(lanes, x);
+    for (int i = 0; i < 4 && 16 * i < left; i++) memcpy(at + 16 * i + 4 * part, lanes + 4 * i, 16);
+}
+
 enum { PANEL = 8, WIDE_ROWS = 8 };
+#define EVERY_INT_ROWS(what) EVERY_ROWS(what)
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6) what(7) what(8)
 
 #include "attention.inc.h"

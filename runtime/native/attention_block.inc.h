@@ -41,18 +41,12 @@ EVERY_ROWS(EVERY_WIDTH)
 #define NAMES_OF(rows) PANEL_NAMES(rows),
 static panel_function *const panel_functions[PANEL][2][2] = {EVERY_ROWS(NAMES_OF)};
 
-/* Rows of the next panel, of `left`: panels as even as can be. */
-static int64_t panel_rows(int64_t left) {
-    int64_t panels = (left + PANEL - 1) / PANEL;
-    return (left + panels - 1) / panels;
-}
-
 /* Scores of a tile or two: (queries, 16 or 32) at `scores`. */
 static void multiply_keys(const attention *a, const float *queries, int64_t count, const float *tile, int64_t width,
                           float *scores) {
     const int64_t h = a->key_size;
     for (int64_t i = 0, rows; i < count; i += rows) {
-        rows = panel_rows(count - i);
+        rows = even_panel(count - i, PANEL);
         panel_functions[rows - 1][0][width - 1]((panel){queries + i * h, tile, scores + i * ATTENTION_STRIDE, h,
                                                         ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h});
     }
@@ -108,32 +102,36 @@ static float fold_max(vec v) {
     return lanes[0];
 }
 
-/* Makes of the products of positions first..last-1 of a block probabilities relative to the greatest, in place. */
-static void soften(const attention *a, float *scores, int64_t first, int64_t last, float *greatest, float *sum) {
-    const int64_t from = first / LANES * LANES;
-    const vec none = vec_set(-INFINITY), scale = vec_set(a->scale);
-    vec most = none, total = vec_set(0.0f);
-    for (int64_t j = from; j < last; j += LANES) {
+/* Makes scores of the products of positions first..last-1 of a block, in place; returns the greatest. */
+static float scale_scores(float *scores, int64_t first, int64_t last, float factor, float softcap) {
+    const vec none = vec_set(-INFINITY), scale = vec_set(factor);
+    vec most = none;
+    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
         vec s = vec_mul(vec_load(scores + j), scale);
-        if (a->softcap > 0.0f) s = soft_capped(s, a->softcap);
+        if (softcap > 0.0f) s = soft_capped(s, softcap);
         if (j < first || j + LANES > last) s = vec_within(s, (int)(first - j), (int)(last - j), none);
         vec_store(scores + j, s);
         most = vec_max(s, most);
     }
-    *greatest = fold_max(most);
-    const vec m = vec_set(*greatest), zero = vec_set(0.0f);
-    for (int64_t j = from; j < last; j += LANES) {
+    return fold_max(most);
+}
+
+/* Makes probabilities of scores, relative to the greatest, in place; returns their sum. */
+static float soften(float *scores, int64_t first, int64_t last, float greatest) {
+    const vec m = vec_set(greatest), zero = vec_set(0.0f);
+    vec total = zero;
+    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
         vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
         if (j < first || j + LANES > last) p = vec_within(p, (int)(first - j), (int)(last - j), zero);
         vec_store(scores + j, p);
         total = vec_add(total, p);
     }
-    *sum = fold_sum(total);
+    return fold_sum(total);
 }
 
 /* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
 typedef struct {
-    const float *queries;             /* (rows * group, h) */
+    const uint8_t *queries;           /* (rows * group), float32 or int8 */
     int64_t rows, group;
     const int64_t (*seen)[2];         /* (rows): first and last within the block */
     int64_t first, last;              /* of all of them */
@@ -146,14 +144,18 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
         const uint8_t *page = b->pages[start / ATTENTION_PAGE];
         int64_t tile = start < first ? (first - start) / ATTENTION_TILE : 0;
         int64_t end = (smaller(last - start, ATTENTION_PAGE) + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        if (a->key_type == ATTENTION_INT8) {
+            score_page_int8(l, page, tile, end, b->queries, count, w->scores + start);
+            continue;
+        }
         const float *keys = w->keys;
         if (a->key_type == ATTENTION_FLOAT32)
             keys = (const float *)(const void *)page;
         else
             unpack_keys(a->key_type, l, page, tile, end, w->keys);
         for (int64_t width; tile < end; tile += width) {
-            width = end - tile >= 2 && panel_rows(count) <= WIDE_ROWS ? 2 : 1;
-            multiply_keys(a, b->queries, count, keys + tile * tile_size, width,
+            width = end - tile >= 2 && even_panel(count, PANEL) <= WIDE_ROWS ? 2 : 1;
+            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width,
                           w->scores + start + tile * ATTENTION_TILE);
         }
     }
@@ -164,7 +166,7 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
 static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, const attention_bench *w) {
     const int64_t count = b->rows * b->group, padded = l->padded;
     for (int64_t i = 0, rows; i < count; i += rows) {
-        rows = panel_rows(count - i);
+        rows = even_panel(count - i, PANEL);
         const float *p = w->scores + i * ATTENTION_STRIDE + start;
         float *results = w->results + i * padded;
         int64_t from[PANEL], to[PANEL], first = 0, last = ATTENTION_PAGE;
@@ -185,23 +187,55 @@ static void add_page(const head_layout *l, const block_view *b, const float *val
     }
 }
 
-/* Greatest score, sum and result of every query over a block. */
-static void attend_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
-    const int64_t count = b->rows * b->group, first = b->first, last = b->last;
-    score_block(a, l, b, w);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t *seen = b->seen[i / b->group];
-        soften(a, w->scores + i * ATTENTION_STRIDE, seen[0], seen[1], w->greatest + i, w->sums + i);
+/* Makes levels of probabilities times the scales of the values they belong to; what a level stands for in `factor`. */
+static void weigh(const head_layout *l, const block_view *b, const int64_t *seen, float *p, float *factor) {
+    const int64_t first = seen[0] / LANES * LANES, last = (seen[1] + LANES - 1) / LANES * LANES;
+    const vec zero = vec_set(0.0f);
+    ivec greatest = ivec_set(0);
+    for (int64_t j = first; j < last; j += LANES) {
+        const uint8_t *values = b->pages[j / ATTENTION_PAGE] + l->key_bytes;
+        const vec scales = vec_load_bytes(values + ATTENTION_PAGE * l->padded + j % ATTENTION_PAGE * 4);
+        vec x = vec_mul(vec_load(p + j), scales);
+        /* What lies there and nobody sees need not be a number. */
+        if (j < seen[0] || j + LANES > seen[1]) x = vec_within(x, (int)(seen[0] - j), (int)(seen[1] - j), zero);
+        vec_store(p + j, x);
+        greatest = ivec_max_bits(greatest, x);
     }
-    memset(w->results, 0, (size_t)(count * l->padded) * sizeof(float));
-    for (int64_t start = first / ATTENTION_PAGE * ATTENTION_PAGE; start < last; start += ATTENTION_PAGE) {
+    *factor = level_weights(p, first, last, greatest);
+}
+
+static void add_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
+    memset(w->results, 0, (size_t)(b->rows * b->group * l->padded) * sizeof(float));
+    for (int64_t start = b->first / ATTENTION_PAGE * ATTENTION_PAGE; start < b->last; start += ATTENTION_PAGE) {
         const uint8_t *page = b->pages[start / ATTENTION_PAGE] + l->key_bytes;
         const float *values = w->values;
         if (a->value_type == ATTENTION_FLOAT32)
             values = (const float *)(const void *)page;
         else
-            unpack_values(a->value_type, l, page, start < first ? first - start : 0, smaller(last - start, ATTENTION_PAGE),
-                          w->values);
+            unpack_values(a->value_type, l, page, start < b->first ? b->first - start : 0,
+                          smaller(b->last - start, ATTENTION_PAGE), w->values);
         add_page(l, b, values, start, w);
     }
+}
+
+/* Greatest score, sum and result of every query over a block. */
+static void attend_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
+    const int64_t count = b->rows * b->group;
+    score_block(a, l, b, w);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t *seen = b->seen[i / b->group];
+        float *scores = w->scores + i * ATTENTION_STRIDE, factor = a->scale;
+        if (a->key_type == ATTENTION_INT8) {
+            query_head head;
+            memcpy(&head, b->queries + i * l->query_bytes, sizeof head);
+            factor = head.scale * a->scale;
+        }
+        w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
+        w->sums[i] = soften(scores, seen[0], seen[1], w->greatest[i]);
+        if (a->value_type == ATTENTION_INT8) weigh(l, b, seen, scores, w->factors + i);
+    }
+    if (a->value_type == ATTENTION_INT8)
+        add_block_int8(l, b->pages, b->first, b->last, count, w);
+    else
+        add_block(a, l, b, w);
 }

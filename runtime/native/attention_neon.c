@@ -65,13 +65,6 @@ INLINE float32x4_t four_int8(const int8_t *at) {
 
 INLINE vec vec_int8(const int8_t *at) { EACH(four_int8(at + 4 * i)); }
 
-INLINE float32x4_t four_fourths(const uint8_t *at, int c) {
-    const int32x4_t fours = vreinterpretq_s32_u8(vld1q_u8(at));
-    return vcvtq_f32_s32(vshrq_n_s32(vshlq_s32(fours, vdupq_n_s32(24 - 8 * c)), 24));
-}
-
-INLINE vec vec_fourth(const uint8_t *at, int c) { EACH(four_fourths(at + 16 * i, c)); }
-
 INLINE float32x4_t four_nibbles(const uint8_t *at, int shift) {
     const uint32x4_t moved = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(at)), vdupq_n_s32(-shift));
     return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32(15)));
@@ -79,9 +72,91 @@ INLINE float32x4_t four_nibbles(const uint8_t *at, int shift) {
 
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) { EACH(four_nibbles(at + 16 * i, 8 * c + 4 * high)); }
 
+typedef struct {
+    int32x4_t part[4];
+} ivec;
+typedef struct {
+    int8x16_t part[4];
+} kvec;
+
+#define EACH_INT(expression)                                \
+    ivec out;                                               \
+    for (int i = 0; i < 4; i++) out.part[i] = (expression); \
+    return out
+
+INLINE ivec ivec_set(int32_t x) { EACH_INT(vdupq_n_s32(x)); }
+INLINE vec ivec_float(ivec x) { EACH(vcvtq_f32_s32(x.part[i])); }
+INLINE void ivec_store(int32_t *at, ivec x) {
+    for (int i = 0; i < 4; i++) vst1q_s32(at + 4 * i, x.part[i]);
+}
+
+INLINE int32x4_t bits_of(float32x4_t x) { return vandq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(0x7fffffff)); }
+INLINE ivec ivec_max_bits(ivec most, vec x) { EACH_INT(vmaxq_s32(most.part[i], bits_of(x.part[i]))); }
+
+enum { KEY_BIAS = 0 };
+INLINE kvec kvec_load(const uint8_t *at) {
+    kvec out;
+    for (int i = 0; i < 4; i++) out.part[i] = vreinterpretq_s8_u8(vld1q_u8(at + 16 * i));
+    return out;
+}
+INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) {
+    const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(q));
+    EACH_INT(vdotq_s32(sum.part[i], k.part[i], four));
+}
+
+INLINE void vec_store_levels(int16_t *at, vec shifted) {
+    for (int i = 0; i < 4; i++) {
+        const int32x4_t bits = vreinterpretq_s32_f32(shifted.part[i]);
+        const int16x4_t words = vmovn_s32(vsubq_s32(bits, vdupq_n_s32(0x4b400000)));
+        /* Halves apart: 0, 2 and 1, 3. */
+        vst1_s16(at + 4 * i, vreinterpret_s16_s32(vtrn1_s32(vreinterpret_s32_s16(vuzp1_s16(words, words)),
+                                                          vreinterpret_s32_s16(vuzp2_s16(words, words)))));
+    }
+}
+
+enum { CHUNK = 16, INT_PANEL = 4, INT_WIDTH = 1 };
+typedef struct {
+    int16x8_t row[4][2];
+} four;
+
+INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
+    four out;
+    (void)left, (void)part;
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t row = vld1q_s8(at + i * step);
+        out.row[i][0] = vmovl_s8(vget_low_s8(row)), out.row[i][1] = vmovl_s8(vget_high_s8(row));
+    }
+    return out;
+}
+
+INLINE int32x4_t add_positions(int32x4_t sum, int16x4_t a, int16x4_t b, int16x4_t c, int16x4_t d, int16x4_t levels) {
+    sum = vmlal_lane_s16(sum, a, levels, 0);
+    sum = vmlal_lane_s16(sum, b, levels, 2);
+    sum = vmlal_lane_s16(sum, c, levels, 1);
+    return vmlal_lane_s16(sum, d, levels, 3);
+}
+
+INLINE ivec ivec_add_four(ivec sum, four v, const int16_t *at) {
+    const int16x4_t levels = vld1_s16(at);
+    for (int half = 0; half < 2; half++) {
+        sum.part[2 * half] = add_positions(sum.part[2 * half], vget_low_s16(v.row[0][half]), vget_low_s16(v.row[1][half]),
+                                           vget_low_s16(v.row[2][half]), vget_low_s16(v.row[3][half]), levels);
+        sum.part[2 * half + 1] =
+            add_positions(sum.part[2 * half + 1], vget_high_s16(v.row[0][half]), vget_high_s16(v.row[1][half]),
+                          vget_high_s16(v.row[2][half]), vget_high_s16(v.row[3][half]), levels);
+    }
+    return sum;
+}
+
+INLINE void four_put(float *at, int64_t left, int part, vec x) {
+    (void)left, (void)part;
+    vec_store(at, x);
+}
+
 /* Six rows of sums fill 24 of 32 registers. */
 enum { PANEL = 6, WIDE_ROWS = 2 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6)
+#define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
 #include "floats.inc.h"

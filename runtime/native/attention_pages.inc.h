@@ -1,4 +1,4 @@
-/* Reading pages: unpacking what is not float32, and gathering positions that lie apart; knows nothing of scores.
+/* Reading pages: unpacking float16 and int4, and gathering positions that lie apart; knows nothing of scores.
  *
  * Part of attention.inc.h.
  */
@@ -6,13 +6,14 @@
 /* Sizes of one head's part of a page. */
 typedef struct {
     int64_t h, v, padded;        /* channels; those of values with padding */
-    int64_t key_bytes, fours, eights, key_groups, value_groups;
+    int64_t key_bytes, query_bytes, fours, eights, key_groups, value_groups;
 } head_layout;
 
 static head_layout layout_of(const attention *a) {
     head_layout l = {.h = a->key_size, .v = a->value_size};
     l.padded = (l.v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
     l.key_bytes = attention_key_bytes(a->key_type, a->key_size);
+    l.query_bytes = attention_query_bytes(a);
     l.fours = (l.h + 3) / 4, l.eights = (l.h + 7) / 8;
     l.key_groups = (l.h + 15) / 16, l.value_groups = (l.v + 15) / 16;
     return l;
@@ -48,11 +49,6 @@ static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys,
         if (type == ATTENTION_FLOAT16) {
             const uint8_t *from = keys + tile * tile_size * 2;
             for (int64_t i = 0; i < tile_size; i += ATTENTION_TILE) vec_store(to + i, vec_halves(from + i * 2));
-        } else if (type == ATTENTION_INT8) {
-            const uint8_t *from = keys + tile * l->fours * 64;
-            const vec scale = vec_load_bytes(keys + ATTENTION_PAGE * l->fours * 4 + tile * 64);
-            for (int64_t c = 0; c < l->h; c++)
-                vec_store(to + c * ATTENTION_TILE, vec_mul(vec_fourth(from + c / 4 * 64, (int)(c % 4)), scale));
         } else {
             unpack_key_tile_int4(l, keys, tile, to);
         }
@@ -84,12 +80,6 @@ static void unpack_values(int32_t type, const head_layout *l, const uint8_t *val
         if (type == ATTENTION_FLOAT16) {
             const uint8_t *from = values + s * padded * 2;
             for (int64_t c = 0; c < padded; c += ATTENTION_TILE) vec_store(to + c, vec_halves(from + c * 2));
-        } else if (type == ATTENTION_INT8) {
-            const int8_t *from = (const int8_t *)values + s * padded;
-            float scale;
-            memcpy(&scale, values + ATTENTION_PAGE * padded + s * 4, sizeof scale);
-            for (int64_t c = 0; c < padded; c += ATTENTION_TILE)
-                vec_store(to + c, vec_mul(vec_int8(from + c), vec_set(scale)));
         } else {
             unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 2, to);
         }

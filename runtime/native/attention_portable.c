@@ -27,10 +27,72 @@ INLINE vec vec_within(vec x, int from, int to, vec other) { EACH(l >= from && l 
 INLINE vec vec_power(vec shifted) { EACH(power_of_two(shifted.lane[l])); }
 INLINE vec vec_halves(const uint8_t *at) { EACH(float_of((uint16_t)(at[2 * l] | at[2 * l + 1] << 8))); }
 INLINE vec vec_int8(const int8_t *at) { EACH((float)at[l]); }
-INLINE vec vec_fourth(const uint8_t *at, int c) { EACH((float)(int8_t)at[4 * l + c]); }
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) { EACH((float)(at[4 * l + c] >> 4 * high & 15)); }
 
+typedef struct {
+    int32_t lane[LANES];
+} ivec;
+typedef struct {
+    int8_t value[4 * LANES];
+} kvec, four;
+
+#define EACH_INT(expression)                                \
+    ivec out;                                               \
+    for (int l = 0; l < LANES; l++) out.lane[l] = (expression); \
+    return out
+
+INLINE ivec ivec_set(int32_t x) { EACH_INT(x); }
+INLINE vec ivec_float(ivec x) { EACH((float)x.lane[l]); }
+INLINE void ivec_store(int32_t *at, ivec x) { memcpy(at, x.lane, sizeof x.lane); }
+
+INLINE int32_t greater_bits(int32_t most, float x) {
+    const int32_t bits = (int32_t)(float_bits(x) & 0x7fffffffu);
+    return bits > most ? bits : most;
+}
+INLINE ivec ivec_max_bits(ivec most, vec x) { EACH_INT(greater_bits(most.lane[l], x.lane[l])); }
+
+enum { KEY_BIAS = 0 };
+INLINE kvec kvec_load(const uint8_t *at) {
+    kvec out;
+    memcpy(out.value, at, sizeof out.value);
+    return out;
+}
+
+INLINE int32_t four_products(const int8_t *keys, int32_t q) {
+    int8_t values[4];
+    memcpy(values, &q, sizeof values);
+    return keys[0] * values[0] + keys[1] * values[1] + keys[2] * values[2] + keys[3] * values[3];
+}
+INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) { EACH_INT(sum.lane[l] + four_products(k.value + 4 * l, q)); }
+
+INLINE void vec_store_levels(int16_t *at, vec shifted) {
+    static const int ORDER[4] = {0, 2, 1, 3};
+    for (int l = 0; l < LANES; l++)
+        at[l / 4 * 4 + ORDER[l % 4]] = (int16_t)(float_bits(shifted.lane[l]) - 0x4b400000u);
+}
+
+enum { CHUNK = 16, INT_PANEL = 4, INT_WIDTH = 1 };
+INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
+    four out;
+    (void)left, (void)part;
+    for (int i = 0; i < 4; i++) memcpy(out.value + i * LANES, at + i * step, LANES);
+    return out;
+}
+
+INLINE int32_t four_positions(const int8_t *v, const int16_t *levels) {
+    return v[0] * levels[0] + v[LANES] * levels[2] + v[2 * LANES] * levels[1] + v[3 * LANES] * levels[3];
+}
+INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
+    EACH_INT(sum.lane[l] + four_positions(values.value + l, levels));
+}
+
+INLINE void four_put(float *at, int64_t left, int part, vec x) {
+    (void)left, (void)part;
+    vec_store(at, x);
+}
+
 enum { PANEL = 4, WIDE_ROWS = 4 };
+#define EVERY_INT_ROWS(what) EVERY_ROWS(what)
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"

@@ -191,9 +191,29 @@ static uint8_t *head_at(const attention *a, int64_t sequence, int64_t slot, int6
     return a->pool + page * a->page_bytes + a->offset + kv_head * attention_head_bytes(a);
 }
 
-static float *queries_at(const attention *a, const attention_plan *plan, int64_t kv_head, int64_t row) {
+/* Before the channels of a query in int8: its scale and the sum of its values. */
+typedef struct {
+    float scale;
+    int32_t sum;
+} query_head;
+
+static uint8_t *queries_at(const attention *a, const attention_plan *plan, int64_t kv_head, int64_t row) {
     int64_t group = a->heads / a->kv_heads;
-    return (float *)(void *)((char *)plan->memory + plan->queries_at) + (kv_head * a->count + row) * group * a->key_size;
+    return (uint8_t *)plan->memory + plan->queries_at + (kv_head * a->count + row) * group * attention_query_bytes(a);
+}
+
+/* Keeps a query for the products to come: as it is, or as its scale, its sum and int8, padded with zeros. */
+static void store_query(const attention *a, const float *x, uint8_t *out) {
+    const int64_t h = a->key_size;
+    if (a->key_type != ATTENTION_INT8) {
+        memcpy(out, x, (size_t)h * sizeof(float));
+        return;
+    }
+    query_head head;
+    uint8_t *values = out + sizeof head;
+    quantize_block(x, (int32_t)h, (int8_t *)values, &head.scale, &head.sum);
+    memcpy(out, &head, sizeof head);
+    for (int64_t i = h; i % 4; i++) values[i] = 0;
 }
 
 static void write_row(const attention *a, const attention_plan *plan, int64_t row) {
@@ -209,8 +229,11 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
     const int64_t sequence = a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot = own_slot(a, row);
     const int64_t s = slot % ATTENTION_PAGE, key_bytes = attention_key_bytes(a->key_type, a->key_size);
     for (int64_t kv = 0; kv < a->kv_heads; kv++) {
-        float *out = queries_at(a, plan, kv, row);
-        for (int64_t i = 0; i < group; i++) prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, out + i * h);
+        uint8_t *out = queries_at(a, plan, kv, row);
+        for (int64_t i = 0; i < group; i++) {
+            prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, x);
+            store_query(a, x, out + i * attention_query_bytes(a));
+        }
         uint8_t *at = head_at(a, sequence, slot, kv);
         prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
         store_key(a->key_type, at, s, x, h, bytes);

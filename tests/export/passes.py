@@ -10,9 +10,10 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import MODEL, DecoderSpec, graph, open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, graph, open_bundle
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.runtime.backends.contract import ExpertChoice
+from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.paging.layout import PageLayout
 
 __all__ = ["TOKENS", "Runner", "expected_logits", "feeds", "pool", "rotary_tables"]
@@ -77,24 +78,35 @@ def feeds(
 def pool(spec: DecoderSpec) -> dict[str, Array]:
     """The pool of two float32 pages that `feeds` speaks of, empty, and its layout."""
     layout = PageLayout.of(spec.geometry, FLOAT32)
-    return {graph.KV_POOL: np.zeros(2 * layout.page_bytes, np.uint8), graph.KV_LAYOUT: layout.array}
+    room = np.zeros(2 * layout.page_bytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return {graph.KV_POOL: room[start : start + 2 * layout.page_bytes], graph.KV_LAYOUT: layout.array}
 
 
 class Runner:
-    """Drives a bundle's graph by ONNX Runtime alone, with its cache in two shared buffers for each layer."""
+    """Drives a bundle's graph by ONNX Runtime alone, with its cache in shared buffers or pages.
 
-    def __init__(self, bundle: Path, rotary: Rotary) -> None:
+    Attributes:
+        buffers: of the cache, by the names of the inputs.
+    """
+
+    def __init__(self, bundle: Path, rotary: Rotary, layout: Layout = PORTABLE) -> None:
         opened = open_bundle(bundle)
         assert opened.manifest.decoder is not None
         self.spec: DecoderSpec = opened.manifest.decoder
-        self.session = ort.InferenceSession(opened.file(MODEL), providers=["CPUExecutionProvider"])
+        options = ort.SessionOptions()
+        if layout == NATIVE:
+            options.register_custom_ops_library(str(native_kernel().path))
+        path = opened.model_file(layout)
+        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.rotary = rotary
-        shape = (1, self.spec.num_kv_heads, 64, self.spec.head_dim)
-        self.caches = [
-            [ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for _ in range(2)]
-            for _ in range(self.spec.num_layers)
-        ]
+        self.buffers = pool(self.spec) if layout == NATIVE else self._past()
         self.length = 0
+
+    def _past(self) -> dict[str, Array]:
+        shape = (1, self.spec.num_kv_heads, 64, self.spec.head_dim)
+        names = [name for layer in range(self.spec.num_layers) for name in graph.past_names(layer)]
+        return {name: np.zeros(shape, np.float32) for name in names}
 
     def run(
         self,
@@ -107,12 +119,12 @@ class Runner:
         binding = self.session.io_binding()
         wanted = np.array(rows, np.int64)
         given = feeds(self.spec, tokens, self.rotary, start=self.length, rows=wanted, mask=mask, hidden=hidden)
-        for name in {i.name for i in self.session.get_inputs()} & set(given):
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(given[name]))
-        for layer, cache in enumerate(self.caches):
-            for past, present, buffer in zip(graph.past_names(layer), graph.present_names(layer), cache, strict=True):
-                binding.bind_ortvalue_input(past, buffer)
-                binding.bind_ortvalue_output(present, buffer)
+        for name in {i.name for i in self.session.get_inputs()}:
+            value = self.buffers[name] if name in self.buffers else given[name]
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(value))
+        for name in {o.name for o in self.session.get_outputs()} - {graph.LOGITS, graph.HIDDEN_OUT, graph.EXPERT_IDS}:
+            buffer = self.buffers[name.replace("present", "past")]
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(buffer))
         binding.bind_output(graph.LOGITS)
         binding.bind_output(graph.HIDDEN_OUT)
         self.session.run_with_iobinding(binding)

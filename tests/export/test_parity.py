@@ -9,33 +9,39 @@ import numpy as np
 import pytest
 import torch
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import LAYOUTS, PORTABLE, Layout, open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import MIXTURES, VARIANTS, make_checkpoint
 
 TOLERANCE = 1e-4
+# Where edgeinfer was installed without a compiler, the graph of ONNX Runtime's operators alone.
+RUNNABLE = LAYOUTS if LIBRARY.is_file() else (PORTABLE,)
 
 
-def export_random(folder: Path, arch: str, config: ExportConfig, **settings: Any) -> tuple[Any, Runner]:
+def export_random(
+    folder: Path, arch: str, config: ExportConfig, layouts: tuple[Layout, ...] = (PORTABLE,), **settings: Any
+) -> tuple[Any, list[Runner]]:
     model = make_checkpoint(folder / "checkpoint", arch, **settings)
     bundle = export_checkpoint(folder / "checkpoint", folder / "bundle", config)
-    return model, Runner(bundle, rotary_tables(model, len(TOKENS)))
+    return model, [Runner(bundle, rotary_tables(model, len(TOKENS)), layout) for layout in layouts]
 
 
 @pytest.mark.parametrize("arch", [*VARIANTS, *MIXTURES])
 def test_float_logits_match_transformers(arch: str, tmp_path: Path) -> None:
-    model, runner = export_random(tmp_path, arch, ExportConfig(bits=32))
+    model, runners = export_random(tmp_path, arch, ExportConfig(bits=32), RUNNABLE)
     expected = expected_logits(model, TOKENS)
-    prefill, _ = runner.run(TOKENS[:7], list(range(7)))
-    assert np.abs(prefill - expected[:7]).max() <= TOLERANCE
-    rest, _ = runner.run(TOKENS[7:], [0, 3])
-    assert np.abs(rest - expected[[7, 10]]).max() <= TOLERANCE
+    for runner in runners:
+        prefill, _ = runner.run(TOKENS[:7], list(range(7)))
+        assert np.abs(prefill - expected[:7]).max() <= TOLERANCE
+        rest, _ = runner.run(TOKENS[7:], [0, 3])
+        assert np.abs(rest - expected[[7, 10]]).max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_sharded_sources_match_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, runner = export_random(tmp_path, "Qwen2", ExportConfig(bits=32), dtype=dtype, max_shard_size="60KB")
+    model, (runner,) = export_random(tmp_path, "Qwen2", ExportConfig(bits=32), dtype=dtype, max_shard_size="60KB")
     assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 1
     logits, _ = runner.run(TOKENS, list(range(len(TOKENS))))
     assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
@@ -60,32 +66,33 @@ def test_resuming_after_an_exit_layer_equals_one_pass(llama: tuple[Any, Path]) -
     model, bundle = llama
     rows = list(range(len(TOKENS)))
     first = np.array([True, True, False, False, False, False])
-    runner = Runner(bundle, rotary_tables(model, len(TOKENS)))
-    _, hidden = runner.run(TOKENS, [], mask=first)
-    runner.length = 0
-    logits, _ = runner.run(TOKENS, rows, mask=~first, hidden=hidden)
-    assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
+    for layout in RUNNABLE:
+        runner = Runner(bundle, rotary_tables(model, len(TOKENS)), layout)
+        _, hidden = runner.run(TOKENS, [], mask=first)
+        runner.length = 0
+        logits, _ = runner.run(TOKENS, rows, mask=~first, hidden=hidden)
+        assert np.abs(logits - expected_logits(model, TOKENS)).max() <= TOLERANCE
 
 
 def test_masked_blocks_leave_hidden_states_and_cache_untouched(llama: tuple[Any, Path]) -> None:
     model, bundle = llama
-    runner = Runner(bundle, rotary_tables(model, len(TOKENS)))
-    runner.run(TOKENS[:4], [])
-    before = [[buffer.numpy().copy() for buffer in cache] for cache in runner.caches]
-    _, hidden = runner.run(TOKENS[4:], [], mask=np.zeros(6, np.bool_))
     with torch.no_grad():
         embedded = model.model.embed_tokens(torch.from_numpy(TOKENS[4:])).numpy()
-    np.testing.assert_array_equal(hidden, embedded)
-    for cache, old in zip(runner.caches, before, strict=True):
-        for buffer, kept in zip(cache, old, strict=True):
-            np.testing.assert_array_equal(buffer.numpy(), kept)
+    for layout in RUNNABLE:
+        runner = Runner(bundle, rotary_tables(model, len(TOKENS)), layout)
+        runner.run(TOKENS[:4], [])
+        before = {name: buffer.copy() for name, buffer in runner.buffers.items()}
+        _, hidden = runner.run(TOKENS[4:], [], mask=np.zeros(6, np.bool_))
+        np.testing.assert_array_equal(hidden, embedded)
+        np.testing.assert_equal(runner.buffers, before)
+        assert any(buffer.any() for buffer in before.values())
 
 
 @pytest.mark.parametrize("arch", ["llama-tied", "qwen2", "llama-mha-odd-sizes"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quantized_graph_computes_with_the_dequantized_weights(arch: str, bits: int, tmp_path: Path) -> None:
     config = ExportConfig(bits=bits, head_bits=bits, keep_small=False, layout="portable")
-    model, runner = export_random(tmp_path, arch, config)
+    model, (runner,) = export_random(tmp_path, arch, config)
     bundle = open_bundle(tmp_path / "bundle")
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.from_numpy(bundle.tensor("embed")))

@@ -215,19 +215,36 @@ static void check_written(const attention_problem *p, const uint8_t *pool, int64
     }
 }
 
+/* A query as int8 keys meet it; returns how far a score may be off where a channel lies between two integers. */
+static double quantize_query(const attention *a, double *q) {
+    double most = 0.0, close = 0.0;
+    for (int64_t c = 0; c < a->key_size; c++) most = fmax(most, fabs(q[c]));
+    for (int64_t c = 0; c < a->key_size && most > 1e-35; c++) {
+        double level = q[c] * 127 / most, whole = nearbyint(level);
+        if (fabs(fabs(level - whole) - 0.5) < 1e-3) close += most / 127;
+        q[c] = whole * most / 127;
+    }
+    return close;
+}
+
 /* What a row and head should give over the pool's keys and values; returns how near: a score rounds by its own size,
- * and a result moves by that much of the greatest value. */
+ * and a result moves by that much of the greatest value. Weights of int8 values have 15 bits. */
 static double exact_result(const attention_problem *p, const uint8_t *pool, int64_t row, int64_t head, double *out) {
     const attention *a = &p->now;
     int64_t length = p->lengths[row], kv = head / (a->heads / a->kv_heads);
     double q[256], scores[MOST_HISTORY + MOST_ROWS], most = a->sinks ? a->sinks[head] : -INFINITY, sum = 0.0, step, size = 1.0, greatest = 1.0;
     exact_head(a, row, a->qkv + row * p->width, a->heads, head, a->q_norm, q);
+    double close = a->key_type == ATTENTION_INT8 ? quantize_query(a, q) : 0.0, largest = 0.0;
     int64_t begin = a->window && a->window < length ? length - a->window : 0;
     for (int64_t i = begin; i < length; i++) {
         int64_t slot = p->paths[row][i];
         const uint8_t *at = page_of(p, pool, a->rows[row * 4], slot, kv);
         scores[i] = 0.0;
-        for (int64_t c = 0; c < a->key_size; c++) scores[i] += q[c] * key_value(a, at, slot % 64, c, &step);
+        for (int64_t c = 0; c < a->key_size; c++) {
+            double key = key_value(a, at, slot % 64, c, &step);
+            scores[i] += q[c] * key;
+            largest = fmax(largest, fabs(key));
+        }
         scores[i] *= a->scale;
         if (a->softcap > 0) scores[i] = a->softcap * tanh(scores[i] / a->softcap);
         most = fmax(most, scores[i]);
@@ -248,7 +265,8 @@ static double exact_result(const attention_problem *p, const uint8_t *pool, int6
     }
     for (int64_t c = 0; c < a->value_size; c++) out[c] /= sum;
     if (turned(a->value_type)) turn(out, a->value_size);
-    return size * greatest * 2e-6;
+    double weights = a->value_type == ATTENTION_INT8 ? (double)(length - begin) * 0.5 / 32767 / sum : 0.0;
+    return greatest * (size * 2e-6 + 2 * close * largest * a->scale + weights);
 }
 
 static void check_results(const attention_problem *p, const uint8_t *pool, const float *got, report *r) {

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PAGE", "TYPES", "Layout", "Shape", "Tables", "attend", "hadamard_size", "stored_rows", "turned"]
+from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.page_rows import PageRows
 
-PAGE = 64
-TYPES = ("float32", "float16", "int8", "int4")
+__all__ = ["Shape", "Tables", "Weights", "attend", "make_layout", "prepared"]
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -64,116 +65,16 @@ class Tables:
         _, prefix, first, count = self.rows[row].tolist()
         return np.concatenate([np.arange(prefix), self.extras[first : first + count].astype(np.int64)])
 
-    def places(self, row: int, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Page of the pool and position within it of slots of a row's sequence."""
-        return self.pages[self.rows[row, 0], slots // PAGE].astype(np.int64), slots % PAGE
+    def places(self, row: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:  # (n,) -> (n,)
+        """Places in the pool of slots of a row's sequence."""
+        pages: NDArray[np.int64] = self.pages[self.rows[row, 0], slots // PAGE].astype(np.int64)
+        return pages * PAGE + slots % PAGE
 
 
-def _up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the layers lie in a page: by kv heads, key size and value size of each."""
-
-    key_type: int
-    value_type: int
-    layers: tuple[tuple[int, int, int], ...]
-
-    @property
-    def offsets(self) -> list[int]:
-        """The beginning of each layer, and the end of the last."""
-        ends = [0]
-        for heads, key, value in self.layers:
-            head = _up(_key_bytes(self.key_type, key), 64) + _up(_value_bytes(self.value_type, value), 64)
-            ends.append(ends[-1] + heads * head)
-        return ends
-
-    @property
-    def page_bytes(self) -> int:
-        """Of all layers."""
-        return _up(self.offsets[-1], 4096)
-
-    @property
-    def array(self) -> NDArray[np.int64]:
-        """The operator's input."""
-        return np.array([self.key_type, self.value_type, self.page_bytes, *self.offsets[:-1]], np.int64)
-
-    def head(self, pool: NDArray[np.uint8], page: int, layer: int, head: int) -> tuple[Doubles, Doubles]:
-        """Keys (64, h) and values (64, v) of a page as they are stored, still turned."""
-        _, key, value = self.layers[layer]
-        keys = _up(_key_bytes(self.key_type, key), 64)
-        start = page * self.page_bytes + self.offsets[layer]
-        start += head * (keys + _up(_value_bytes(self.value_type, value), 64))
-        return _keys(pool[start:], self.key_type, key), _values(pool[start + keys :], self.value_type, value)
-
-
-def _key_bytes(kind: int, size: int) -> int:
-    per_position = (4 * size, 2 * size, 4 * -(-size // 4) + 4, 4 * -(-size // 8) + 4 * -(-size // 32))
-    return PAGE * per_position[kind]
-
-
-def _value_bytes(kind: int, size: int) -> int:
-    padded = _up(size, 16)
-    return PAGE * (4 * padded, 2 * padded, padded + 4, padded // 2 + 4 * -(-size // 32))[kind]
-
-
-def _keys(part: NDArray[np.uint8], kind: int, size: int) -> Doubles:  # (64, size)
-    tile, lane = np.divmod(np.arange(PAGE)[:, None], 16)
-    c = np.arange(size)
-    if kind < 2:
-        values = part[: _key_bytes(kind, size)].view(np.float32 if kind == 0 else np.float16)
-        return values[(tile * size + c) * 16 + lane].astype(np.float64)
-    if kind == 2:
-        whole = part[((tile * -(-size // 4) + c // 4) * 16 + lane) * 4 + c % 4].view(np.int8)
-        return _scaled(whole, part[PAGE * 4 * -(-size // 4) :])
-    bytes_ = part[((tile * -(-size // 8) + c // 8) * 16 + lane) * 4 + c % 4]
-    codes: NDArray[np.uint8] = bytes_ >> np.where(c % 8 < 4, 0, 4).astype(np.uint8) & np.uint8(15)
-    return _grouped(codes, part[PAGE * 4 * -(-size // 8) :])
-
-
-def _values(part: NDArray[np.uint8], kind: int, size: int) -> Doubles:  # (64, size)
-    padded, c = _up(size, 16), np.arange(size)
-    if kind < 2:
-        values = part[: _value_bytes(kind, size)].view(np.float32 if kind == 0 else np.float16)
-        return values.reshape(PAGE, padded)[:, :size].astype(np.float64)
-    if kind == 2:
-        whole = part[: PAGE * padded].view(np.int8).reshape(PAGE, padded)[:, :size]
-        return _scaled(whole, part[PAGE * padded :])
-    run = np.where(c // 32 * 32 + 32 <= padded, 32, 16)
-    within = c - c // 32 * 32
-    bytes_ = part[: PAGE * padded // 2].reshape(PAGE, padded // 2)[:, c // 32 * 16 + within % (run // 2)]
-    codes: NDArray[np.uint8] = bytes_ >> np.where(within < run // 2, 0, 4).astype(np.uint8) & np.uint8(15)
-    return _grouped(codes, part[PAGE * padded // 2 :])
-
-
-def _scaled(codes: NDArray[np.int8], part: NDArray[np.uint8]) -> Doubles:  # (64, size) -> (64, size)
-    scaled: Doubles = codes * part[: PAGE * 4].view(np.float32).astype(np.float64)[:, None]
-    return scaled
-
-
-def _grouped(codes: NDArray[np.uint8], part: NDArray[np.uint8]) -> Doubles:  # (64, size) -> (64, size)
-    groups = np.arange(codes.shape[1]) // 32
-    pairs = part[: PAGE * 4 * (groups[-1] + 1)].view(np.float16).astype(np.float64).reshape(PAGE, -1, 2)
-    scaled: Doubles = codes * pairs[:, groups, 0] + pairs[:, groups, 1]
-    return scaled
-
-
-def hadamard_size(size: int) -> int:
-    """The block of the transform of a head of that size."""
-    return min(size & -size, 128)
-
-
-def turned(rows: NDArray[np.floating], kind: int) -> Doubles:  # (..., size) -> (..., size)
-    """Rows as their type stores them, by the transform's matrix; its own inverse."""
-    size = hadamard_size(rows.shape[-1]) if kind >= 2 else 1
-    matrix: Doubles = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    blocks = rows.astype(np.float64).reshape(*rows.shape[:-1], -1, size)
-    result: Doubles = (blocks @ matrix / np.sqrt(size)).reshape(rows.shape)
-    return result
+def make_layout(shape: Shape, keys: str, values: str, layers: int = 1) -> PageLayout:
+    """Pages for layers of a shape."""
+    codecs = (find_row_codec(keys), find_row_codec(values))
+    return PageLayout(layers, shape.kv_heads, shape.key_size, shape.value_size, *codecs)
 
 
 def _normed(rows: Doubles, weight: Floats | None, epsilon: float) -> Doubles:  # (heads, h)
@@ -204,7 +105,7 @@ class Weights:
     sinks: Floats | None = None  # (heads,)
 
 
-def stored_rows(
+def prepared(
     shape: Shape, weights: Weights, qkv: Floats, positions: Sequence[int]
 ) -> Iterator[tuple[Doubles, Doubles, Doubles]]:  # (heads, h), (kv_heads, h), (kv_heads, v)
     """Queries, keys and values of each row (S, width), normed and rotated."""
@@ -222,30 +123,30 @@ def stored_rows(
 def attend(
     shape: Shape,
     weights: Weights,
-    layout: Layout,
+    layout: PageLayout,
     pool: NDArray[np.uint8],
     tables: Tables,
     queries: Sequence[Doubles],  # (heads, h) each
 ) -> Doubles:  # (S, heads v)
     """The attention of every row over what the pool holds after the pass."""
-    results = []
-    used = sorted(set(tables.pages[tables.pages >= 0].tolist()))
-    place = np.full(max(used) + 1, -1)
-    place[used] = np.arange(len(used))
-    heads = [[layout.head(pool, page, shape.layer, kv) for page in used] for kv in range(shape.kv_heads)]
-    held = [(np.stack([k for k, _ in parts]), np.stack([v for _, v in parts])) for parts in heads]
+    results, rows = [], PageRows(layout, pool)
     for row, query in enumerate(queries):
         path = tables.path(row)
         seen = path[max(0, len(path) - shape.window) :] if shape.window else path
-        pages, at = tables.places(row, seen)
-        for head, q in enumerate(turned(query, layout.key_type)):
-            keys, values = (part[place[pages], at] for part in held[head // (shape.heads // shape.kv_heads)])
+        held = [part.astype(np.float64) for part in rows.read(shape.layer, tables.places(row, seen))]
+        for head, q in enumerate(_as_stored(query) if layout.keys.name == "int8" else query):
+            keys, values = (part[head // (shape.heads // shape.kv_heads)] for part in held)
             scores = keys @ q * shape.factor
             if shape.softcap:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
             sink = [] if weights.sinks is None else [float(weights.sinks[head])]
             most = max(scores.max(), *sink) if sink else scores.max()
             odds = np.exp(scores - most)
-            total = odds.sum() + sum(np.exp(z - most) for z in sink)
-            results.append(turned(odds @ values / total, layout.value_type))
+            results.append(odds @ values / (odds.sum() + sum(np.exp(z - most) for z in sink)))
     return np.stack(results).reshape(len(queries), -1)
+
+
+def _as_stored(query: Doubles) -> Doubles:  # (heads, h) -> (heads, h)
+    """Queries of int8 keys are rounded as keys are, so that integers meet."""
+    codec = ROW_CODECS["int8"]
+    return codec.decode(codec.encode(query.astype(np.float32)), query.shape[1]).astype(np.float64)

@@ -11,7 +11,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.native.library import NativeKernel
-from tests.runtime.native.attention_oracle import PAGE, Floats, Layout, Shape, Tables, Weights
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from tests.runtime.native.attention_oracle import Floats, Shape, Tables, Weights, make_layout
 from tests.runtime.native.graphs import make_model, open_session, run
 
 __all__ = ["NAMES", "Node", "Runner", "Store", "aligned", "attributes"]
@@ -45,12 +46,12 @@ class Store:
         pages: (B, P).
     """
 
-    layout: Layout
+    layout: PageLayout
     memory: NDArray[np.uint8]
     pages: NDArray[np.int32]
 
     @classmethod
-    def of(cls, layout: Layout, sequences: int, capacity: int, order: np.random.Generator | None = None) -> Store:
+    def of(cls, layout: PageLayout, sequences: int, capacity: int, order: np.random.Generator | None = None) -> Store:
         """Sequences that share nothing, with their pages in order or anywhere in the pool."""
         width = -(-capacity // PAGE)
         count = sequences * width if order is None else sequences * width + 3
@@ -99,7 +100,9 @@ class Runner:
         given: dict[str, NDArray[Any]] = {name: w for name, w in vars(self.weights).items() if w is not None}
         known: dict[str, NDArray[Any]] = {n: given.pop(n) for n in ("q_norm", "k_norm", "sinks") if n in given}
         self._given = given
-        types = self._inputs(Store.of(Layout(0, 0, ((1, 1, 1),)), 1, 1), _tables(np.zeros((1, 1), np.int32), []))
+        types = self._inputs(
+            Store.of(make_layout(shape, "float32", "float32"), 1, 1), _tables(np.zeros((1, 1), np.int32), [])
+        )
         model = make_model("Attention", NAMES, types, known, **attributes(shape))
         self.session: ort.InferenceSession = open_session(kernel, model, threads)
 

@@ -11,7 +11,8 @@ import pytest
 
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
-from tests.runtime.native.attention_oracle import TYPES, Floats, Layout, Shape, Weights
+from edgeinfer.runtime.paging.codecs import ROW_CODECS
+from tests.runtime.native.attention_oracle import Floats, Shape, Weights, make_layout
 from tests.runtime.native.attention_runs import Node, Runner, Store
 
 SHAPE = Shape(heads=6, kv_heads=2, key_size=20, value_size=24, rotary=12)
@@ -82,8 +83,8 @@ def test_the_same_bits_in_any_company(make_runner: MakeRunner, binding: Binding,
     shape, rng = SHAPES[name], np.random.default_rng(2)
     first, second, behind = 515 if name == "long-window" else 275, 70, 4
     values = [rng.standard_normal((n, shape.width), np.float32) for n in (first + behind, second, len(PARENTS))]
-    for kind in range(len(TYPES)):
-        layout = Layout(kind, kind, ((shape.kv_heads, shape.key_size, shape.value_size),))
+    for kind in ROW_CODECS:
+        layout = make_layout(shape, kind, kind)
         single = make_runner("portable", shape, 1)
         store = Store.of(layout, 2, CAPACITY)
         # The last rows of a chain alone, one at a time, with all before them in one pass; and a short chain wholly so.
@@ -94,7 +95,7 @@ def test_the_same_bits_in_any_company(make_runner: MakeRunner, binding: Binding,
         accepted = np.concatenate([values[0][:first], values[2][BRANCH], values[0][first:]])
         wanted_behind = alone(single, store, chain(0, accepted, first))[-behind:]
         for isa, threads in [(isa, threads) for isa in binding.isas() for threads in (1, 2)]:
-            runner, label = make_runner(isa, shape, threads), f"{TYPES[kind]} {isa} {threads}"
+            runner, label = make_runner(isa, shape, threads), f"{kind} {isa} {threads}"
             other = Store.of(layout, 2, CAPACITY, rng)
             # Both chains in passes of any size, rows in any order; the second sequence grows beside the first.
             got: dict[tuple[int, int], Floats] = {}
