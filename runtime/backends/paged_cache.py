@@ -127,6 +127,7 @@ class PagedCache:
         length: rows in use.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
         observe_keep: called with the arguments of every `keep`.
+        observe_clear: called where all rows were given up.
     """
 
     copyable = True
@@ -138,6 +139,7 @@ class PagedCache:
         self.length = 0
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
+        self.observe_clear: Callable[[], None] | None = None
         self._pages: list[int] = []
         self._shared = 0  # of the first pages, those that others may hold too
 
@@ -197,6 +199,8 @@ class PagedCache:
         self.length = 0
         self._drop(0)
         self.pool.trim()
+        if self.observe_clear is not None:
+            self.observe_clear()
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keeps rows `start + r` for r in `rows`, ascending, moved together to `start`."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
@@ -88,6 +89,7 @@ class PagedBackend(GraphBackend):
             affinity=affinity,
         )
         self.capabilities = dataclasses.replace(self.capabilities, branches=True)
+        self.cache.observe_clear = self._unbind
 
     def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence of the same pool, for `forward_together`.
@@ -113,26 +115,20 @@ class PagedBackend(GraphBackend):
         cache.length += size
         return self._output(step, size, len(batch.rows))
 
-    def forward_together(self, sequences: Sequences) -> list[ForwardOutput]:
-        """One pass over new tokens of several sequences, each appended to its own cache.
-
-        Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
-
-        Raises:
-            CapabilityError, BackendError: as `forward`; or a sequence is named twice, is of another pool, or is to be
-                evaluated in another way than the others (layers, planes, experts, hidden states).
-        """
-        for cache, batch in sequences:
-            check_pass(self, batch, cache)
-        batch_of_all = joined([batch for _, batch in sequences])
+    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
-        if any(cache.pool is not self.pool for cache, _ in sequences):
+        own: Sequences = [(c, b) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
+        if len(own) < len(sequences):
             raise BackendError("A sequence of another model cannot be in this pass.")
-        step = self._run(sequences, batch_of_all)
+        for cache, batch in own:
+            check_pass(self, batch, cache)
+        batch_of_all = joined([batch for _, batch in own])
+        step = self._run(own, batch_of_all)
         whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
         outputs, row, logit = list[ForwardOutput](), 0, 0
-        for cache, batch in sequences:
+        for cache, batch in own:
             size, wanted = len(batch.tokens), len(batch.rows)
             hidden = None if whole.hidden is None else whole.hidden[row : row + size]
             experts = None if whole.experts is None else whole.experts[:, row : row + size]
