@@ -1,4 +1,4 @@
-/* The AVX2 path of attention: a vector is two registers; knows only its operations. */
+/* The AVX2 path of attention and of float matrices: a vector is two registers; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -16,6 +16,7 @@ typedef struct {
 INLINE vec vec_set(float x) { BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 INLINE vec vec_load(const float *at) { BOTH(_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)); }
 INLINE void vec_store(float *at, vec x) { _mm256_storeu_ps(at, x.low), _mm256_storeu_ps(at + 8, x.high); }
+INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE vec vec_add(vec a, vec b) { BOTH(_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)); }
 INLINE vec vec_sub(vec a, vec b) { BOTH(_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)); }
 INLINE vec vec_mul(vec a, vec b) { BOTH(_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)); }
@@ -179,8 +180,9 @@ enum { PANEL = 6, WIDE_ROWS = 3 };
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx2 = {"avx2", write_rows, attend, merge};
+const attention_path attention_avx2 = {"avx2", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL};
+const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,4 +1,4 @@
-/* The AVX-512 path of attention: a vector is a register; knows only its operations. */
+/* The AVX-512 path of attention and of float matrices: a vector is a register; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -11,6 +11,7 @@ typedef __m512 vec;
 INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec vec_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE void vec_store(float *at, vec x) { _mm512_storeu_ps(at, x); }
+INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
@@ -109,8 +110,9 @@ enum { PANEL = 8, WIDE_ROWS = 8 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6) what(7) what(8)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx512 = {"avx512", write_rows, attend, merge};
+const attention_path attention_avx512 = {"avx512", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL};
+const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,4 +1,4 @@
-/* The NEON path of attention: a vector is four registers; knows only its operations. */
+/* The NEON path of attention and of float matrices: a vector is four registers; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -20,6 +20,11 @@ INLINE vec vec_load(const float *at) { EACH(vld1q_f32(at + 4 * i)); }
 INLINE void vec_store(float *at, vec x) {
     for (int i = 0; i < 4; i++) vst1q_f32(at + 4 * i, x.part[i]);
 }
+#if defined(_MSC_VER) && !defined(__clang__)
+INLINE void vec_fetch(intptr_t at) { __prefetch((const void *)at); }
+#else
+INLINE void vec_fetch(intptr_t at) { __builtin_prefetch((const void *)at); }
+#endif
 INLINE vec vec_add(vec a, vec b) { EACH(vaddq_f32(a.part[i], b.part[i])); }
 INLINE vec vec_sub(vec a, vec b) { EACH(vsubq_f32(a.part[i], b.part[i])); }
 INLINE vec vec_mul(vec a, vec b) { EACH(vmulq_f32(a.part[i], b.part[i])); }
@@ -159,8 +164,9 @@ enum { PANEL = 6, WIDE_ROWS = 2 };
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_neon = {"neon", write_rows, attend, merge};
+const attention_path attention_neon = {"neon", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_neon = {"neon", NULL, NULL, NULL};
+const attention_path attention_neon = {"neon", NULL, NULL, NULL, NULL, NULL};
 #endif

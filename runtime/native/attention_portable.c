@@ -1,4 +1,4 @@
-/* The portable path of attention: plain C, the definition of what all others compute; knows nothing of registers. */
+/* The portable path of attention and of float matrices: plain C, the definition of what all others compute; knows nothing of registers. */
 #include "arithmetic.inc.h"
 #include "tile.h"
 
@@ -14,6 +14,7 @@ typedef struct {
 INLINE vec vec_set(float x) { EACH(x); }
 INLINE vec vec_load(const float *at) { EACH(at[l]); }
 INLINE void vec_store(float *at, vec x) { memcpy(at, x.lane, sizeof x.lane); }
+INLINE void vec_fetch(intptr_t at) { (void)at; }
 INLINE vec vec_add(vec a, vec b) { EACH(a.lane[l] + b.lane[l]); }
 INLINE vec vec_sub(vec a, vec b) { EACH(a.lane[l] - b.lane[l]); }
 INLINE vec vec_mul(vec a, vec b) { EACH(a.lane[l] * b.lane[l]); }
@@ -96,5 +97,6 @@ enum { PANEL = 4, WIDE_ROWS = 4 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_portable = {"portable", write_rows, attend, merge};
+const attention_path attention_portable = {"portable", write_rows, attend, merge, normalise_floats, multiply_floats};
