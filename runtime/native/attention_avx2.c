@@ -1,4 +1,4 @@
-/* The AVX2 path of attention: a vector is two registers; knows only its operations. */
+/* The AVX2 path of attention and of float matrices: a vector is two registers; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -197,8 +197,9 @@ enum { PANEL = 6, WIDE_ROWS = 3 };
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx2 = {"avx2", write_rows, attend, merge};
+const attention_path attention_avx2 = {"avx2", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL};
+const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,4 +1,4 @@
-/* The AVX-512 path of attention: a vector is a register; knows only its operations. */
+/* The AVX-512 path of attention and of float matrices: a vector is a register; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -126,8 +126,9 @@ enum { PANEL = 8, WIDE_ROWS = 8 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6) what(7) what(8)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx512 = {"avx512", write_rows, attend, merge};
+const attention_path attention_avx512 = {"avx512", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL};
+const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,4 +1,4 @@
-/* The NEON path of attention: a vector is four registers; knows only its operations. */
+/* The NEON path of attention and of float matrices: a vector is four registers; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -175,8 +175,9 @@ enum { PANEL = 6, WIDE_ROWS = 2 };
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_neon = {"neon", write_rows, attend, merge};
+const attention_path attention_neon = {"neon", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_neon = {"neon", NULL, NULL, NULL};
+const attention_path attention_neon = {"neon", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,4 +1,4 @@
-/* The portable path of attention: plain C, the definition of what all others compute; knows nothing of registers. */
+/* The portable path of attention and of float matrices: plain C, the definition of what all others compute; knows nothing of registers. */
 #include "arithmetic.inc.h"
 #include "tile.h"
 
@@ -114,5 +114,6 @@ enum { PANEL = 4, WIDE_ROWS = 4 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_portable = {"portable", write_rows, attend, merge};
+const attention_path attention_portable = {"portable", write_rows, attend, merge, normalise_floats, multiply_floats};
