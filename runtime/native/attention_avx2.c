@@ -85,6 +85,22 @@ INLINE __m256 eight_int8(const int8_t *at) {
 
 INLINE vec vec_int8(const int8_t *at) { BOTH(eight_int8(at), eight_int8(at + 8)); }
 
+INLINE vec vec_levels(__m128i bytes) {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    BOTH(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+         _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes))));
+}
+
+INLINE vec vec_halves_of(const uint8_t *at, int high) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)at);
+    return vec_levels(high ? _mm_srli_epi16(bytes, 4) : bytes);
+}
+
+INLINE vec vec_eight(const uint8_t *at) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)at);
+    return vec_levels(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)));
+}
+
 INLINE __m256 eight_nibbles(const uint8_t *at, int shift) {
     const __m256i moved = _mm256_srl_epi32(_mm256_loadu_si256((const __m256i *)at), _mm_cvtsi32_si128(shift));
     return _mm256_cvtepi32_ps(_mm256_and_si256(moved, _mm256_set1_epi32(15)));

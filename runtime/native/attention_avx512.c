@@ -57,6 +57,20 @@ INLINE vec vec_int8(const int8_t *at) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
 }
 
+INLINE vec vec_levels(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(bytes, _mm_set1_epi8(15))));
+}
+
+INLINE vec vec_halves_of(const uint8_t *at, int high) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)at);
+    return vec_levels(high ? _mm_srli_epi16(bytes, 4) : bytes);
+}
+
+INLINE vec vec_eight(const uint8_t *at) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)at);
+    return vec_levels(_mm_unpacklo_epi64(bytes, _mm_srli_epi16(bytes, 4)));
+}
+
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) {
     const __m512i moved = _mm512_srl_epi32(_mm512_loadu_si512(at), _mm_cvtsi32_si128(8 * c + 4 * high));
     return _mm512_cvtepi32_ps(_mm512_and_si512(moved, _mm512_set1_epi32(15)));

@@ -81,6 +81,21 @@ INLINE float32x4_t four_int8(const int8_t *at) {
 
 INLINE vec vec_int8(const int8_t *at) { EACH(four_int8(at + 4 * i)); }
 
+INLINE vec vec_levels(uint8x16_t bytes) {
+    const uint16x8_t wide[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
+    EACH(vcvtq_f32_u32(vmovl_u16(i % 2 ? vget_high_u16(wide[i / 2]) : vget_low_u16(wide[i / 2]))));
+}
+
+INLINE vec vec_halves_of(const uint8_t *at, int high) {
+    const uint8x16_t bytes = vld1q_u8(at);
+    return vec_levels(high ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+}
+
+INLINE vec vec_eight(const uint8_t *at) {
+    const uint8x8_t bytes = vld1_u8(at);
+    return vec_levels(vcombine_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)));
+}
+
 INLINE float32x4_t four_nibbles(const uint8_t *at, int shift) {
     const uint32x4_t moved = vshlq_u32(vreinterpretq_u32_u8(vld1q_u8(at)), vdupq_n_s32(-shift));
     return vcvtq_f32_u32(vandq_u32(moved, vdupq_n_u32(15)));

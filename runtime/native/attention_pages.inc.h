@@ -19,24 +19,33 @@ static head_layout layout_of(const attention *a) {
     return l;
 }
 
-/* What 4 bits q of a group stand for: fma(q, scale, minimum), where product and sum are exact. */
-static inline void read_word(const uint8_t *at, float *scale, float *minimum) {
-    uint16_t word;
-    memcpy(&word, at, sizeof word);
-    *scale = float_of((uint16_t)(word >> 1 & 0x7fe0u));
-    *minimum = -(0.25f * (float)(word & 63)) * *scale;
+/* Words of 16 groups: 4 bits q of a group stand for fma(q, scale, minimum), where product and sum are exact. Words
+ * beyond `count` are taken for 0. */
+static void read_words(const uint8_t *at, int64_t count, float *scales, float *minima) {
+    uint16_t words[LANES] = {0}, halves[LANES];
+    int8_t zeros[LANES];
+    memcpy(words, at, (size_t)smaller(count, LANES) * sizeof *words);
+    for (int i = 0; i < LANES; i++) halves[i] = words[i] >> 1 & 0x7fe0u, zeros[i] = (int8_t)(words[i] & 63);
+    const vec scale = vec_halves((const uint8_t *)halves), zero = vec_int8(zeros);
+    vec_store(scales, scale);
+    vec_store(minima, vec_mul(vec_mul(zero, vec_set(-0.25f)), scale));
 }
 
-static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int64_t tile, float *out) {
+static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int64_t tile, intptr_t ahead, float *out) {
     const uint8_t *bytes = keys + tile * l->eights * 64;
     const uint8_t *words = keys + ATTENTION_PAGE * l->eights * 4 + tile * ATTENTION_TILE * l->key_groups * 2;
-    float scales[ATTENTION_TILE], minima[ATTENTION_TILE];
-    for (int64_t c = 0; c < l->h; c++) {
-        if (c % 16 == 0)
-            for (int64_t i = 0; i < ATTENTION_TILE; i++)
-                read_word(words + (i * l->key_groups + c / 16) * 2, &scales[i], &minima[i]);
-        vec q = vec_nibbles(bytes + c / 8 * 64, (int)(c % 4), (int)(c % 8 / 4));
-        vec_store(out + c * ATTENTION_TILE, vec_fma(q, vec_load(scales), vec_load(minima)));
+    for (int64_t group = 0; group < l->key_groups; group++) {
+        uint8_t column[2 * ATTENTION_TILE];
+        float scales[ATTENTION_TILE], minima[ATTENTION_TILE];
+        for (int64_t i = 0; i < ATTENTION_TILE; i++) memcpy(column + 2 * i, words + (i * l->key_groups + group) * 2, 2);
+        read_words(column, ATTENTION_TILE, scales, minima);
+        const vec scale = vec_load(scales), minimum = vec_load(minima);
+        for (int64_t c = group * 16; c < smaller(l->h, group * 16 + 16); c++) {
+            const uint8_t *from = bytes + c / 8 * 64;
+            if (c % 8 == 0) vec_fetch((intptr_t)from + ahead);
+            vec q = vec_nibbles(from, (int)(c % 4), (int)(c % 8 / 4));
+            vec_store(out + c * ATTENTION_TILE, vec_fma(q, scale, minimum));
+        }
     }
 }
 
@@ -53,23 +62,27 @@ static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys,
                 vec_store(to + i, vec_halves(from + i * 2));
             }
         } else {
-            unpack_key_tile_int4(l, keys, tile, to);
+            unpack_key_tile_int4(l, keys, tile, ahead, to);
         }
     }
 }
 
-static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const uint8_t *words, float *out) {
-    for (int64_t run = 0; run < l->padded; run += 32) {
-        int64_t half = smaller(l->padded - run, 32) / 2;
-        uint8_t q[32];
-        for (int64_t c = 0; c < half; c++) {
-            q[c] = bytes[run / 2 + c] & 15;
-            q[half + c] = bytes[run / 2 + c] >> 4;
-        }
-        for (int64_t c = 0; c < 2 * half; c += ATTENTION_TILE) {
-            float scale, minimum;
-            read_word(words + (run + c) / 16 * 2, &scale, &minimum);
-            vec_store(out + run + c, vec_fma(vec_int8((const int8_t *)q + c), vec_set(scale), vec_set(minimum)));
+static void unpack_values_int4(const head_layout *l, const uint8_t *values, int64_t first, int64_t last, intptr_t ahead,
+                               float *out) {
+    const int64_t groups = l->value_groups, half = l->padded / 2;
+    const uint8_t *words = values + ATTENTION_PAGE * half;
+    float scales[LANES], minima[LANES];
+    int64_t used = LANES;
+    for (int64_t s = first; s < last; s++) {
+        const uint8_t *bytes = values + s * half;
+        vec_fetch((intptr_t)bytes + ahead);
+        for (int64_t group = 0; group < groups; group++, used++) {
+            const int64_t word = s * groups + group;
+            if (used == LANES) read_words(words + word * 2, last * groups - word, scales, minima), used = 0;
+            /* 16 channels of a run of 32 fill one half of its bytes, those of a run of 16 both of 8 bytes. */
+            const uint8_t *run = bytes + group / 2 * 16;
+            vec q = group % 2 == 0 && group + 1 == groups ? vec_eight(run) : vec_halves_of(run, (int)(group % 2));
+            vec_store(out + s * l->padded + group * 16, vec_fma(q, vec_set(scales[used]), vec_set(minima[used])));
         }
     }
 }
@@ -78,17 +91,13 @@ static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const 
 static void unpack_values(int32_t type, const head_layout *l, const uint8_t *values, int64_t first, int64_t last,
                           intptr_t ahead, float *out) {
     const int64_t padded = l->padded;
-    for (int64_t s = first; s < last; s++) {
-        float *to = out + s * padded;
-        if (type == ATTENTION_FLOAT16) {
-            const uint8_t *from = values + s * padded * 2;
-            for (int64_t c = 0; c < padded; c += ATTENTION_TILE) {
-                vec_fetch((intptr_t)(from + c * 2) + ahead);
-                vec_store(to + c, vec_halves(from + c * 2));
-            }
-        } else {
-            unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 2, to);
-        }
+    if (type == ATTENTION_INT4) {
+        unpack_values_int4(l, values, first, last, ahead, out);
+        return;
+    }
+    for (int64_t i = first * padded; i < last * padded; i += LANES) {
+        vec_fetch((intptr_t)(values + i * 2) + ahead);
+        vec_store(out + i, vec_halves(values + i * 2));
     }
 }
 

@@ -40,6 +40,8 @@ static float vec_fold_max(vec x) {
 
 INLINE vec vec_halves(const uint8_t *at) { EACH(float_of((uint16_t)(at[2 * l] | at[2 * l + 1] << 8))); }
 INLINE vec vec_int8(const int8_t *at) { EACH((float)at[l]); }
+INLINE vec vec_halves_of(const uint8_t *at, int high) { EACH((float)(at[l] >> 4 * high & 15)); }
+INLINE vec vec_eight(const uint8_t *at) { EACH((float)(at[l % 8] >> l / 8 * 4 & 15)); }
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) { EACH((float)(at[4 * l + c] >> 4 * high & 15)); }
 
 typedef struct {
