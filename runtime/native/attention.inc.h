@@ -3,6 +3,7 @@
  * A path defines `vec`, 16 floats, and what can be done with it, then PANEL, EVERY_ROWS and what belongs to them, and includes
  * this file. All arithmetic is written once, in terms of `vec`, so every path gives the same bits:
  *     vec_load, vec_store, vec_set    from and to memory, one value in all lanes
+ *     vec_fetch                       asks for the line at an address
  *     vec_add, vec_sub, vec_mul, vec_div, vec_fma(a, b, c) = a * b + c, vec_abs, vec_sign(size, of)
  *     vec_max(a, b)                   a > b ? a : b, so b where one is not a number
  *     vec_zero_below(x, least, y)     x < least ? 0 : y
@@ -29,6 +30,9 @@ enum { WIDTH = 2 };
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* Bytes from one place to another, of whatever they are parts. */
+static inline intptr_t distance(const void *from, const void *to) { return (intptr_t)to - (intptr_t)from; }
 
 static inline vec vec_load_bytes(const uint8_t *at) {
     float values[LANES];
@@ -187,6 +191,8 @@ static void attend_tile(const task *t, row_tile tile, int64_t kv_head, int64_t b
         block_view view = {.queries = queries_at(a, t->plan, kv_head, first), .rows = last - first, .group = group};
         view.seen = (const int64_t(*)[2])seen;
         view.first = ATTENTION_BLOCK;
+        if ((block + 1) * ATTENTION_BLOCK < a->rows[first * ATTENTION_ROW + ATTENTION_PREFIX])
+            view.next = head_at(a, a->rows[first * ATTENTION_ROW], (block + 1) * ATTENTION_BLOCK, kv_head);
         for (int64_t r = 0; r < view.rows; r++) {
             view.first = smaller(seen[r][0], view.first);
             view.last = seen[r][1] > view.last ? seen[r][1] : view.last;

@@ -11,6 +11,7 @@ typedef __m512 vec;
 INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec vec_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE void vec_store(float *at, vec x) { _mm512_storeu_ps(at, x); }
+INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }

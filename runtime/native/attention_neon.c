@@ -20,6 +20,11 @@ INLINE vec vec_load(const float *at) { EACH(vld1q_f32(at + 4 * i)); }
 INLINE void vec_store(float *at, vec x) {
     for (int i = 0; i < 4; i++) vst1q_f32(at + 4 * i, x.part[i]);
 }
+#if defined(_MSC_VER) && !defined(__clang__)
+INLINE void vec_fetch(intptr_t at) { __prefetch((const void *)at); }
+#else
+INLINE void vec_fetch(intptr_t at) { __builtin_prefetch((const void *)at); }
+#endif
 INLINE vec vec_add(vec a, vec b) { EACH(vaddq_f32(a.part[i], b.part[i])); }
 INLINE vec vec_sub(vec a, vec b) { EACH(vsubq_f32(a.part[i], b.part[i])); }
 INLINE vec vec_mul(vec a, vec b) { EACH(vmulq_f32(a.part[i], b.part[i])); }

@@ -14,6 +14,7 @@ typedef struct {
 INLINE vec vec_set(float x) { EACH(x); }
 INLINE vec vec_load(const float *at) { EACH(at[l]); }
 INLINE void vec_store(float *at, vec x) { memcpy(at, x.lane, sizeof x.lane); }
+INLINE void vec_fetch(intptr_t at) { (void)at; }
 INLINE vec vec_add(vec a, vec b) { EACH(a.lane[l] + b.lane[l]); }
 INLINE vec vec_sub(vec a, vec b) { EACH(a.lane[l] - b.lane[l]); }
 INLINE vec vec_mul(vec a, vec b) { EACH(a.lane[l] * b.lane[l]); }
