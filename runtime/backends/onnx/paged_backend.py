@@ -2,8 +2,8 @@
 
 A row's result depends on its own path alone, to the last bit: not on the other rows of its pass, not on other
 sequences, not on where its pages lie. So draft trees and texts side by side are as exact as chains, and nothing is
-padded. Where the graph has matrices of floats, ONNX Runtime multiplies those, and one row of them differs in bits from
-several: such passes have two rows at least, the second of which is the last one again.
+padded. Where nothing is quantized, or experts are not, ONNX Runtime multiplies those floats, and one row of them
+differs in bits from several: such passes have two rows at least, the second of which is the last one again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import SharingCache
@@ -42,7 +43,7 @@ class PagedBackend(GraphBackend):
     Args:
         bundle: an opened bundle whose native graph is paged.
         capacity: tokens that a sequence may hold.
-        exact: pad passes where float matrices make a single row differ.
+        exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
         threads, progress, affinity: as `GraphBackend` takes them.
@@ -202,5 +203,8 @@ class PagedBackend(GraphBackend):
 def _least_rows(manifest: Manifest) -> tuple[int, int]:
     """Rows of a pass, and of its logits if there are any, from which on every row has the same bits."""
     floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and t.name != "embed"}
+    if any(t.bits < 32 for t in manifest.tensors):
+        # Beside quantized matrices those of floats have an operator of ours, all but experts.
+        floats = {name for name in floats if find_expert(name) is not None}
     head = "head" in floats
     return 2 if floats - {"head"} else 1, 2 if head else 0
