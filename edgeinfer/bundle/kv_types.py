@@ -4,7 +4,7 @@ A paged cache has the types of PAGED_KV, whose rows edgeinfer.runtime.paging des
 
 The quantized types of graphs made before caches were paged are those of ONNX Runtime's GroupQueryAttention, to the last
 bit: a value is divided by the scale of its channel, rounded to the nearest integer, ties to even, and clipped to the
-range of the type. int8 stores that integer; int4 adds 8 and puts two channels into a byte, the first into the lower half.
+range of the type. int8 stores that integer; int4 adds 8 and puts two channels into a byte, the first in the lower half.
 
 Those of llama.cpp keep no scales apart: float16, and blocks of 32 channels with a scale of their own in front, held as
 bytes.
