@@ -28,7 +28,8 @@
 #include "exchange.h"
 
 enum { WIDTH = 2 };
-#if defined(_MSC_VER) && !defined(__clang__)
+#if defined(UNROLL)
+#elif defined(_MSC_VER) && !defined(__clang__)
 #define UNROLL
 #else
 #define UNROLL _Pragma("GCC unroll 16")
