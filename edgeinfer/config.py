@@ -124,10 +124,10 @@ def _size_in_earnest(name: str, value: int | str) -> int:
 class CacheOptions:
     """The KV cache."""
 
-    # Floats are float32, of GGUF models float16; where the budget needs it, int8 (if the bundle has scales) or q8_0.
+    # Floats are float32, of GGUF models float16; where the budget needs it, float16 and int8, or q8_0.
     kv: KvType | None = option(
         None,
-        help="KV cache data type: float32, int8 or int4, for GGUF models float32, float16, q8_0 or q4_0; 8 "
+        help="KV cache data type: float32, float16, int8 or int4, for GGUF models float32, float16, q8_0 or q4_0; 8 "
         "and 4 bits are lossy (default: floats, or 8 bits if memory is short)",
         choices=KV_TYPES,
         cli="--kv",
@@ -148,7 +148,7 @@ class Cache(CacheOptions, OptionGroup):
     """The KV cache: `edgeinfer.load(cache=Cache(kv="int8", overflow="window"))`.
 
     Attributes:
-        kv: data type: "float32", "int8" or "int4", for GGUF models "float32", "float16", "q8_0" or "q4_0"; 8 and 4 bits
+        kv: data type: "float32", "float16", "int8" or "int4", for GGUF models also "q8_0" and "q4_0"; 8 and 4 bits
             are lossy. None means floats, or 8 bits if memory is short.
         overflow: what to do when a conversation outgrows the context: "stop", or one of three lossy ways: "window"
             keeps the first and the latest tokens, "merge" and "cluster" merge the others into them.

@@ -5,7 +5,8 @@ and values into the pool, and attends. Its inputs beside those of the graph that
   0 qkv float32 (1, S, heads h + kv_heads h + kv_heads v) · 1 kv_pool · 2 kv_layout · 3 kv_pages · 4 rows · 5 path_slots
   6 position_ids · 7 cos_cache · 8 sin_cache (both or none) · 9 q_norm · 10 k_norm float32 (both or none): (h,) for a
   root-mean-square norm of each head, as wide as all heads for one of all together
-  11 sinks float32 (heads,) (optional)
+  11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
+  written and the output is zeros
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class PagedLayer:
 
     Attributes:
         layer: index into the offsets of `kv_layout`.
+        part: place in the layer mask.
         rotary_dim: rotated channels of a head; the rest pass through. 0: none.
         window: positions of a path that a row sees, itself included; 0: all.
         interleaved: neighbouring channels are rotated as pairs, instead of one of each half.
@@ -81,6 +83,7 @@ class PagedLayer:
     key_size: int
     value_size: int
     layer: int
+    part: int
     rotary_dim: int
     norm_epsilon: float
     window: int = 0
@@ -97,6 +100,7 @@ class PagedLayer:
             key_size=spec.head_dim,
             value_size=spec.head_dim,
             layer=layer,
+            part=2 * layer,
             rotary_dim=spec.rope.dim,
             norm_epsilon=spec.norm_eps,
             window=spec.window(layer),
@@ -120,7 +124,7 @@ class _PagedAttention(Attention):
         pages = [io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS]
         tables = [io.COS_CACHE, io.SIN_CACHE] if attributes.rotary_dim else ["", ""]
         weights = [self._weight(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
-        inputs = [qkv, *pages, io.POSITION_IDS, *tables, *weights]
+        inputs = [qkv, *pages, io.POSITION_IDS, *tables, *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
     def _weight(self, graph: GraphBuilder, name: str) -> str:

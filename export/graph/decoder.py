@@ -82,7 +82,8 @@ class _DecoderGraph:
         spec, graph = self._spec, self._graph
         self._declare_inputs()
         runs = [f"runs.{i}" for i in range(2 * spec.num_layers)]
-        graph.ops("Split", [io.LAYER_MASK], runs, axis=0, num_outputs=len(runs))
+        if not self._ops.masked or spec.moe is not None:
+            graph.ops("Split", [io.LAYER_MASK], runs, axis=0, num_outputs=len(runs))
         if spec.moe is not None:
             several = any(len(self._ops.expert_counts(e)) > 1 for e in self._experts())
             declare_choice(graph, spec, spec.moe, by_count=several)
@@ -142,11 +143,10 @@ class _DecoderGraph:
 
     def _attention(self, layer: int, hidden: str, runs: str) -> str:
         prefix, carried = f"layers.{layer}.attn", self._attend.carried(layer)
+        if self._ops.masked:
+            return self._attention_block(self._graph, layer, hidden, f"{prefix}.hidden", 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
-        norm = f"layers.{layer}.attn_norm"
-        qkv = self._ops.linear(graph, hidden, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm)
-        heads = self._attend.attend(graph, layer, qkv)
-        added = self._ops.linear(graph, heads, f"{prefix}.out", f"{prefix}.added", residual=hidden)
+        added = self._attention_block(graph, layer, hidden, f"{prefix}.added")
         graph.output(added, "float32", self._hidden_shape)
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         for each in carried:
@@ -155,20 +155,33 @@ class _DecoderGraph:
         self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *(each.name for each in carried)])
         return f"{prefix}.hidden"
 
+    def _attention_block(
+        self, graph: GraphBuilder, layer: int, hidden: str, result: str, part: int | None = None
+    ) -> str:
+        prefix, norm = f"layers.{layer}.attn", f"layers.{layer}.attn_norm"
+        qkv = self._ops.linear(graph, hidden, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
+        heads = self._attend.attend(graph, layer, qkv)
+        return self._ops.linear(graph, heads, f"{prefix}.out", result, residual=hidden, part=part)
+
     def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
         if moe is not None:
             return self._mixture(Experts(layer, moe, self._tensors), hidden, runs, result)
+        self._ids.append(NO_EXPERTS)
         prefix = f"layers.{layer}.mlp"
-        graph = self._graph.branch()
-        product = self._ops.gated(graph, hidden, prefix, f"layers.{layer}.mlp_norm")
-        added = self._ops.linear(graph, product, f"{prefix}.down", f"{prefix}.added", residual=hidden)
+        if self._ops.masked:
+            return self._mlp_block(self._graph, layer, hidden, result, 2 * layer + 1)
+        graph, skip = self._graph.branch(), self._graph.branch()
+        added = self._mlp_block(graph, layer, hidden, f"{prefix}.added")
         graph.output(added, "float32", self._hidden_shape)
-        skip = self._graph.branch()
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         self._graph.choose(runs, graph, skip, [result])
-        self._ids.append(NO_EXPERTS)
         return result
+
+    def _mlp_block(self, graph: GraphBuilder, layer: int, hidden: str, result: str, part: int | None = None) -> str:
+        prefix = f"layers.{layer}.mlp"
+        product = self._ops.gated(graph, hidden, prefix, f"layers.{layer}.mlp_norm", part)
+        return self._ops.linear(graph, product, f"{prefix}.down", result, residual=hidden, part=part)
 
     def _mixture(self, experts: Experts, hidden: str, runs: str, result: str) -> str:
         """One `If` for each operator of the experts; at most one of them runs, and the others pass on what there is."""

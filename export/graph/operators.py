@@ -63,8 +63,21 @@ class Operators:
             "RMSNormalization", [value, weight], f"{name}.out", axis=-1, epsilon=self._spec.norm_eps, stash_type=1
         )
 
+    @property
+    def masked(self) -> bool:
+        """Whether operators leave themselves out where the layer mask says so, and need no `If` around them."""
+        return False
+
     def linear(
-        self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str = "", residual: str = ""
+        self,
+        graph: GraphBuilder,
+        value: str,
+        name: str,
+        result: str,
+        *,
+        norm: str = "",
+        residual: str = "",
+        part: int | None = None,
     ) -> str:
         """Multiplies by a matrix and adds its bias where the model has one.
 
@@ -72,15 +85,17 @@ class Operators:
             norm: name of the norm that the value goes through before.
             residual: what is added to the product.
             result: name of the outcome.
+            part: place in the layer mask, for operators that are masked; None always runs.
         """
         if norm:
             value = self.norm(graph, value, norm)
         product = self._product(graph, value, name, f"{name}.result" if residual else result)
         return graph.op("Add", [residual, product], result) if residual else product
 
-    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "", part: int | None = None) -> str:
         """The first half of a gated MLP: silu(gate) * up of the value, normalised before where a norm is named."""
-        gate_up = self.linear(graph, value, f"{prefix}.gate_up", f"{prefix}.gate_up.result", norm=norm)
+        name = f"{prefix}.gate_up"
+        gate_up = self.linear(graph, value, name, f"{name}.result", norm=norm, part=part)
         gate, up = f"{prefix}.gate_up.gate", f"{prefix}.gate_up.up"
         graph.ops("Split", [gate_up], [gate, up], axis=-1, num_outputs=2)
         # QuickGelu is x * sigmoid(alpha * x): SiLU, the only activation of a DecoderSpec, in one pass over the data.

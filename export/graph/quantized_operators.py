@@ -5,10 +5,14 @@ edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attribute
 
 EmbeddingLowBit, attributes N, K, bits, block_size
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
-LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon
+LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
+  9 layer_mask (optional): where it is false at `part`, the operator does nothing but pass on the residual, or zeros
+LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part; rows have the
+same bits in any company, which those of MatMul and Gemm do not
+  0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
 MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
@@ -36,6 +40,8 @@ class NativeOperators(Operators):
 
     def __init__(self, spec: DecoderSpec, tensors: Mapping[str, TensorEntry]) -> None:
         super().__init__(spec, tensors)
+        # Floats alone are ONNX Runtime's, which blocks for the caches of large matrices.
+        self._mixed = any(t.bits < 32 for t in tensors.values())
         # Embedding and head are read whole even by a draft pass: they decide between similar tokens.
         self._with_planes = {t.name for t in tensors.values() if t.bits == 8 and t.name.startswith("layers.")}
 
@@ -52,20 +58,34 @@ class NativeOperators(Operators):
         inputs = [io.INPUT_IDS, *self._bytes(graph, entry)]
         return graph.op("EmbeddingLowBit", inputs, "embedded", domain=io.NATIVE_DOMAIN, **_matrix(entry))
 
+    @property
+    def masked(self) -> bool:
+        """See `Operators.masked`."""
+        return self._mixed
+
     def linear(
-        self, graph: GraphBuilder, value: str, name: str, result: str, *, norm: str = "", residual: str = ""
+        self,
+        graph: GraphBuilder,
+        value: str,
+        name: str,
+        result: str,
+        *,
+        norm: str = "",
+        residual: str = "",
+        part: int | None = None,
     ) -> str:
         """See `Operators.linear`."""
-        if self._tensors[name].bits == 32:
+        if not self._mixed:
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
-        return self._fused(graph, value, name, result, norm=norm, residual=residual)
+        linear = self._floats if self._tensors[name].bits == 32 else self._fused
+        return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
 
-    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "") -> str:
+    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "", part: int | None = None) -> str:
         """See `Operators.gated`."""
         name = f"{prefix}.gate_up"
         if self._tensors[name].bits == 32:
-            return super().gated(graph, value, prefix, norm)
-        return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True)
+            return super().gated(graph, value, prefix, norm, part)
+        return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True, part=part)
 
     def expert_counts(self, experts: Experts) -> tuple[int, ...]:
         """See `Operators.expert_counts`: ours takes any."""
@@ -99,19 +119,47 @@ class NativeOperators(Operators):
         norm: str = "",
         residual: str = "",
         swiglu: bool = False,
+        part: int | None = None,
     ) -> str:
         entry = self._tensors[name]
         weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
         planes = io.PLANES if name in self._with_planes else ""
         return graph.op(
             "LinearLowBit",
-            [value, *self._bytes(graph, entry), self._bias(graph, name), weight, residual, planes],
+            [value, *self._bytes(graph, entry), self._bias(graph, name), weight, residual, planes, _mask(part)],
             result,
             domain=io.NATIVE_DOMAIN,
             **_matrix(entry),
             paired=int(entry.paired),
             swiglu=int(swiglu),
             norm_epsilon=self._spec.norm_eps,
+            part=part or 0,
+        )
+
+    def _floats(
+        self,
+        graph: GraphBuilder,
+        value: str,
+        name: str,
+        result: str,
+        *,
+        norm: str,
+        residual: str,
+        part: int | None,
+    ) -> str:
+        entry, (n, k) = self._tensors[name], self._tensors[name].shape
+        matrix = graph.weight(self._table(entry), entry.data)
+        weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
+        return graph.op(
+            "LinearFloat",
+            [value, matrix, self._bias(graph, name), weight, residual, _mask(part)],
+            result,
+            domain=io.NATIVE_DOMAIN,
+            N=n,
+            K=k,
+            by_output=int(not entry.transposed),
+            norm_epsilon=self._spec.norm_eps,
+            part=part or 0,
         )
 
     def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
@@ -128,6 +176,11 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
     """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
     blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
     return [entry.bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
+
+
+def _mask(part: int | None) -> str:
+    """The input by which an operator of that part of the model leaves itself out."""
+    return "" if part is None else io.LAYER_MASK
 
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:

@@ -19,6 +19,7 @@ __all__ = [
     "Edit",
     "KVCache",
     "ObservedCache",
+    "SharingCache",
     "check_edit",
     "check_edit_sizes",
     "check_length",
@@ -169,6 +170,13 @@ class KVCache(Protocol):
 
     def clear(self) -> None:
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
+
+
+class SharingCache(KVCache, Protocol):
+    """A cache whose rows others can hold too."""
+
+    def fork(self) -> SharingCache:
+        """Another cache with the same rows, none of which is copied until one of both writes there."""
 
 
 class ObservedCache(KVCache, Protocol):

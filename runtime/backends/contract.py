@@ -6,8 +6,9 @@ them. Arrays returned by a pass are views that the next pass overwrites.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import KVCache
+from edgeinfer.runtime.backends.cache import KVCache, SharingCache
 from edgeinfer.runtime.backends.visibility import Visibility, check_visibility
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ForwardInput",
     "ForwardOutput",
     "PassCancelledError",
+    "TogetherBackend",
     "check_pass",
     "require",
 ]
@@ -140,6 +142,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Frees everything; the backend is unusable afterwards."""
+
+
+@runtime_checkable
+class TogetherBackend(Protocol):
+    """What a backend can do besides that evaluates several sequences in one pass."""
+
+    @property
+    def cache(self) -> SharingCache:
+        """That of `Backend.forward`; its forks are sequences too."""
+
+    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """One pass over new tokens of several sequences, each appended to its own cache.
+
+        Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
+
+        Raises:
+            CapabilityError, BackendError: as `Backend.forward`; or a sequence is named twice, is of another backend, or
+                is to be evaluated in another way than the others (layers, planes, experts, hidden states).
+        """
 
 
 def require(able: bool, backend: Backend, what: str, hint: str) -> None:

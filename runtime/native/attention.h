@@ -31,6 +31,7 @@
 #ifndef EDGEINFER_ATTENTION_H
 #define EDGEINFER_ATTENTION_H
 
+#include "floats.h"
 #include "lowbit.h"
 
 #ifdef __cplusplus
@@ -103,6 +104,10 @@ typedef struct {
     void (*attend)(const attention *a, const attention_plan *plan, int64_t job);
     /* Does merge 0..merges-1, likewise. */
     void (*merge)(const attention *a, const attention_plan *plan, int64_t job);
+    /* Float matrices, which take the same vectors: x / rms(x) * weight of rows first..last-1 of (m, k), */
+    void (*normalise_floats)(const lowbit_input *in, int64_t k, float *out, int64_t first, int64_t last);
+    /* and the columns of tiles first..last-1 for all rows. */
+    void (*multiply_floats)(const float_matrix *w, const float_rows *rows, int64_t first, int64_t last);
 } attention_path;
 
 /* Bytes of keys, or of values, of one head in a page: a multiple of 64. */

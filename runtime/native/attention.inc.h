@@ -3,15 +3,17 @@
  * A path defines `vec`, 16 floats, and what can be done with it, then PANEL, EVERY_ROWS and what belongs to them, and includes
  * this file. All arithmetic is written once, in terms of `vec`, so every path gives the same bits:
  *     vec_load, vec_store, vec_set    from and to memory, one value in all lanes
+ *     vec_fetch                       asks for the line at an address
  *     vec_add, vec_sub, vec_mul, vec_div, vec_fma(a, b, c) = a * b + c, vec_abs, vec_sign(size, of)
  *     vec_max(a, b)                   a > b ? a : b, so b where one is not a number
  *     vec_zero_below(x, least, y)     x < least ? 0 : y
  *     vec_within(x, from, to, other)  lanes from <= lane < to of x, others of `other`
  *     vec_power(shifted)              2^n, of n + ROUNDER
+ *     vec_fold_sum, vec_fold_max      of all lanes; sums by halves: l and l + 8, then l + 4, l + 2, l + 1
  *     vec_halves, vec_int8            16 values next to each other
  *     vec_nibbles(bytes, c, high)     of 16 times 4 bytes the low or high half of the c-th of each
  * and for integers `ivec`, 16 of 32 bits, `kvec`, 16 times 4 int8 of keys, `four`, 4 positions by 16 channels of values:
- *     ivec_set, ivec_store, ivec_float, ivec_max_bits(most, x)   the last of the bits of floats without their sign
+ *     ivec_set, ivec_float, ivec_max_bits(most, x), ivec_fold_max   greatest bits of floats without their sign
  *     kvec_load, ivec_dot(sum, keys, q)                          adds the products with 4 int8; KEY_BIAS * q besides
  *     vec_store_levels(at, shifted)   n, of n + ROUNDER, in 16 bits, every four as 0, 2, 1, 3
  *     four_load(at, step, left, part), ivec_add_four(sum, values, levels), four_put(at, left, part, x)
@@ -29,6 +31,9 @@ enum { WIDTH = 2 };
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+
+/* Bytes from one place to another, of whatever they are parts. */
+static inline intptr_t distance(const void *from, const void *to) { return (intptr_t)to - (intptr_t)from; }
 
 static inline vec vec_load_bytes(const uint8_t *at) {
     float values[LANES];
@@ -187,6 +192,8 @@ static void attend_tile(const task *t, row_tile tile, int64_t kv_head, int64_t b
         block_view view = {.queries = queries_at(a, t->plan, kv_head, first), .rows = last - first, .group = group};
         view.seen = (const int64_t(*)[2])seen;
         view.first = ATTENTION_BLOCK;
+        if ((block + 1) * ATTENTION_BLOCK < a->rows[first * ATTENTION_ROW + ATTENTION_PREFIX])
+            view.next = head_at(a, a->rows[first * ATTENTION_ROW], (block + 1) * ATTENTION_BLOCK, kv_head);
         for (int64_t r = 0; r < view.rows; r++) {
             view.first = smaller(seen[r][0], view.first);
             view.last = seen[r][1] > view.last ? seen[r][1] : view.last;

@@ -1,4 +1,4 @@
-/* The AVX2 path of attention: a vector is two registers; knows only its operations. */
+/* The AVX2 path of attention and of float matrices: a vector is two registers; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -16,6 +16,7 @@ typedef struct {
 INLINE vec vec_set(float x) { BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
 INLINE vec vec_load(const float *at) { BOTH(_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)); }
 INLINE void vec_store(float *at, vec x) { _mm256_storeu_ps(at, x.low), _mm256_storeu_ps(at + 8, x.high); }
+INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE vec vec_add(vec a, vec b) { BOTH(_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)); }
 INLINE vec vec_sub(vec a, vec b) { BOTH(_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)); }
 INLINE vec vec_mul(vec a, vec b) { BOTH(_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)); }
@@ -59,6 +60,20 @@ INLINE __m256 half_power(__m256 shifted) {
 
 INLINE vec vec_power(vec shifted) { BOTH(half_power(shifted.low), half_power(shifted.high)); }
 
+INLINE float vec_fold_sum(vec x) {
+    const __m256 eight = _mm256_add_ps(x.low, x.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE float vec_fold_max(vec x) {
+    const __m256 eight = _mm256_max_ps(x.low, x.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 INLINE vec vec_halves(const uint8_t *at) {
     const __m128i *halves = (const __m128i *)at;
     BOTH(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
@@ -93,8 +108,11 @@ INLINE ivec ivec_max_bits(ivec most, vec x) {
                 _mm256_max_epi32(most.high, _mm256_and_si256(_mm256_castps_si256(x.high), size)));
 }
 
-INLINE void ivec_store(int32_t *at, ivec x) {
-    _mm256_storeu_si256((__m256i *)at, x.low), _mm256_storeu_si256((__m256i *)at + 1, x.high);
+INLINE int32_t ivec_fold_max(ivec x) {
+    const __m256i eight = _mm256_max_epi32(x.low, x.high);
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
 }
 
 /* One side of the instruction's products is unsigned: keys give their signs to queries. Two products of at most
@@ -179,8 +197,9 @@ enum { PANEL = 6, WIDE_ROWS = 3 };
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx2 = {"avx2", write_rows, attend, merge};
+const attention_path attention_avx2 = {"avx2", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL};
+const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL, NULL, NULL};
 #endif

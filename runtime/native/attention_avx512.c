@@ -1,4 +1,4 @@
-/* The AVX-512 path of attention: a vector is a register; knows only its operations. */
+/* The AVX-512 path of attention and of float matrices: a vector is a register; knows only its operations. */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "tile.h"
@@ -11,6 +11,7 @@ typedef __m512 vec;
 INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec vec_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE void vec_store(float *at, vec x) { _mm512_storeu_ps(at, x); }
+INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 INLINE vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
@@ -34,6 +35,22 @@ INLINE vec vec_power(vec shifted) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
 }
 
+INLINE __m256 upper_half(vec x) { return _mm512_extractf32x8_ps(x, 1); }
+
+INLINE float vec_fold_sum(vec x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), upper_half(x));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE float vec_fold_max(vec x) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x), upper_half(x));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 INLINE vec vec_halves(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 
 INLINE vec vec_int8(const int8_t *at) {
@@ -55,7 +72,7 @@ INLINE ivec ivec_max_bits(ivec most, vec x) {
     return _mm512_max_epi32(most, bits);
 }
 
-INLINE void ivec_store(int32_t *at, ivec x) { _mm512_storeu_si512(at, x); }
+INLINE int32_t ivec_fold_max(ivec x) { return _mm512_reduce_max_epi32(x); }
 
 /* One side of the instruction's products is unsigned. */
 enum { KEY_BIAS = 128 };
@@ -109,8 +126,9 @@ enum { PANEL = 8, WIDE_ROWS = 8 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6) what(7) what(8)
 
 #include "attention.inc.h"
+#include "floats.inc.h"
 
-const attention_path attention_avx512 = {"avx512", write_rows, attend, merge};
+const attention_path attention_avx512 = {"avx512", write_rows, attend, merge, normalise_floats, multiply_floats};
 #else
-const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL};
+const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -10,6 +10,7 @@ typedef struct {
     const float *b; /* (count, lanes), b_step apart; the second vector of lanes b_apart from the first */
     float *c;       /* (rows, lanes), c_step apart, second vector right behind the first */
     int64_t a_step, b_step, b_apart, c_step, count;
+    intptr_t ahead; /* from b to what is asked for early */
 } panel;
 
 /* With `add`, sums go on from what is there. */
@@ -20,7 +21,11 @@ INLINE void multiply_panel(panel p, int rows, int width, int add) {
             sums[r][w] = add ? vec_load(p.c + r * p.c_step + w * LANES) : vec_set(0.0f);
     for (int64_t k = 0; k < p.count; k++) {
         vec b[WIDTH];
-        UNROLL for (int w = 0; w < width; w++) b[w] = vec_load(p.b + k * p.b_step + w * p.b_apart);
+        UNROLL for (int w = 0; w < width; w++) {
+            const float *at = p.b + k * p.b_step + w * p.b_apart;
+            vec_fetch((intptr_t)at + p.ahead);
+            b[w] = vec_load(at);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             const vec a = vec_set(p.a[r * p.a_step + k]);
             UNROLL for (int w = 0; w < width; w++) sums[r][w] = vec_fma(a, b[w], sums[r][w]);
@@ -43,32 +48,33 @@ static panel_function *const panel_functions[PANEL][2][2] = {EVERY_ROWS(NAMES_OF
 
 /* Scores of a tile or two: (queries, 16 or 32) at `scores`. */
 static void multiply_keys(const attention *a, const float *queries, int64_t count, const float *tile, int64_t width,
-                          float *scores) {
+                          intptr_t ahead, float *scores) {
     const int64_t h = a->key_size;
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, PANEL);
         panel_functions[rows - 1][0][width - 1]((panel){queries + i * h, tile, scores + i * ATTENTION_STRIDE, h,
-                                                        ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h});
+                                                        ATTENTION_TILE, h * ATTENTION_TILE, ATTENTION_STRIDE, h,
+                                                        i ? 0 : ahead});
     }
 }
 
 /* Adds the values of positions first..last-1 times their probabilities to the results of a panel of queries. */
 static void add_values(const float *probabilities, const float *values, int64_t padded, int64_t first, int64_t last,
-                       int64_t rows, float *results) {
+                       int64_t rows, intptr_t ahead, float *results) {
     if (first >= last) return;
     for (int64_t c = 0, width; c < padded; c += width * LANES) {
         width = padded - c >= 2 * LANES && rows <= WIDE_ROWS ? 2 : 1;
         panel_functions[rows - 1][1][width - 1]((panel){probabilities + first, values + first * padded + c, results + c,
-                                                        ATTENTION_STRIDE, padded, LANES, padded, last - first});
+                                                        ATTENTION_STRIDE, padded, LANES, padded, last - first,
+                                                        ahead});
     }
 }
 
 /* The exponential of arithmetic.inc.h, where x is at most 0 or not a number. Below -87 it is 0. */
 INLINE vec vec_exponential(vec x) {
-    const vec least = vec_set(-87.0f);
-    const vec shifted = vec_add(vec_mul(vec_max(least, x), vec_set(1.44269504088896341f)), vec_set(ROUNDER));
+    const vec shifted = vec_add(vec_mul(x, vec_set(1.44269504088896341f)), vec_set(ROUNDER));
     const vec n = vec_sub(shifted, vec_set(ROUNDER));
-    vec r = vec_fma(n, vec_set(-0.693359375f), vec_max(least, x));
+    vec r = vec_fma(n, vec_set(-0.693359375f), x);
     r = vec_fma(n, vec_set(2.12194440e-4f), r);
     vec p = vec_set(1.9875691500e-4f);
     p = vec_fma(p, r, vec_set(1.3981999507e-3f));
@@ -77,7 +83,7 @@ INLINE vec vec_exponential(vec x) {
     p = vec_fma(p, r, vec_set(1.6666665459e-1f));
     p = vec_fma(p, r, vec_set(5.0000001201e-1f));
     p = vec_fma(p, vec_mul(r, r), vec_add(r, vec_set(1.0f)));
-    return vec_zero_below(x, least, vec_mul(p, vec_power(shifted)));
+    return vec_zero_below(x, vec_set(-87.0f), vec_mul(p, vec_power(shifted)));
 }
 
 /* c * tanh(s / c): of t = exponential(-2 |s / c|) it is (1 - t) / (1 + t) with the sign of s. */
@@ -85,21 +91,6 @@ INLINE vec soft_capped(vec s, float cap) {
     const vec x = vec_div(s, vec_set(cap)), size = vec_abs(x);
     const vec t = vec_exponential(vec_mul(size, vec_set(-2.0f))), one = vec_set(1.0f);
     return vec_mul(vec_set(cap), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
-}
-
-static float fold_sum(vec v) {
-    float lanes[LANES];
-    vec_store(lanes, v);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-
-static float fold_max(vec v) {
-    float lanes[LANES];
-    vec_store(lanes, v);
-    for (int l = 1; l < LANES; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
-    return lanes[0];
 }
 
 /* Makes scores of the products of positions first..last-1 of a block, in place; returns the greatest. */
@@ -113,20 +104,7 @@ static float scale_scores(float *scores, int64_t first, int64_t last, float fact
         vec_store(scores + j, s);
         most = vec_max(s, most);
     }
-    return fold_max(most);
-}
-
-/* Makes probabilities of scores, relative to the greatest, in place; returns their sum. */
-static float soften(float *scores, int64_t first, int64_t last, float greatest) {
-    const vec m = vec_set(greatest), zero = vec_set(0.0f);
-    vec total = zero;
-    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
-        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
-        if (j < first || j + LANES > last) p = vec_within(p, (int)(first - j), (int)(last - j), zero);
-        vec_store(scores + j, p);
-        total = vec_add(total, p);
-    }
-    return fold_sum(total);
+    return vec_fold_max(most);
 }
 
 /* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
@@ -136,7 +114,21 @@ typedef struct {
     const int64_t (*seen)[2];         /* (rows): first and last within the block */
     int64_t first, last;              /* of all of them */
     const uint8_t *pages[ATTENTION_BLOCK / ATTENTION_PAGE]; /* keys and values of the head; NULL where nobody looks */
+    const uint8_t *next;              /* the page after them, or NULL: asked for early */
 } block_view;
+
+/* From keys of a page of a block, or from its values, to what comes after them. */
+static intptr_t keys_ahead(const head_layout *l, const block_view *b, int64_t start) {
+    const int64_t page = start / ATTENTION_PAGE;
+    if (start + ATTENTION_PAGE < b->last) return distance(b->pages[page], b->pages[page + 1]);
+    return distance(b->pages[page], b->pages[b->first / ATTENTION_PAGE] + l->key_bytes);
+}
+
+static intptr_t values_ahead(const head_layout *l, const block_view *b, int64_t start) {
+    const int64_t page = start / ATTENTION_PAGE;
+    if (start + ATTENTION_PAGE < b->last) return distance(b->pages[page], b->pages[page + 1]);
+    return b->next ? distance(b->pages[page] + l->key_bytes, b->next) : 0;
+}
 
 static void score_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
     const int64_t count = b->rows * b->group, tile_size = l->h * ATTENTION_TILE, first = b->first, last = b->last;
@@ -144,18 +136,19 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
         const uint8_t *page = b->pages[start / ATTENTION_PAGE];
         int64_t tile = start < first ? (first - start) / ATTENTION_TILE : 0;
         int64_t end = (smaller(last - start, ATTENTION_PAGE) + ATTENTION_TILE - 1) / ATTENTION_TILE;
+        intptr_t ahead = keys_ahead(l, b, start);
         if (a->key_type == ATTENTION_INT8) {
-            score_page_int8(l, page, tile, end, b->queries, count, w->scores + start);
+            score_page_int8(l, page, tile, end, b->queries, count, ahead, w->scores + start);
             continue;
         }
         const float *keys = w->keys;
         if (a->key_type == ATTENTION_FLOAT32)
             keys = (const float *)(const void *)page;
         else
-            unpack_keys(a->key_type, l, page, tile, end, w->keys);
+            unpack_keys(a->key_type, l, page, tile, end, ahead, w->keys), ahead = 0;
         for (int64_t width; tile < end; tile += width) {
             width = end - tile >= 2 && even_panel(count, PANEL) <= WIDE_ROWS ? 2 : 1;
-            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width,
+            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width, ahead,
                           w->scores + start + tile * ATTENTION_TILE);
         }
     }
@@ -163,7 +156,8 @@ static void score_block(const attention *a, const head_layout *l, const block_vi
 
 /* Adds a page's values to the results of the queries: what all rows of a panel see together, what one sees before and
  * after that by itself. */
-static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, const attention_bench *w) {
+static void add_page(const head_layout *l, const block_view *b, const float *values, int64_t start, intptr_t ahead,
+                     const attention_bench *w) {
     const int64_t count = b->rows * b->group, padded = l->padded;
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, PANEL);
@@ -179,29 +173,37 @@ static void add_page(const head_layout *l, const block_view *b, const float *val
         }
         if (first > last) first = last = ATTENTION_PAGE;
         for (int64_t r = 0; r < rows; r++)
-            add_values(p + r * ATTENTION_STRIDE, values, padded, from[r], smaller(first, to[r]), 1, results + r * padded);
-        add_values(p, values, padded, first, last, rows, results);
+            add_values(p + r * ATTENTION_STRIDE, values, padded, from[r], smaller(first, to[r]), 1, 0, results + r * padded);
+        add_values(p, values, padded, first, last, rows, i ? 0 : ahead, results);
         for (int64_t r = 0; r < rows; r++)
-            add_values(p + r * ATTENTION_STRIDE, values, padded, last > from[r] ? last : from[r], to[r], 1,
+            add_values(p + r * ATTENTION_STRIDE, values, padded, last > from[r] ? last : from[r], to[r], 1, 0,
                        results + r * padded);
     }
 }
 
-/* Makes levels of probabilities times the scales of the values they belong to; what a level stands for in `factor`. */
-static void weigh(const head_layout *l, const block_view *b, const int64_t *seen, float *p, float *factor) {
-    const int64_t first = seen[0] / LANES * LANES, last = (seen[1] + LANES - 1) / LANES * LANES;
-    const vec zero = vec_set(0.0f);
-    ivec greatest = ivec_set(0);
-    for (int64_t j = first; j < last; j += LANES) {
-        const uint8_t *values = b->pages[j / ATTENTION_PAGE] + l->key_bytes;
-        const vec scales = vec_load_bytes(values + ATTENTION_PAGE * l->padded + j % ATTENTION_PAGE * 4);
-        vec x = vec_mul(vec_load(p + j), scales);
-        /* What lies there and nobody sees need not be a number. */
-        if (j < seen[0] || j + LANES > seen[1]) x = vec_within(x, (int)(seen[0] - j), (int)(seen[1] - j), zero);
-        vec_store(p + j, x);
-        greatest = ivec_max_bits(greatest, x);
+/* Makes probabilities of the scores of positions that a row sees, relative to the greatest, in place; returns their sum.
+ * With `weigh` they are multiplied by the scales of the int8 values they belong to, and `most` has the greatest. */
+INLINE float soften(const head_layout *l, const block_view *b, const int64_t *seen, float *scores, float greatest,
+                    int weigh, ivec *most) {
+    const vec m = vec_set(greatest), zero = vec_set(0.0f);
+    vec total = zero;
+    ivec top = ivec_set(0);
+    for (int64_t j = seen[0] / LANES * LANES; j < seen[1]; j += LANES) {
+        const int edge = j < seen[0] || j + LANES > seen[1], from = (int)(seen[0] - j), to = (int)(seen[1] - j);
+        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
+        if (edge) p = vec_within(p, from, to, zero);
+        total = vec_add(total, p);
+        if (weigh) {
+            const uint8_t *values = b->pages[j / ATTENTION_PAGE] + l->key_bytes;
+            p = vec_mul(p, vec_load_bytes(values + ATTENTION_PAGE * l->padded + j % ATTENTION_PAGE * 4));
+            /* What lies there and nobody sees need not be a number. */
+            if (edge) p = vec_within(p, from, to, zero);
+            top = ivec_max_bits(top, p);
+        }
+        vec_store(scores + j, p);
     }
-    *factor = level_weights(p, first, last, greatest);
+    *most = top;
+    return vec_fold_sum(total);
 }
 
 static void add_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
@@ -209,12 +211,13 @@ static void add_block(const attention *a, const head_layout *l, const block_view
     for (int64_t start = b->first / ATTENTION_PAGE * ATTENTION_PAGE; start < b->last; start += ATTENTION_PAGE) {
         const uint8_t *page = b->pages[start / ATTENTION_PAGE] + l->key_bytes;
         const float *values = w->values;
+        intptr_t ahead = values_ahead(l, b, start);
         if (a->value_type == ATTENTION_FLOAT32)
             values = (const float *)(const void *)page;
         else
             unpack_values(a->value_type, l, page, start < b->first ? b->first - start : 0,
-                          smaller(b->last - start, ATTENTION_PAGE), w->values);
-        add_page(l, b, values, start, w);
+                          smaller(b->last - start, ATTENTION_PAGE), ahead, w->values), ahead = 0;
+        add_page(l, b, values, start, ahead, w);
     }
 }
 
@@ -231,11 +234,16 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
             factor = head.scale * a->scale;
         }
         w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
-        w->sums[i] = soften(scores, seen[0], seen[1], w->greatest[i]);
-        if (a->value_type == ATTENTION_INT8) weigh(l, b, seen, scores, w->factors + i);
+        ivec most;
+        if (a->value_type == ATTENTION_INT8) {
+            w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 1, &most);
+            w->factors[i] = level_weights(scores, seen[0] / LANES * LANES, (seen[1] + LANES - 1) / LANES * LANES, most);
+        } else {
+            w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 0, &most);
+        }
     }
     if (a->value_type == ATTENTION_INT8)
-        add_block_int8(l, b->pages, b->first, b->last, count, w);
+        add_block_int8(l, b->pages, b->first, b->last, count, b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
     else
         add_block(a, l, b, w);
 }

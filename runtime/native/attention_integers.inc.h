@@ -11,6 +11,7 @@ typedef struct {
     const uint8_t *scales;  /* (tiles, 16) float */
     float *scores;          /* ATTENTION_STRIDE apart */
     int64_t step, fours;
+    intptr_t ahead; /* from keys to what is asked for early */
 } key_panel;
 
 INLINE void score_int8(key_panel p, int rows, int width) {
@@ -22,7 +23,11 @@ INLINE void score_int8(key_panel p, int rows, int width) {
     }
     for (int64_t i = 0; i < p.fours; i++) {
         kvec keys[WIDTH];
-        UNROLL for (int w = 0; w < width; w++) keys[w] = kvec_load(p.keys + (w * p.fours + i) * 64);
+        UNROLL for (int w = 0; w < width; w++) {
+            const uint8_t *at = p.keys + (w * p.fours + i) * 64;
+            vec_fetch((intptr_t)at + p.ahead);
+            keys[w] = kvec_load(at);
+        }
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t q;
             memcpy(&q, p.queries + r * p.step + sizeof(query_head) + (size_t)i * 4, sizeof q);
@@ -43,6 +48,7 @@ typedef struct {
     const float *factors;                              /* (rows) */
     float *results;                                    /* (rows, step): at the chunk's first channel */
     int64_t first, last, step, left;                   /* positions; channels of the chunk that there are */
+    const int8_t *next;                                /* what is asked for early beside the last page */
 } value_panel;
 
 INLINE void add_int8(value_panel p, int rows, int part) {
@@ -52,8 +58,10 @@ INLINE void add_int8(value_panel p, int rows, int part) {
     for (int64_t start = p.first / ATTENTION_PAGE * ATTENTION_PAGE; start < p.last; start += ATTENTION_PAGE) {
         const int8_t *page = p.pages[start / ATTENTION_PAGE];
         const int64_t last = smaller(p.last - start, ATTENTION_PAGE);
+        const intptr_t ahead = distance(page, start + ATTENTION_PAGE < p.last ? p.pages[start / ATTENTION_PAGE + 1] : p.next);
         for (int64_t j = start < p.first ? (p.first - start) / 4 * 4 : 0; j < last; j += 4) {
             four values[INT_WIDTH];
+            UNROLL for (int i = 0; i < 4 && part == 0; i++) vec_fetch((intptr_t)(page + (j + i) * p.step) + ahead);
             UNROLL for (int w = 0; w < INT_WIDTH; w++)
                 values[w] = four_load(page + j * p.step, p.step, p.left, part + w);
             UNROLL for (int r = 0; r < rows; r++)
@@ -68,9 +76,9 @@ INLINE void add_int8(value_panel p, int rows, int part) {
 
 typedef void key_function(key_panel p);
 typedef void value_function(value_panel p, int part);
-#define KEYS_OF(rows)                                                             \
-    NOINLINE void keys_##rows##_1(key_panel p) { score_int8(p, rows, 1); }        \
-    NOINLINE void keys_##rows##_2(key_panel p) { score_int8(p, rows, 2); }
+#define KEYS_OF(rows)                                                                       \
+    NOINLINE void keys_##rows##_1(key_panel p) { score_int8(p, rows, 1); }                  \
+    NOINLINE void keys_##rows##_all(key_panel p) { score_int8(p, rows, INT_WIDTH); }
 #define VALUES_OF(rows)                                                           \
     NOINLINE void values_##rows(value_panel p, int part) {                        \
         if (part == 0) add_int8(p, rows, 0);                                      \
@@ -78,7 +86,7 @@ typedef void value_function(value_panel p, int part);
     }
 EVERY_INT_ROWS(KEYS_OF)
 EVERY_INT_ROWS(VALUES_OF)
-#define KEY_NAMES(rows) {keys_##rows##_1, keys_##rows##_2},
+#define KEY_NAMES(rows) {keys_##rows##_1, keys_##rows##_all},
 #define VALUE_NAMES(rows) values_##rows,
 static key_function *const key_functions[INT_PANEL][WIDTH] = {EVERY_INT_ROWS(KEY_NAMES)};
 static value_function *const value_functions[INT_PANEL] = {EVERY_INT_ROWS(VALUE_NAMES)};
@@ -91,7 +99,7 @@ static inline int64_t even_panel(int64_t left, int64_t most) {
 
 /* Scores of tiles first..last-1 of a page for `count` queries. */
 static void score_page_int8(const head_layout *l, const uint8_t *page, int64_t first, int64_t last,
-                            const uint8_t *queries, int64_t count, float *scores) {
+                            const uint8_t *queries, int64_t count, intptr_t ahead, float *scores) {
     const uint8_t *scales = page + ATTENTION_PAGE * l->fours * 4;
     for (int64_t tile = first, width; tile < last; tile += width) {
         width = last - tile >= 2 && INT_WIDTH == 2 ? 2 : 1;
@@ -100,19 +108,20 @@ static void score_page_int8(const head_layout *l, const uint8_t *page, int64_t f
             key_functions[rows - 1][width - 1]((key_panel){queries + i * l->query_bytes, page + tile * l->fours * 64,
                                                            scales + tile * 64,
                                                            scores + i * ATTENTION_STRIDE + tile * LANES,
-                                                           l->query_bytes, l->fours});
+                                                           l->query_bytes, l->fours, i ? 0 : ahead});
         }
     }
 }
 
 /* Results of `count` queries over positions first..last-1 of a block, of its pages' values. */
 static void add_block_int8(const head_layout *l, const uint8_t *const *pages, int64_t first, int64_t last, int64_t count,
-                           const attention_bench *w) {
+                           const uint8_t *next, const attention_bench *w) {
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, INT_PANEL);
         for (int64_t c = 0; c < l->padded; c += CHUNK) {
             value_panel p = {(const int16_t *)(const void *)(w->scores + i * ATTENTION_STRIDE), {0}, w->factors + i,
-                             w->results + i * l->padded + c, first, last, l->padded, l->padded - c};
+                             w->results + i * l->padded + c, first, last, l->padded, l->padded - c,
+                             (const int8_t *)next + c};
             for (int64_t page = first / ATTENTION_PAGE; page * ATTENTION_PAGE < last; page++)
                 p.pages[page] = (const int8_t *)pages[page] + l->key_bytes + c;
             for (int part = 0; part < CHUNK / LANES; part += INT_WIDTH) value_functions[rows - 1](p, part);
@@ -123,9 +132,7 @@ static void add_block_int8(const head_layout *l, const uint8_t *const *pages, in
 /* Makes of the weights of positions first..last-1 of a block, whole tiles, levels of at most 32767, in place, in every
  * four those of 0, 2, 1, 3; returns what a level stands for. Levels of the other positions are 0. */
 static float level_weights(float *weights, int64_t first, int64_t last, ivec greatest) {
-    int32_t lanes[LANES], top = 0;
-    ivec_store(lanes, greatest);
-    for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
+    const int32_t top = ivec_fold_max(greatest);
     int16_t *levels = (int16_t *)(void *)weights;
     const float most = bits_float((uint32_t)top);
     if (top >= 0x7f800000 || most < TINY_MAX) {

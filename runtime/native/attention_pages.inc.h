@@ -42,13 +42,16 @@ static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int6
 
 /* Keys of tiles first..last-1 of a page as float32: (tiles, h, 16), each tile at its own place. */
 static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys, int64_t first, int64_t last,
-                        float *out) {
+                        intptr_t ahead, float *out) {
     const int64_t tile_size = l->h * ATTENTION_TILE;
     for (int64_t tile = first; tile < last; tile++) {
         float *to = out + tile * tile_size;
         if (type == ATTENTION_FLOAT16) {
             const uint8_t *from = keys + tile * tile_size * 2;
-            for (int64_t i = 0; i < tile_size; i += ATTENTION_TILE) vec_store(to + i, vec_halves(from + i * 2));
+            for (int64_t i = 0; i < tile_size; i += ATTENTION_TILE) {
+                vec_fetch((intptr_t)(from + i * 2) + ahead);
+                vec_store(to + i, vec_halves(from + i * 2));
+            }
         } else {
             unpack_key_tile_int4(l, keys, tile, to);
         }
@@ -73,13 +76,16 @@ static void unpack_value_int4(const head_layout *l, const uint8_t *bytes, const 
 
 /* Values of positions first..last-1 of a page as float32: (positions, v with padding), each at its own place. */
 static void unpack_values(int32_t type, const head_layout *l, const uint8_t *values, int64_t first, int64_t last,
-                          float *out) {
+                          intptr_t ahead, float *out) {
     const int64_t padded = l->padded;
     for (int64_t s = first; s < last; s++) {
         float *to = out + s * padded;
         if (type == ATTENTION_FLOAT16) {
             const uint8_t *from = values + s * padded * 2;
-            for (int64_t c = 0; c < padded; c += ATTENTION_TILE) vec_store(to + c, vec_halves(from + c * 2));
+            for (int64_t c = 0; c < padded; c += ATTENTION_TILE) {
+                vec_fetch((intptr_t)(from + c * 2) + ahead);
+                vec_store(to + c, vec_halves(from + c * 2));
+            }
         } else {
             unpack_value_int4(l, values + s * padded / 2, values + ATTENTION_PAGE * padded / 2 + s * l->value_groups * 2, to);
         }

@@ -22,7 +22,7 @@ enum { ORT_ABI_VERSION = 17 };
 
 /* Error codes, element types, and whether an operator's input may be absent. */
 enum { ORT_OK = 0, ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };
-enum { ORT_FLOAT = 1, ORT_UINT8 = 2, ORT_UINT16 = 4, ORT_INT32 = 6, ORT_INT64 = 7 };
+enum { ORT_FLOAT = 1, ORT_UINT8 = 2, ORT_UINT16 = 4, ORT_INT32 = 6, ORT_INT64 = 7, ORT_BOOL = 9 };
 enum { ORT_REQUIRED = 0, ORT_OPTIONAL = 1 };
 
 typedef struct OrtStatus OrtStatus;

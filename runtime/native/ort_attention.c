@@ -5,9 +5,10 @@
  * (B, P) int32: page of each 64 slots of each sequence, -1: none | rows (S, 4) int32: sequence, prefix n, first extra,
  * number of extras. A row sees the slots 0 to n - 1 and its extras, the last of which is its own | extras (X) int32:
  * slots, ascending within a row | position_ids (S) int64: for the rotation | cos, sin (P', rotary_dim / 2), both or
- * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation | sinks (heads).
+ * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation | sinks (heads) |
+ * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
- * norm_epsilon; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * norm_epsilon, part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -17,7 +18,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { QKV, POOL, LAYOUT, PAGES, ROWS, EXTRAS, POSITIONS, COS, SIN, Q_NORM, K_NORM, SINKS };
+enum { QKV, POOL, LAYOUT, PAGES, ROWS, EXTRAS, POSITIONS, COS, SIN, Q_NORM, K_NORM, SINKS, LAYER_MASK };
 /* Work in units of bytes read: values that are normed, rotated and stored; what balances no better if cut further. */
 enum { VALUE_BYTES = 16, MOST_JOBS = 64 };
 
@@ -205,7 +206,10 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const node *op = kernel;
     pass p = {.a = op->sizes};
     ort_shape shape;
+    int left_out;
     ORT_TRY(read_rows(op, context, &p, &shape));
+    ORT_TRY(ort_left_out(&op->base, context, LAYER_MASK, &left_out));
+    if (left_out) return ort_pass_on(&op->base, context, &shape, NULL);
     ORT_TRY(read_cache(op, context, &p));
     ORT_TRY(read_rotation(op, context, &p));
     ORT_TRY(read_norms(op, context, &p));
@@ -219,7 +223,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_attention = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "Attention",
-    .input_count = 12,
+    .input_count = 13,
     .inputs =
         {
             {"qkv", ORT_FLOAT, ORT_REQUIRED},
@@ -234,5 +238,6 @@ const ort_operator ort_attention = {
             {"q_norm", ORT_FLOAT, ORT_OPTIONAL},
             {"k_norm", ORT_FLOAT, ORT_OPTIONAL},
             {"sinks", ORT_FLOAT, ORT_OPTIONAL},
+            {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
         },
 };

@@ -2,8 +2,9 @@
  *
  * inputs: X (..., K) float | data, low, scales, zeros: the matrix (lowbit.h) | bias (N) | norm (K): X is normalised by
  * its root mean square and this weight | residual, shaped as the output, is added last | planes: of an 8-bit matrix 1
- * reads the high plane alone, 2 both.
- * attributes: N, K, bits, block_size, paired, swiglu, norm_epsilon. Output: (..., N), with swiglu (..., N / 2).
+ * reads the high plane alone, 2 both | layer_mask (parts of the model) bool: where the node's part is false, the output is
+ * the residual, or zeros.
+ * attributes: N, K, bits, block_size, paired, swiglu, norm_epsilon, part. Output: (..., N), with swiglu (..., N / 2).
  */
 #include <stdlib.h>
 
@@ -11,7 +12,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { X, BIAS = 5, NORM, RESIDUAL, PLANES };
+enum { X, BIAS = 5, NORM, RESIDUAL, PLANES, LAYER_MASK };
 /* Values that a thread quantizes in about the time that it takes to read a job's share of a matrix. */
 enum { VALUE_BYTES = 8 };
 /* Rows that cost as much arithmetic as reading the matrix costs time. */
@@ -105,12 +106,15 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     if (shape.rank < 1 || shape.sizes[shape.rank - 1] != p.matrix.k)
         return ort_fail(base, "the last dimension of X must be K = %lld", (long long)p.matrix.k);
     int64_t m = shape.elements / p.matrix.k, width = op->swiglu ? p.matrix.n / 2 : p.matrix.n;
+    int left_out;
+    shape.sizes[shape.rank - 1] = width;
+    ORT_TRY(ort_read(base, context, RESIDUAL, m * width, &residual));
+    ORT_TRY(ort_left_out(base, context, LAYER_MASK, &left_out));
+    if (left_out) return ort_pass_on(base, context, &shape, residual);
     ORT_TRY(ort_read_matrix(base, context, &p.matrix));
     ORT_TRY(read_planes(op, context, &p.matrix));
     ORT_TRY(ort_read(base, context, NORM, p.matrix.k, &norm));
     ORT_TRY(ort_read(base, context, BIAS, p.matrix.n, &bias));
-    ORT_TRY(ort_read(base, context, RESIDUAL, m * width, &residual));
-    shape.sizes[shape.rank - 1] = width;
     ORT_TRY(ort_write(base, context, &shape, &p.output.y));
     p.input.x = x, p.input.weight = norm, p.output.bias = bias, p.output.residual = residual;
     return m ? run(op, context, &p, m) : NULL;
@@ -121,7 +125,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_linear = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "LinearLowBit",
-    .input_count = 9,
+    .input_count = 10,
     .inputs =
         {
             {"X", ORT_FLOAT, ORT_REQUIRED},
@@ -133,5 +137,6 @@ const ort_operator ort_linear = {
             {"norm", ORT_FLOAT, ORT_OPTIONAL},
             {"residual", ORT_FLOAT, ORT_OPTIONAL},
             {"planes", ORT_INT32, ORT_OPTIONAL},
+            {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
         },
 };

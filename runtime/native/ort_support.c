@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "exports.h"
 #include "matrix.h"
@@ -52,7 +53,8 @@ static OrtStatus *open_input(ort_kernel *kernel, const OrtKernelInfo *info, size
 }
 
 OrtStatus *ort_open(ort_kernel *kernel, const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info) {
-    *kernel = (ort_kernel){api, (const ort_operator *)op, lowbit_selected(), {{0, 0, NULL}}};
+    *kernel = (ort_kernel){api, (const ort_operator *)op, lowbit_selected(), 0, {{0, 0, NULL}}};
+    kernel->part = ort_int_or_zero(kernel, info, "part");
     size_t count;
     ORT_TRY(api->KernelInfo_GetInputCount(info, &count));
     for (size_t i = 0; i < count && i < kernel->op->input_count; i++) ORT_TRY(open_input(kernel, info, i));
@@ -139,6 +141,31 @@ OrtStatus *ort_write(const ort_kernel *kernel, OrtKernelContext *context, const 
     void *data;
     ORT_TRY(kernel->api->GetTensorMutableData(value, &data));
     *out = data;
+    return NULL;
+}
+
+OrtStatus *ort_left_out(const ort_kernel *kernel, const OrtKernelContext *context, size_t index, int *out) {
+    *out = 0;
+    if (!kernel->inputs[index].given) return NULL;
+    ort_shape shape;
+    const void *mask = NULL;
+    ORT_TRY(ort_read_shaped(kernel, context, index, &shape, &mask));
+    if (kernel->part < 0 || kernel->part >= shape.elements)
+        return ort_fail(kernel, "layer_mask has no part %lld", (long long)kernel->part);
+    *out = !((const uint8_t *)mask)[kernel->part];
+    return NULL;
+}
+
+OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, const ort_shape *shape,
+                       const float *residual) {
+    size_t elements = 1;
+    for (size_t i = 0; i < shape->rank; i++) elements *= (size_t)shape->sizes[i];
+    float *y;
+    ORT_TRY(ort_write(kernel, context, shape, &y));
+    if (residual)
+        memcpy(y, residual, elements * sizeof *y);
+    else
+        memset(y, 0, elements * sizeof *y);
     return NULL;
 }
 

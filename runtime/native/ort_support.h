@@ -5,7 +5,7 @@
 #include "lowbit.h"
 #include "ort_abi.h"
 
-enum { ORT_MOST_INPUTS = 12, ORT_MOST_SIZES = 8 };
+enum { ORT_MOST_INPUTS = 13, ORT_MOST_SIZES = 8 };
 
 typedef struct {
     const char *name; /* for messages */
@@ -34,6 +34,7 @@ typedef struct {
     const OrtApi *api;
     const ort_operator *op;
     const lowbit_isa *isa;
+    int64_t part; /* of the model, by which layer_mask decides whether it runs */
     ort_input inputs[ORT_MOST_INPUTS];
 } ort_kernel;
 
@@ -78,6 +79,12 @@ OrtStatus *ort_read_shaped(const ort_kernel *kernel, const OrtKernelContext *con
 /* Memory of the only output. */
 OrtStatus *ort_write(const ort_kernel *kernel, OrtKernelContext *context, const ort_shape *shape, float **out);
 
+/* Whether the node is left out: the input layer_mask, if there is one, is false at the node's attribute `part`. */
+OrtStatus *ort_left_out(const ort_kernel *kernel, const OrtKernelContext *context, size_t index, int *out);
+/* What a node gives that is left out: its residual, or zeros where that is NULL. */
+OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, const ort_shape *shape,
+                       const float *residual);
+
 /* Sizes of the matrix in inputs 1 to 4 (data, low, scales, zeros), from the attributes; constants are checked. */
 OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, lowbit_matrix *matrix);
 /* The same matrix with its bytes. */
@@ -115,6 +122,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
         .GetEndVersion = ort_op_one                                                                              \
     }
 
-extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_moe;
+extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe;
 
 #endif

@@ -54,7 +54,7 @@ class PagePool:
         flags = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise refused("The KV cache", MemoryError(f"of size {size}")) from error
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.rows = PageRows(layout, self.memory)

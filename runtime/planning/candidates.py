@@ -137,7 +137,7 @@ def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
         if config.kv not in plan_input.kv_types:
             known = ", ".join(plan_input.kv_types)
             message = f"{plan_input.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
-            hint = "Run edgeinfer tune on it once to calibrate its cache, or export it again."
+            hint = "Choose one of these, or leave " + Setting("kv") + " out."
             raise UsageError(message, hint)
         return (config.kv,)
     # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.

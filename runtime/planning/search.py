@@ -24,9 +24,9 @@ from edgeinfer.runtime.planning.speed_model import SpeedModel
 
 __all__ = ["search"]
 
-# What half of the context is worth, and a cache of 8 or 4 bits instead of floats, as a share of the speed.
+# What half of the context is worth, and a cache of 16, 8 or 4 bits instead of floats, as a share of the speed.
 _HALF_CONTEXT = 0.7
-_KV_WORTH = {8: 0.85, 4: 0.7}
+_KV_WORTH = {16: 0.98, 8: 0.85, 4: 0.7}
 _Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
 

@@ -1,9 +1,10 @@
 """Parallel samples: several replies drawn side by side, each the very text that drawing it alone gives.
 
-Stretch by stretch, a pass draws the next token of every reply, the beginning they share being in the cache once. A row
-that has others' rows in between is right up to rounding only, which now and then decides a draw. So these stretches
-are taken as guesses: each is fed again behind its own text, many tokens to a pass, and what is drawn there is kept,
-with its rows. Where a guess was wrong, the reply goes on from what was drawn instead.
+Where a backend evaluates several sequences in one pass, each reply is one, whose beginning they share. Elsewhere all
+are in one cache, and a pass draws the next token of every reply, stretch by stretch. A row that has others' rows in
+between is right up to rounding only, which now and then decides a draw. So these stretches are taken as guesses: each
+is fed again behind its own text, many tokens to a pass, and what is drawn there is kept, with its rows. Where a guess
+was wrong, the reply goes on from what was drawn instead.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, SharingCache
+from edgeinfer.runtime.backends.contract import ForwardInput, TogetherBackend
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
@@ -23,6 +27,7 @@ __all__ = ["ParallelSamples"]
 
 # Tokens of a stretch, at first few as somebody waits for them, then more as every stretch copies all rows.
 _FIRST, _LONGEST = 8, 64
+_ONE_ROW = np.zeros(1, np.int64)
 
 
 @dataclass
@@ -31,7 +36,8 @@ class _Reply:
 
     Attributes:
         most: tokens it may have.
-        rows: of its tokens but the last, by the stretches they were fed in.
+        cache: of a reply that is a sequence of its own, until it is over.
+        rows: else those of its tokens but the last, by the stretches they were fed in.
         guessed: tokens that were drawn side by side with others and not yet alone.
         score: sum of its tokens' log-probabilities.
     """
@@ -39,6 +45,7 @@ class _Reply:
     sampler: Sampler
     text: ReplyText
     most: int
+    cache: SharingCache | None = None
     rows: list[CacheSnapshot] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     score: float = 0.0
@@ -71,6 +78,8 @@ class ParallelSamples(SearchStrategy):
         self._prompt = 0  # its tokens
         self._given = 0  # tokens of reply 0
         self._stretch = _FIRST
+        backend, can = parts.backend, parts.backend.capabilities
+        self._together = backend if isinstance(backend, TogetherBackend) and can.exact else None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The first tokens of reply 0."""
@@ -82,11 +91,20 @@ class ParallelSamples(SearchStrategy):
         self._statistics.trials = count
         for reply in self._replies:
             reply.draw(logits, self._prompt)
+        if self._together is not None:
+            for index, reply in enumerate(self._replies):
+                reply.cache = self._together.cache.fork() if index else self._together.cache
         return self._give(room)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
         """The next tokens of reply 0."""
         return self._give(self._given + room)
+
+    def leave(self) -> None:
+        """Drops the rows of other replies."""
+        super().leave()
+        for reply in self._replies:
+            reply.cache = None
 
     def search_use(self) -> SearchUse:
         """What was done so far; replies that were cut off are told as far as they came."""
@@ -107,15 +125,36 @@ class ParallelSamples(SearchStrategy):
                 fresh = fresh[:-1]
             if fresh:
                 self._given += len(fresh)
-                self._restore(self._given - 1)
+                if self._together is None:
+                    self._restore(self._given - 1)
                 return fresh
-            self._reply_rows = self._prompt
             if all(other.over for other in others):
                 reply.most = most
-            self._advance([r for r in self._replies if not r.over])
+            live = [r for r in self._replies if not r.over]
+            if self._together is None:
+                self._advance(live)
+            else:
+                self._step(self._together, live)
+
+    def _step(self, backend: TogetherBackend, live: Sequence[_Reply]) -> None:
+        """Draws the next token of each of these replies."""
+        self._passes.check()
+        sequences = []
+        for reply in live:
+            assert reply.cache is not None, "a reply that goes on has its rows"
+            place = np.array([reply.cache.length])
+            sequences.append((reply.cache, ForwardInput(np.array(reply.tokens[-1:], np.int64), place, _ONE_ROW)))
+        outputs = backend.forward_together(sequences)
+        self._statistics.passes += 1
+        self._statistics.rows += len(live)
+        for reply, output in zip(live, outputs, strict=True):
+            reply.draw(output.logits[0], self._prompt)
+            if reply.over and reply is not self._replies[0]:
+                reply.cache = None  # its pages are others' now
 
     def _advance(self, live: Sequence[_Reply]) -> None:
         """Draws a stretch of each of these replies."""
+        self._reply_rows = self._prompt
         drawn = sum(len(reply.tokens) - 1 for reply in live)
         size = min(self._stretch, (self._backend.cache.capacity - self._prompt - drawn) // len(live))
         self._stretch = min(2 * self._stretch, _LONGEST)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
+from edgeinfer.bundle.kv_types import PAGED_KV
 from edgeinfer.errors import ModelError, StorageError, UsageError
 from edgeinfer.runtime.kv_cache.session_file import is_session
 from tests.edgeinfer.conftest import TEMPLATE
@@ -185,6 +186,31 @@ def test_conversations_kept_beside_the_current_one(small_bundle: Path) -> None:
             cached[size] = [result.timings.cached_prompt_tokens for result in results]
     assert replies[0] == replies[1_000_000]
     assert all(kept > lost + 30 for kept, lost in zip(cached[1_000_000][2:], cached[0][2:], strict=True))
+
+
+@pytest.mark.slow
+def test_every_type_of_cache_keeps_saves_and_shortens_conversations(small_bundle: Path, tmp_path: Path) -> None:
+    """Rows that come back from kept conversations and from files are those that would be evaluated, to the last bit."""
+    sampled: dict[str, Any] = {"max_tokens": 70, "ignore_eos": True, "temperature": 0.9, "seed": 5}
+    beginnings = ["The little dog " * 8, "A cat sat there " * 6, "The little dog " * 8 + "went home " * 12]
+    for kv in PAGED_KV:
+        with load_eager(small_bundle, kv=kv) as alone:
+            expected = [alone.generate(text, **sampled).token_ids for text in beginnings]
+            with load_eager(small_bundle, kv=kv, prefix_cache=2_000_000) as keeping:
+                for turn, text in enumerate([*beginnings, *beginnings[::-1]]):
+                    reply = keeping.generate(text, **sampled)
+                    assert reply.token_ids == expected[turn if turn < 3 else 5 - turn]
+                    if turn >= 3:
+                        assert reply.timings.cached_prompt_tokens == len(keeping.tokenize(text)) - 1
+                keeping.save_session(tmp_path / "text.session")
+            alone.score([5, 6])
+            assert alone.load_session(tmp_path / "text.session")
+            reply = alone.generate(beginnings[0], **sampled)
+            assert (reply.token_ids, reply.timings.cached_prompt_tokens > 20) == (expected[0], True)
+        with load_eager(small_bundle, kv=kv, context=128, overflow="window") as short:
+            texts = [short.generate(beginnings[1], **sampled | {"max_tokens": 200}).token_ids for _ in range(2)]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) == 200
 
 
 def test_a_session_survives_the_bundle_being_moved(model: edgeinfer.Model, small_bundle: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from edgeinfer.runtime.backends.factory import (
     counting_experts,
     kv_types_with_scales,
     scales_for,
+    thread_count,
 )
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
@@ -65,7 +66,7 @@ class OnnxFactory(BackendFactory):
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a session."""
-        return memory_of(choice.bundle, choice.layout)
+        return memory_of(choice.bundle, choice.layout, threads=thread_count(config))
 
     def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""

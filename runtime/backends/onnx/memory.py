@@ -14,7 +14,7 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.runtime.backends.onnx.paths import pages_of
-from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.text.transient import tokenizer_facts
@@ -42,6 +42,10 @@ _CONCAT_COPIES = 2
 # Largest set of a layer's activations alive at once, in widths of its widest linear.
 _LIVE_WIDTHS = 3
 _FLOAT_BYTES = 4
+# Positions of a block of attention and what its scores lie apart; results of blocks that are kept apart at most, and
+# queries that share each reading of keys (runtime/native/attention.c).
+_ATTENTION_BLOCK, _ATTENTION_SCORES = 256, 272
+_MOST_APART_BYTES, _SHARING_QUERIES = 2 << 20, 112
 # Copies of a weight that are there at once while it is multiplied out.
 _MAKING_FLOATS = 4
 
@@ -55,6 +59,7 @@ class OnnxMemory:
         merge_pairs: whether the tokenizer's merges are pairs, which take more to parse.
         packed_ready: whether the file of packed weights is there already.
         floats: whether the backend multiplies all weights out to floats, and keeps the scores of every head.
+        threads: of the linear algebra.
     """
 
     bundle: Bundle
@@ -62,6 +67,7 @@ class OnnxMemory:
     merge_pairs: bool
     packed_ready: bool
     floats: bool = False
+    threads: int = 1
 
     def import_libraries(self) -> None:
         """Imports what loading will import."""
@@ -80,11 +86,12 @@ class OnnxMemory:
         manifest = self.bundle.manifest
         context, chunk = configuration.context, configuration.prefill_chunk
         scores = _scores(manifest, chunk, context) if self.floats else 0
+        scratch = _attention_scratch(manifest, chunk, context, self.threads) if self._paged else 0
         return Footprint(
             {
                 "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
                 "kv": self._cache(configuration.kv, context),
-                "activations": _activations(manifest, chunk, 0 if self._paged else context) + scores,
+                "activations": _activations(manifest, chunk, 0 if self._paged else context) + scores + scratch,
             },
             {"code": _RUNNING_CODE_BYTES},
         )
@@ -213,9 +220,22 @@ def _scores(manifest: Manifest, chunk: int, context: int) -> int:
     return _FLOAT_BYTES * _LIVE_WIDTHS * heads * chunk * context
 
 
-def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False) -> ModelMemory:
+def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: int) -> int:
+    """Working memory of a layer's attention over pages (runtime/native/attention.c), which the next layer has again."""
+    decoder = manifest.decoder
+    assert decoder is not None, "only our own graphs are paged"
+    size, group = decoder.head_dim, decoder.num_heads // decoder.num_kv_heads
+    blocks = -(-context // _ATTENTION_BLOCK)
+    apart = min(_MOST_APART_BYTES, _FLOAT_BYTES * chunk * decoder.num_heads * blocks * (size + _ATTENTION_SCORES))
+    queries = min(_SHARING_QUERIES, chunk * group)
+    # Scores and results of the queries that share a reading, and a page as floats; of each thread.
+    own = _FLOAT_BYTES * (queries * (_ATTENTION_SCORES + 2 * size) + 2 * PAGE * size)
+    return _FLOAT_BYTES * chunk * decoder.q_size + apart + threads * own
+
+
+def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:
     """What a bundle takes, with all weights multiplied out to floats if so."""
     from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
 
     pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
-    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats)
+    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats, threads)

@@ -2,8 +2,8 @@
 
 A row's result depends on its own path alone, to the last bit: not on the other rows of its pass, not on other
 sequences, not on where its pages lie. So draft trees and texts side by side are as exact as chains, and nothing is
-padded. Where the graph has matrices of floats, ONNX Runtime multiplies those, and one row of them differs in bits from
-several: such passes have two rows at least, the second of which is the last one again.
+padded. Where nothing is quantized, or experts are not, ONNX Runtime multiplies those floats, and one row of them
+differs in bits from several: such passes have two rows at least, the second of which is the last one again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
@@ -41,7 +43,7 @@ class PagedBackend(GraphBackend):
     Args:
         bundle: an opened bundle whose native graph is paged.
         capacity: tokens that a sequence may hold.
-        exact: pad passes where float matrices make a single row differ.
+        exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
         threads, progress, affinity: as `GraphBackend` takes them.
@@ -88,6 +90,7 @@ class PagedBackend(GraphBackend):
             affinity=affinity,
         )
         self.capabilities = dataclasses.replace(self.capabilities, branches=True)
+        self.cache.observe_clear = self._unbind
 
     def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence of the same pool, for `forward_together`.
@@ -113,26 +116,20 @@ class PagedBackend(GraphBackend):
         cache.length += size
         return self._output(step, size, len(batch.rows))
 
-    def forward_together(self, sequences: Sequences) -> list[ForwardOutput]:
-        """One pass over new tokens of several sequences, each appended to its own cache.
-
-        Every row is what it is in a pass of its own sequence alone. Arrays are views that the next pass overwrites.
-
-        Raises:
-            CapabilityError, BackendError: as `forward`; or a sequence is named twice, is of another pool, or is to be
-                evaluated in another way than the others (layers, planes, experts, hidden states).
-        """
-        for cache, batch in sequences:
-            check_pass(self, batch, cache)
-        batch_of_all = joined([batch for _, batch in sequences])
+    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
-        if any(cache.pool is not self.pool for cache, _ in sequences):
+        own: Sequences = [(c, b) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
+        if len(own) < len(sequences):
             raise BackendError("A sequence of another model cannot be in this pass.")
-        step = self._run(sequences, batch_of_all)
+        for cache, batch in own:
+            check_pass(self, batch, cache)
+        batch_of_all = joined([batch for _, batch in own])
+        step = self._run(own, batch_of_all)
         whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
         outputs, row, logit = list[ForwardOutput](), 0, 0
-        for cache, batch in sequences:
+        for cache, batch in own:
             size, wanted = len(batch.tokens), len(batch.rows)
             hidden = None if whole.hidden is None else whole.hidden[row : row + size]
             experts = None if whole.experts is None else whole.experts[:, row : row + size]
@@ -206,5 +203,8 @@ class PagedBackend(GraphBackend):
 def _least_rows(manifest: Manifest) -> tuple[int, int]:
     """Rows of a pass, and of its logits if there are any, from which on every row has the same bits."""
     floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and t.name != "embed"}
+    if any(t.bits < 32 for t in manifest.tensors):
+        # Beside quantized matrices those of floats have an operator of ours, all but experts.
+        floats = {name for name in floats if find_expert(name) is not None}
     head = "head" in floats
     return 2 if floats - {"head"} else 1, 2 if head else 0

@@ -129,13 +129,15 @@ def attend(
     queries: Sequence[Doubles],  # (heads, h) each
 ) -> Doubles:  # (S, heads v)
     """The attention of every row over what the pool holds after the pass."""
-    results, rows = [], PageRows(layout, pool)
+    results = []
+    places = np.arange(len(pool) // layout.page_bytes * PAGE)
+    held = [part.astype(np.float64) for part in PageRows(layout, pool).read(shape.layer, places)]
     for row, query in enumerate(queries):
         path = tables.path(row)
         seen = path[max(0, len(path) - shape.window) :] if shape.window else path
-        held = [part.astype(np.float64) for part in rows.read(shape.layer, tables.places(row, seen))]
+        parts = [part[:, tables.places(row, seen)] for part in held]
         for head, q in enumerate(_as_stored(query) if layout.keys.name == "int8" else query):
-            keys, values = (part[head // (shape.heads // shape.kv_heads)] for part in held)
+            keys, values = (part[head // (shape.heads // shape.kv_heads)] for part in parts)
             scores = keys @ q * shape.factor
             if shape.softcap:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,8 @@ from tests.runtime.native.graphs import make_model, open_session, run
 
 PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 TYPES = tuple(ROW_CODECS)
-# What a channel of a row of each type may lose of the row's greatest: half a step of its own range, at the most.
-LOSS = {"float32": 1e-6, "float16": 5e-4, "int8": 0.7 / 127, "int4": 0.2}
-# Results against numpy's: sums in float32; of int8 what rounding queries and probabilities to integers costs.
-TOLERANCE = {"int8": 3e-2}
+# What a row of each type may lose of its length, times the root of its channels: half a step of its greatest channel.
+LOSS = {"float32": 1e-7, "float16": 5e-4, "int8": 0.51 / 127, "int4": 0.06}
 
 
 def make_weights(rng: np.random.Generator, shape: Shape, norm: str = "", sinks: bool = False) -> Weights:
@@ -49,10 +48,10 @@ def check_stored(
     tables, types = runner.tables(store, nodes), (store.layout.keys.name, store.layout.values.name)
     places = np.concatenate([tables.places(row, tables.path(row)[-1:]) for row in range(len(nodes))])
     held = PageRows(store.layout, store.memory).read(shape.layer, places)
-    for part, kind, wanted in zip(held, types, zip(*((k, v) for _, k, v in rows), strict=True), strict=True):
+    for part, kind, wanted in zip(held, types, zip(*(row[1:] for row in rows), strict=True), strict=True):
         rows_wanted = np.stack(wanted, axis=1)  # (kv_heads, S, size)
-        greatest = np.linalg.norm(rows_wanted, axis=2, keepdims=True)
-        assert (np.abs(part - rows_wanted) <= LOSS[kind] * greatest + 1e-6).all(), kind
+        lost, length = (np.linalg.norm(each, axis=2) for each in (part - rows_wanted, rows_wanted))
+        assert (lost <= LOSS[kind] * np.sqrt(part.shape[2]) * length + 1e-6).all(), kind
 
 
 @st.composite
@@ -95,15 +94,7 @@ def drawn_rows(rng: np.random.Generator, store: Store, width: int, lengths: list
     return [*passes, [tree[i] for i in rng.permutation(len(tree))]]
 
 
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    drawn=shapes(),
-    types=st.tuples(st.sampled_from(TYPES), st.sampled_from(TYPES)),
-    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 190, 300]), min_size=1, max_size=3),
-    threads=st.sampled_from([1, 2]),
-)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_agrees_with_numpy(
+def compare(
     kernel: NativeKernel,
     seed: int,
     drawn: tuple[Shape, str, bool],
@@ -111,6 +102,7 @@ def test_agrees_with_numpy(
     lengths: list[int],
     threads: int,
 ) -> None:
+    """Passes that fill sequences, then one of trees, whose results are numpy's."""
     rng = np.random.default_rng(seed)
     shape, norm, sinks = drawn
     weights = make_weights(rng, shape, norm, sinks)
@@ -123,8 +115,34 @@ def test_agrees_with_numpy(
         check_stored(store, shape, nodes, runner, rows)
     wanted = attend(shape, weights, layout, store.memory, runner.tables(store, nodes), [q for q, _, _ in rows])
     assert got.shape == wanted.shape
-    assert np.abs(got - wanted).max() <= max(TOLERANCE.get(kind, 2e-5) for kind in types) * max(1, np.abs(wanted).max())
+    # Sums are in float32, what int8 values are multiplied by has 16 bits, and a channel of a query that differs in its
+    # last bit may be rounded to another int8.
+    limit = 1e-3 if types[1] == "int8" else 5e-6
+    limit = 2e-2 if types[0] == "int8" and (norm or shape.rotary) else limit
+    assert np.abs(got - wanted).max() <= limit * max(1, np.abs(wanted).max())
     assert not np.isnan(got).any()
+
+
+cases = given(
+    seed=st.integers(0, 2**32 - 1),
+    drawn=shapes(),
+    types=st.tuples(st.sampled_from(TYPES), st.sampled_from(TYPES)),
+    lengths=st.lists(st.sampled_from([0, 1, 63, 64, 65, 190, 300]), min_size=1, max_size=3),
+    threads=st.sampled_from([1, 2]),
+)
+
+
+@cases
+@settings(max_examples=15, deadline=None)
+def test_agrees_with_numpy(kernel: NativeKernel, **drawn: Any) -> None:
+    compare(kernel, **drawn)
+
+
+@pytest.mark.slow
+@cases
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_agrees_with_numpy_in_many_cases(kernel: NativeKernel, **drawn: Any) -> None:
+    compare(kernel, **drawn)
 
 
 def small(kernel: NativeKernel, **changes: Any) -> tuple[Runner, Store, dict[str, NDArray[Any]]]:
@@ -287,6 +305,46 @@ def test_what_is_not_finite_reaches_only_the_rows_that_see_it(kernel: NativeKern
         if kind in ("float32", "float16"):
             hurt[20] = wanted[20]
         np.testing.assert_array_equal(hurt, wanted, err_msg=kind)
+
+
+def adversarial(rng: np.random.Generator, shape: Shape) -> dict[str, Floats]:
+    """Rows (S, width) whose scores or values are hard on floating point."""
+    rows, keys = 120, shape.heads * shape.key_size
+    plain = rng.standard_normal((rows, shape.width), np.float32)
+    huge, tiny, apart = plain.copy(), plain.copy(), plain.copy()
+    huge[:, :keys] *= np.float32(1e15)  # one position takes all
+    tiny[:, keys:] *= np.float32(1e-38)
+    apart[::2, keys:] *= np.float32(-3e4)
+    # Positions of one block lie far below those of the next, and the other way round.
+    steps = plain * np.float32(0.1) + np.repeat([0, 90, -90], 40)[:, None].astype(np.float32)
+    return {
+        "zeros": np.zeros_like(plain),
+        "equal": np.full_like(plain, 2.5),
+        "signs": np.sign(plain) * np.float32(7),
+        **{"huge": huge, "tiny": tiny, "apart": apart, "steps": steps, "outlier": plain * (1 + 2000 * (plain > 2.5))},
+    }
+
+
+def test_adversarial_values_are_as_right_as_others(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(8)
+    shape = replace(PLAIN, key_size=24, value_size=20)
+    positions = range(120)
+    for sinks in (None, np.array([1e30, -1e30, -np.inf, 0], np.float32)):
+        weights = Weights(sinks=sinks)
+        runner = Runner(kernel, shape, weights)
+        for (name, qkv), kind in product(adversarial(rng, shape).items(), TYPES):
+            if kind == "int8" and name in ("huge", "apart", "steps", "outlier"):
+                continue  # a query rounded to int8 may prefer another position then
+            store = Store.of(make_layout(shape, kind, kind), 1, 120)
+            nodes = [Node(0, tuple(range(s + 1)), qkv[s], s) for s in positions]
+            got, queries = runner(store, nodes)[::9], [q for q, _, _ in prepared(shape, weights, qkv, positions)]
+            tables = runner.tables(store, nodes[::9])
+            wanted = attend(shape, weights, store.layout, store.memory, tables, queries[::9])
+            greatest = np.abs(qkv[:, -shape.kv_heads * shape.value_size :]).max()
+            assert np.isfinite(got).all(), (name, kind)
+            # Scores of thousands are known to a few ten-thousandths in float32.
+            worst, limit = np.abs(got - wanted).max(), 1e-2 if name in ("apart", "steps", "outlier") else 1e-4
+            assert worst <= limit * greatest + 1e-37, (name, kind, worst, greatest)
 
 
 def test_a_pass_that_was_ended_leaves_nothing_torn(kernel: NativeKernel) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.bundle import Geometry
+from edgeinfer.errors import BackendError, BudgetError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec, find_row_codec, turn, turn_width
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
+from edgeinfer.runtime.system.memory import process_memory, releases_pages
 
 # Of heads: powers of two, multiples of 16 and 32 alone, odd, less than a tile.
 SIZES = (64, 128, 80, 96, 33, 6, 256)
@@ -249,3 +251,26 @@ def test_a_pool_loses_no_page_and_counts_its_holders() -> None:
 def test_unknown_types_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no KV type 'int2'.*float32, float16, int8, int4"):
         find_row_codec("int2")
+
+
+@pytest.mark.skipif(not releases_pages(), reason="only Linux tells what is in memory, and takes pages back at once")
+def test_memory_is_taken_as_pages_are_written_and_goes_back() -> None:
+    layout = PageLayout.of(Geometry(8, 8, 24, 4, 64, 64), "float32")
+    before = process_memory().anonymous
+    pool = PagePool(layout, 1000)
+    assert len(pool.memory) == 1000 * layout.page_bytes > 3_000_000_000
+    pages = pool.take(20)
+    used = 20 * layout.page_bytes
+    pool.memory[: max(pages) * layout.page_bytes + layout.page_bytes] = 1
+    filled = process_memory().anonymous
+    assert used <= filled - before + 4_000_000 <= 1.1 * used + 8_000_000
+    pool.release(pages)
+    pool.trim()
+    assert filled - process_memory().anonymous > 0.9 * used
+    assert not pool.memory[:used].any()
+
+
+def test_addresses_that_the_system_does_not_grant_are_a_matter_of_the_budget() -> None:
+    layout = PageLayout.of(Geometry(8, 8, 2048, 64, 256, 64), "float32")
+    with pytest.raises(BudgetError, match="The KV cache needs"):
+        PagePool(layout, 1 << 20)

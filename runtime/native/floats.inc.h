@@ -1,0 +1,112 @@
+/* Float matrices times float rows in vectors of 16 (floats.h); knows nothing of registers.
+ *
+ * Included by a path that has vec, vec_set, vec_load, vec_store and vec_fma.
+ */
+#include "floats.h"
+
+/* Rows whose sums stay in registers: of one row those of 4 vectors, of more those of 2 each. */
+enum { FLOAT_ROWS = 3 };
+
+INLINE void finish_float(const float_matrix *w, const float_rows *r, int64_t row, int64_t column, float sum) {
+    int64_t at = row * w->n + column;
+    if (r->bias) sum += r->bias[column];
+    if (r->residual) sum += r->residual[at];
+    r->y[at] = sum;
+}
+
+INLINE void finish_floats(const float_matrix *w, const float_rows *r, int64_t row, int64_t column, vec sum) {
+    float values[LANES];
+    vec_store(values, sum);
+    for (int l = 0; l < LANES; l++) finish_float(w, r, row, column + l, values[l]);
+}
+
+/* `width` vectors of columns of a matrix stored by inputs. */
+INLINE void chains(int count, int width, const float_matrix *w, const float_rows *r, int64_t row, int64_t column) {
+    vec sums[FLOAT_ROWS][4];
+    for (int i = 0; i < count; i++)
+        for (int v = 0; v < width; v++) sums[i][v] = vec_set(0);
+    const float *x = r->x + row * w->k;
+    for (int64_t k = 0; k < w->k; k++)
+        for (int v = 0; v < width; v++) {
+            vec weights = vec_load(w->data + k * w->n + column + v * LANES);
+            for (int i = 0; i < count; i++) sums[i][v] = vec_fma(vec_set(x[i * w->k + k]), weights, sums[i][v]);
+        }
+    for (int i = 0; i < count; i++)
+        for (int v = 0; v < width; v++) finish_floats(w, r, row + i, column + v * LANES, sums[i][v]);
+}
+
+/* `width` columns of a matrix stored by outputs. */
+INLINE void folds(int count, int width, const float_matrix *w, const float_rows *r, int64_t row, int64_t column) {
+    vec sums[FLOAT_ROWS][4];
+    for (int i = 0; i < count; i++)
+        for (int c = 0; c < width; c++) sums[i][c] = vec_set(0);
+    const float *x = r->x + row * w->k, *weights = w->data + column * w->k;
+    const int64_t whole = w->k / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES)
+        for (int c = 0; c < width; c++) {
+            vec sixteen = vec_load(weights + c * w->k + k);
+            for (int i = 0; i < count; i++) sums[i][c] = vec_fma(vec_load(x + i * w->k + k), sixteen, sums[i][c]);
+        }
+    for (int i = 0; i < count; i++)
+        for (int c = 0; c < width; c++) {
+            float lanes[LANES];
+            vec_store(lanes, sums[i][c]);
+            for (int64_t k = whole; k < w->k; k++)
+                lanes[k - whole] = fmaf(x[i * w->k + k], weights[c * w->k + k], lanes[k - whole]);
+            for (int half = LANES / 2; half > 0; half /= 2)
+                for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+            finish_float(w, r, row + i, column + c, lanes[0]);
+        }
+}
+
+/* Columns that no vector covers, one by one. */
+INLINE void chain(const float_matrix *w, const float_rows *r, int64_t row, int64_t column) {
+    const float *x = r->x + row * w->k;
+    float sum = 0;
+    for (int64_t k = 0; k < w->k; k++) sum = fmaf(x[k], w->data[k * w->n + column], sum);
+    finish_float(w, r, row, column, sum);
+}
+
+INLINE void by_input(int count, const float_matrix *w, const float_rows *r, int64_t row, int64_t first, int64_t last) {
+    const int width = count == 1 ? 4 : 2;
+    int64_t column = first;
+    for (; column + width * LANES <= last; column += width * LANES) chains(count, width, w, r, row, column);
+    for (; column + LANES <= last; column += LANES) chains(count, 1, w, r, row, column);
+    for (; column < last; column++)
+        for (int i = 0; i < count; i++) chain(w, r, row + i, column);
+}
+
+INLINE void by_output(int count, const float_matrix *w, const float_rows *r, int64_t row, int64_t first, int64_t last) {
+    const int width = count == 1 ? 4 : 2;
+    int64_t column = first;
+    for (; column + width <= last; column += width) folds(count, width, w, r, row, column);
+    for (; column < last; column++) folds(count, 1, w, r, row, column);
+}
+
+/* One function per number of rows, so that every sum keeps its register. */
+#define ROWS_OF(count)                                                                                               \
+    NOINLINE void floats_##count(const float_matrix *w, const float_rows *r, int64_t row, int64_t first, int64_t last) { \
+        if (w->by_output) by_output(count, w, r, row, first, last);                                                 \
+        else by_input(count, w, r, row, first, last);                                                               \
+    }
+ROWS_OF(1)
+ROWS_OF(2)
+ROWS_OF(3)
+
+static void normalise_floats(const lowbit_input *in, int64_t k, float *out, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+        const float *x = in->x + row * k;
+        float inverse = inverse_norm(x, k, in->epsilon);
+        for (int64_t i = 0; i < k; i++) out[row * k + i] = x[i] * inverse * in->weight[i];
+    }
+}
+
+/* Computes columns of tiles first..last-1 for all rows. */
+static void multiply_floats(const float_matrix *w, const float_rows *r, int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) {
+        int64_t from = tile * FLOATS_TILE, to = smaller(from + FLOATS_TILE, w->n), row = 0;
+        for (; row + 3 <= r->m; row += 3) floats_3(w, r, row, from, to);
+        if (r->m - row == 2) floats_2(w, r, row, from, to);
+        if (r->m - row == 1) floats_1(w, r, row, from, to);
+    }
+}

@@ -1,0 +1,129 @@
+/* The operator LinearFloat: rows times a float matrix, with what stands before and after it; knows nothing of how.
+ *
+ * inputs: X (..., K) float | weight, as many floats as N K | bias (N) | norm (K): X is normalised by its root mean square
+ * and this weight | residual, shaped as the output, is added last | layer_mask, as LinearLowBit has it.
+ * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon, part. Output: (..., N).
+ */
+#include <stdlib.h>
+
+#include "attention.h"
+#include "matrix.h"
+#include "ort_support.h"
+#include "scratch.h"
+
+enum { X, WEIGHT, BIAS, NORM, RESIDUAL, LAYER_MASK };
+/* Rows that cost as much arithmetic as reading the matrix costs time. */
+enum { FREE_ROWS = 4 };
+
+typedef struct {
+    ort_kernel base;
+    float_matrix matrix; /* without its values */
+    float epsilon;
+} linear;
+
+/* One product, as its jobs see it. */
+typedef struct {
+    const attention_path *path;
+    float_matrix matrix;
+    lowbit_input input;
+    float_rows rows;
+    float *normed;
+    int64_t tiles, norm_jobs, jobs;
+} product;
+
+static OrtStatus *open_linear(linear *op, const OrtKernelInfo *info) {
+    const ort_kernel *base = &op->base;
+    float_matrix *w = &op->matrix;
+    ORT_TRY(ort_int(base, info, "N", &w->n));
+    ORT_TRY(ort_int(base, info, "K", &w->k));
+    ORT_TRY(ort_flag(base, info, "by_output", &w->by_output));
+    if (w->n < 1 || w->n > MATRIX_MOST || w->k < 1 || w->k > MATRIX_MOST)
+        return ort_fail(base, "N and K must be between 1 and 2^28");
+    if (base->inputs[NORM].given) {
+        OrtStatus *status = base->api->KernelInfoGetAttribute_float(info, "norm_epsilon", &op->epsilon);
+        if (status) return base->api->ReleaseStatus(status), ort_fail(base, "norm needs the attribute norm_epsilon");
+    }
+    ORT_TRY(ort_expect(base, WEIGHT, w->n * w->k));
+    ORT_TRY(ort_expect(base, BIAS, w->n));
+    return ort_expect(base, NORM, w->k);
+}
+
+static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
+    linear *made = calloc(1, sizeof *made);
+    if (!made) return api->CreateStatus(ORT_FAIL, "LinearFloat: out of memory");
+    OrtStatus *status = ort_open(&made->base, op, api, info);
+    if (!status) status = open_linear(made, info);
+    if (status) return free(made), status;
+    *kernel = made;
+    return NULL;
+}
+
+static void norm_job(void *data, size_t index) {
+    const product *p = data;
+    int64_t job = (int64_t)index, m = p->rows.m;
+    p->path->normalise_floats(&p->input, p->matrix.k, p->normed, m * job / p->norm_jobs,
+                              m * (job + 1) / p->norm_jobs);
+}
+
+static void multiply_job(void *data, size_t index) {
+    const product *p = data;
+    int64_t job = (int64_t)index;
+    p->path->multiply_floats(&p->matrix, &p->rows, p->tiles * job / p->jobs, p->tiles * (job + 1) / p->jobs);
+}
+
+static OrtStatus *run(const linear *op, const OrtKernelContext *context, product *p) {
+    const float_matrix *w = &p->matrix;
+    int64_t m = p->rows.m;
+    p->tiles = floats_tiles(w);
+    p->norm_jobs = ort_jobs(m, m * w->k * (int64_t)sizeof(float));
+    p->jobs = ort_jobs(p->tiles, w->n * w->k * (int64_t)sizeof(float) * (1 + m / FREE_ROWS));
+    if (!p->input.weight) return ort_parallel(&op->base, context, multiply_job, p->jobs, p);
+    p->rows.x = p->normed = scratch_take((size_t)(m * w->k) * sizeof(float));
+    if (!p->normed) return ort_fail(&op->base, "out of memory for %lld rows", (long long)m);
+    OrtStatus *status = ort_parallel(&op->base, context, norm_job, p->norm_jobs, p);
+    if (!status) status = ort_parallel(&op->base, context, multiply_job, p->jobs, p);
+    scratch_give(p->normed);
+    return status;
+}
+
+static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
+    const linear *op = kernel;
+    const ort_kernel *base = &op->base;
+    product p = {.path = attention_path_of(base->isa), .matrix = op->matrix, .input.epsilon = op->epsilon};
+    const float_matrix *w = &op->matrix;
+    const void *x, *weight, *bias, *norm, *residual;
+    ort_shape shape;
+    ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));
+    if (shape.rank < 1 || shape.sizes[shape.rank - 1] != w->k)
+        return ort_fail(base, "the last dimension of X must be K = %lld", (long long)w->k);
+    p.rows.m = shape.elements / w->k;
+    int left_out;
+    shape.sizes[shape.rank - 1] = w->n;
+    ORT_TRY(ort_read(base, context, RESIDUAL, p.rows.m * w->n, &residual));
+    ORT_TRY(ort_left_out(base, context, LAYER_MASK, &left_out));
+    if (left_out) return ort_pass_on(base, context, &shape, residual);
+    ORT_TRY(ort_read(base, context, WEIGHT, w->n * w->k, &weight));
+    ORT_TRY(ort_read(base, context, BIAS, w->n, &bias));
+    ORT_TRY(ort_read(base, context, NORM, w->k, &norm));
+    ORT_TRY(ort_write(base, context, &shape, &p.rows.y));
+    p.matrix.data = weight, p.input.x = x, p.input.weight = norm;
+    p.rows.x = x, p.rows.bias = bias, p.rows.residual = residual;
+    return p.rows.m ? run(op, context, &p) : NULL;
+}
+
+static void ORT_CALL destroy(void *kernel) { free(kernel); }
+
+const ort_operator ort_floats = {
+    .base = ORT_BASE(create, compute, destroy),
+    .name = "LinearFloat",
+    .input_count = 6,
+    .inputs =
+        {
+            {"X", ORT_FLOAT, ORT_REQUIRED},
+            {"weight", ORT_FLOAT, ORT_REQUIRED},
+            {"bias", ORT_FLOAT, ORT_OPTIONAL},
+            {"norm", ORT_FLOAT, ORT_OPTIONAL},
+            {"residual", ORT_FLOAT, ORT_OPTIONAL},
+            {"layer_mask", ORT_BOOL, ORT_OPTIONAL},
+        },
+};

@@ -1,0 +1,199 @@
+"""The backend over pages: rows have the same bits in trees, beside other texts, in several sequences, in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgeinfer.bundle import Bundle, graph
+from edgeinfer.bundle.kv_types import PAGED_KV
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import BackendError
+from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.backends.onnx.paths import pages_of
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.backends.visibility import Visibility
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.search.samples import ParallelSamples
+from edgeinfer.runtime.search.strategy import SearchParts
+from edgeinfer.runtime.text import Tokenizer
+from tests.kernel import require_kernel
+from tests.runtime.models import bundle_of
+
+CAPACITY = 2 * graph.TREE_ROWS + 100
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+QUANTIZED = ExportConfig(4, 32, keep_small=False, layout="native")
+# Of the second, windows end far before the text, and further than a tree's rows behind its beginning; the third and the
+# mixture have matrices of floats, one row of which differs from several.
+MODELS: dict[str, tuple[str, ExportConfig]] = {
+    "qwen2": ("qwen2", QUANTIZED),
+    "mistral": ("mistral", QUANTIZED),
+    "wider": ("qwen2", ExportConfig(4, 128, layout="native")),
+    "float32": ("qwen2", ExportConfig(32, layout="native")),
+}
+NOTHING = np.zeros(0, np.int64)
+PAST = 2 * graph.TREE_ROWS + 3
+TEXT = np.random.default_rng(5).integers(0, 300, PAST + 6)
+# Every token of the text is a second child.
+ROWS = np.arange(1, 12, 2)
+TREE = np.repeat(ROWS - 2, 2)
+TREE_TOKENS = np.stack([(TEXT[PAST:] + 1) % 300, TEXT[PAST:]], axis=1).ravel()
+TREE_PLACES = PAST + np.repeat(np.arange(6), 2)
+
+
+def model(name: str) -> Bundle:
+    require_kernel()
+    family, config = MODELS[name]
+    return bundle_of(family, config, **SIZES, max_position_embeddings=1024)
+
+
+@pytest.fixture(params=[("qwen2", kv) for kv in PAGED_KV] + [(name, "float32") for name in MODELS if name != "qwen2"])
+def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
+    name, kv = request.param
+    made = PagedBackend(model(name), CAPACITY, kv=kv)
+    yield made
+    made.close()
+
+
+def feed(backend: PagedBackend, *cuts: int) -> Floats:  # (S, V)
+    """The text in passes that end at these tokens, in place of what is there."""
+    backend.cache.trim(0)
+    parts = [np.arange(start, stop) for start, stop in zip((0, *cuts), cuts, strict=False)]
+    return np.concatenate([backend.forward(ForwardInput(TEXT[p], p, p - p[0])).logits.copy() for p in parts])
+
+
+def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
+    whole = feed(backend, len(TEXT))
+    assert np.array_equal(feed(backend, 64, 65, 66, 200, PAST, PAST + 1, len(TEXT)), whole)
+    behind = whole[PAST:]
+    # The branch of a tree, which then is the text.
+    feed(backend, PAST)
+    tree = backend.forward(ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)).logits
+    assert np.array_equal(tree, behind)
+    backend.cache.keep(PAST, ROWS.tolist())
+    place = np.array([len(TEXT)])
+    one = backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits.copy()
+    backend.cache.trim(len(TEXT))
+    feed(backend, len(TEXT))
+    assert np.array_equal(backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
+    # Row by row beside another text in the same cache.
+    feed(backend, PAST)
+    other, mine = list(range(PAST)), list(range(PAST))
+    for index, token in enumerate(TEXT[PAST:]):
+        slot = backend.cache.length
+        other.append(slot)
+        mine.append(slot + 1)
+        seen = Visibility((np.array(other), np.array(mine)))
+        places = np.full(2, PAST + index)
+        logits = backend.forward(ForwardInput(np.array([9, token]), places, np.array([1]), visibility=seen)).logits
+        assert np.array_equal(logits[0], behind[index])
+    # With rows of other sequences, one of which shares the beginning.
+    feed(backend, PAST)
+    fork, alone = backend.cache.fork(), backend.new_sequence(100)
+    both = ForwardInput(TREE_TOKENS, TREE_PLACES, ROWS, tree=TREE)
+    start = ForwardInput(TEXT[:70], np.arange(70), np.arange(70))
+    rest = ForwardInput(TEXT[PAST:], np.arange(PAST, len(TEXT)), np.arange(6))
+    outputs = backend.forward_together([(alone, start), (backend.cache, rest), (fork, both)])
+    for found, expected in zip(outputs, (whole[:70], behind, behind), strict=True):
+        assert np.array_equal(found.logits, expected)
+    assert [cache.length for cache in (alone, backend.cache, fork)] == [70, len(TEXT), PAST + 12]
+
+
+@pytest.mark.parametrize("kv", PAGED_KV)
+def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
+    """Of a model whose weights are floats, so that the cache's type is what rounds."""
+    bundle = model("float32")
+    paged, plain = PagedBackend(bundle, 200, kv=kv), ReferenceBackend(bundle, 200, kv=kv)
+    batch = ForwardInput(TEXT[:150], np.arange(150), np.arange(150))
+    tree = ForwardInput(TREE_TOKENS, TREE_PLACES - PAST + 150, np.arange(12), tree=TREE)
+    for each in (batch, tree):
+        found, expected = paged.forward(each), plain.forward(each)
+        difference = np.abs(found.logits - expected.logits)
+        # Where the two round a number to another level, it moves by one.
+        assert np.median(difference) < 1e-4 and difference.max() < (0.05 if kv != "float32" else 1e-4)
+    paged.close()
+
+
+def test_sequences_of_one_pass_are_checked() -> None:
+    backend = PagedBackend(model("qwen2"), CAPACITY)
+    feed(backend, 10)
+    fork, one = backend.cache.fork(), ForwardInput(TEXT[10:11], np.array([10]), NOTHING)
+    mask = np.ones(2 * backend.geometry.num_layers, np.bool_)
+    hidden = np.zeros((1, backend.geometry.hidden_size), np.float32)
+    skipping = ForwardInput(one.tokens, one.positions, NOTHING, layer_mask=mask)
+    resuming = ForwardInput(one.tokens, one.positions, NOTHING, hidden=hidden)
+    stranger = PagedBackend(model("qwen2"), 64)
+    wrong = {
+        "only once": [(backend.cache, one), (backend.cache, one)],
+        "another model": [(backend.cache, one), (stranger.cache, one)],
+        "same layers": [(backend.cache, one), (fork, skipping)],
+        "planes": [(backend.cache, one), (fork, resuming)],
+        "does not fit": [(backend.new_sequence(1), ForwardInput(TEXT[:2], np.arange(2), NOTHING))],
+    }
+    for message, sequences in wrong.items():
+        with pytest.raises(BackendError, match=message):
+            backend.forward_together(sequences)
+    with pytest.raises(BackendError, match="longer than a context"):
+        backend.new_sequence(CAPACITY + 1)
+    assert (backend.cache.length, fork.length) == (10, 10)
+    for each in (backend, stranger):
+        each.close()
+
+
+def test_memory_is_that_of_the_pages_in_use() -> None:
+    backend = PagedBackend(model("qwen2"), CAPACITY)
+    page = backend.pool.layout.page_bytes
+    assert backend.nbytes()["kv"] == 0
+    feed(backend, 100)
+    assert backend.nbytes()["kv"] == 2 * page
+    few = backend.nbytes()["buffers"]
+    feed(backend, len(TEXT))
+    assert backend.nbytes()["kv"] <= pages_of(CAPACITY) * page and backend.nbytes()["buffers"] > few
+    backend.cache.clear()
+    assert backend.nbytes()["kv"] == 0 and backend.nbytes()["buffers"] < few
+    backend.close()
+
+
+def test_the_graph_tells_which_backend_runs() -> None:
+    bundle = model("qwen2")
+    portable = make_graph_backend(bundle, 64, layout="portable")
+    assert isinstance(portable, OnnxBackend) and not portable.capabilities.paged
+    paged = make_graph_backend(bundle, 64)
+    assert paged.capabilities.paged and paged.capabilities.branches and paged.capabilities.tree
+    for each in (portable, paged):
+        each.close()
+
+
+def test_replies_side_by_side_are_sequences_and_those_drawn_alone() -> None:
+    backend = make_graph_backend(model("qwen2"), 300)
+    prompt = TEXT[:70].tolist()
+    config = GenerationConfig(max_tokens=20, temperature=1.0, seed=3, search="samples", samples=3)
+
+    def sampler(seed: int) -> Sampler:
+        return Sampler(LogitsProcessor(config, backend.geometry.vocab_size, seed), prompt)
+
+    def reply(seed: int, strategy: ParallelSamples | None = None, own: Sampler | None = None) -> list[int]:
+        engine = Engine(backend, 32)
+        steps = engine.generate(prompt, own or sampler(seed), max_tokens=20, stop_ids=frozenset({7}), strategy=strategy)
+        found = [step.token for step in steps]
+        assert engine.cached_tokens == (*prompt, *found)[: backend.cache.length]
+        return found
+
+    alone = [reply(seed) for seed in (3, 4, 5)]
+    first, tokenizer = sampler(3), Tokenizer.from_file(model("qwen2").file("tokenizer.json"))
+    parts = SearchParts(backend, first, config, frozenset({7}), tokenizer, lambda: False, continues=False)
+    strategy = ParallelSamples(parts)
+    assert reply(3, strategy, first) == alone[0]
+    use = strategy.search_use()
+    assert [list(text.token_ids) for text in use.texts] == alone
+    assert use.passes <= 20 < use.rows
+    backend.close()
