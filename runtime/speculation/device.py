@@ -28,16 +28,13 @@ __all__ = ["DeviceCosts"]
 
 _log = logging.getLogger("edgeinfer")
 
-# Plain steps timed where a process has none of its own yet.
+# Plain steps timed beside passes.
 _PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
 # What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known; and
 # how far one reply moves it.
 _ROUND_MS, _ROUND_PULL = 0.12, 0.4
-# A plain step that takes so many times longer than when costs were measured shows another state of the machine; one
-# that takes so much less shows that something disturbed the measurement.
-_SLOWER, _FASTER = 1.5, 0.9
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
 _MOST_PROBES = 8
@@ -73,10 +70,13 @@ class DeviceCosts:
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
-        """Finds out what passes cost; empties the cache if they have to be measured."""
+        """Finds out what passes cost; empties the cache if they have to be measured.
+
+        What was kept is not compared with the pace of this moment: a governor weighs costs against each other, replies
+        move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
+        """
         kept = self._profile.costs()
-        self.plain_ms = self._plain_steps()
-        if kept is not None and self._reaches(kept.passes) and self._same_pace(kept.passes):
+        if kept is not None and self._reaches(kept.passes):
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
             self._round_ms = kept.drafts.round_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
@@ -84,6 +84,7 @@ class DeviceCosts:
             self.exact = check_exact(self._backend)
             self._profile.save_arrays(_EXACT, _check_state(self.exact))
         if self._passes is None:
+            self.plain_ms = self._plain_steps()
             exact = self.exact is not None and self.exact.bit_identical
             # Exact passes are padded: attention wants two rows, MatMulNBits an even number.
             step = max(2, self._backend.capabilities.row_multiple) if exact else 1
@@ -123,6 +124,10 @@ class DeviceCosts:
             extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
             self._round_ms += _ROUND_PULL * (extra - self._round_ms)
 
+    def plain_step_ms(self, statistics: SpeculationStatistics) -> float | None:
+        """What a plain step takes at the pace of a reply's passes; None where none of them tells."""
+        return None if self._passes is None else self._passes.pace(statistics.pass_ms)
+
     def save(self) -> None:
         """Keeps what is known now."""
         if self._passes is not None:
@@ -137,13 +142,6 @@ class DeviceCosts:
         wanted = sizes_to_measure(passes.step, min(self._most, self._backend.cache.capacity))[-1]
         # Where passes are this slow, time ended the measurement and would do so again.
         return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
-
-    def _same_pace(self, passes: PassCosts) -> bool:
-        now = min(self.plain_ms, default=passes.ms(1))
-        if passes.ms(1) * _FASTER <= now <= passes.ms(1) * _SLOWER:
-            return True
-        _log.info("A pass takes %.2f ms, not %.2f as when costs were measured; measuring again.", now, passes.ms(1))
-        return False
 
     def _plain_steps(self) -> list[float]:
         """Milliseconds of a few passes over one token, behind whatever the cache holds."""

@@ -227,11 +227,12 @@ class Speculator:
             per_token_ms: mean milliseconds of the reply's tokens after the first.
         """
         plain = self.plain_ms
-        speedup = plain / per_token_ms if plain and per_token_ms else None
         if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"
             return SpeculationUse(mode=mode, exact=self._is_exact(config), plain_ms=plain)
         statistics, verification = strategy.statistics, find_verification(config.verification)
+        plain = self._costs.plain_step_ms(statistics) if plain is None else plain
+        speedup = plain / per_token_ms if plain and per_token_ms else None
         return SpeculationUse(
             mode=config.speculation,
             verification=verification.name,
