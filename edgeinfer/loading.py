@@ -44,12 +44,12 @@ from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
-from edgeinfer.runtime.speculation.assembly import make_speculator
+from edgeinfer.runtime.speculation.assembly import make_draft_backend, make_speculator
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
+from edgeinfer.runtime.system.memory import process_memory, release_code, release_freed, return_large_frees
 from edgeinfer.runtime.text import Tokenizer, TokenizerLike
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
@@ -280,16 +280,19 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     if not subject.device.on_cpu:
         check_first_pass(backend, subject.device)
     parsed = parsed or _parse(lambda: own_tokenizer(subject.choice, backend))
+    model = make_draft_backend(subject.drafter, config, plan)
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
-    speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
+    speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)
     reduced = ReducedComputeStrategies(_reduced_parts(subject, plan, engine, speculator), kept)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
+    # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
+    release_code()
     return ModelParts(
         engine=engine,
         tokenizer=parsed.tokenizer,

@@ -15,15 +15,10 @@ A tied head is listed with the embedding's own blobs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
-import sys
-import types
-import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
@@ -33,6 +28,7 @@ from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
+from edgeinfer.bundle.strict_reading import MisfitError, reader
 from edgeinfer.errors import BundleError
 
 __all__ = [
@@ -60,9 +56,13 @@ PARTS: dict[Layout, Callable[[QuantizedShape], Parts]] = {
 _ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "uint8": 1, "uint16": 2}
 
 
+def _wrong(what: str) -> BundleError:
+    return BundleError(f"Manifest: {what}.", _DAMAGED)
+
+
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise BundleError(f"Manifest: {what}.", _DAMAGED)
+        raise _wrong(what)
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,10 @@ class Blob:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(self.dtype in _ITEM_BYTES, f"dtype {self.dtype!r} is unknown")
-        _require(self.offset >= 0 and all(d > 0 for d in self.shape), f"blob {self.offset}, {self.shape} is impossible")
+        if self.dtype not in _ITEM_BYTES:
+            raise _wrong(f"dtype {self.dtype!r} is unknown")
+        if self.offset < 0 or min(self.shape, default=1) <= 0:
+            raise _wrong(f"blob {self.offset}, {self.shape} is impossible")
 
     @property
     def size(self) -> int:
@@ -342,54 +344,9 @@ class Manifest:
         if version != FORMAT_VERSION:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
-        manifest = _read(cls, data, "manifest")
+        try:
+            manifest = reader(cls)(data)
+        except MisfitError as misfit:
+            raise BundleError(f"Manifest: manifest{misfit}.", _DAMAGED) from misfit
         assert isinstance(manifest, cls)
         return manifest
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Turns parsed JSON into `kind`, a dataclass or a type built of JSON's types."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(kind, value, where)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        candidates = [a for a in args if a is not type(None)]
-        if len(candidates) == 1:
-            return _read(candidates[0], value, where)
-        _require(isinstance(value, tuple(candidates)), f"{where} has the wrong type")
-        return value
-    if origin is tuple:
-        _require(isinstance(value, list), f"{where} must be a list")
-        return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict:
-        _require(isinstance(value, dict), f"{where} must be an object")
-        return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin is Literal:
-        _require(value in args, f"{where} must be one of {', '.join(map(str, args))}")
-        return value
-    if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Compared, not converted: an integer may be too large for a float. NaN compares as false.
-        _require(number and abs(value) <= sys.float_info.max, f"{where} must be a finite number")
-        return float(value)
-    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    _require(fits, f"{where} must be a {kind.__name__}")
-    return value
-
-
-# A manifest has hundreds of tensors of one type, and evaluating its annotations each time took most of opening.
-_hints = functools.cache(typing.get_type_hints)
-
-
-def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
-    _require(isinstance(value, dict), f"{where} must be an object")
-    hints = _hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    for name in value:
-        _require(name in fields, f"{where} has an unknown field {name!r}")
-    for name, f in fields.items():
-        optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-        _require(optional or name in value, f"{where} lacks {name!r}")
-    return kind(**{name: _read(hints[name], v, f"{where}.{name}") for name, v in value.items()})

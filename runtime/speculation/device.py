@@ -23,6 +23,7 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
+from edgeinfer.runtime.system.memory import release_code
 
 __all__ = ["DeviceCosts"]
 
@@ -64,6 +65,7 @@ class DeviceCosts:
         self._stand_in = stand_in
         self.exact: ExactCheck | None = None
         self._passes: PassCosts | None = None
+        self._kept: tuple[PassCosts, DraftCosts] | None = None  # as the profile has them
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
         self._overhead_ms = 0.0  # of a plain step, once there were some
@@ -77,9 +79,13 @@ class DeviceCosts:
         """
         kept = self._profile.costs()
         if kept is not None and self._reaches(kept.passes):
+            self._kept = kept.passes, kept.drafts
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
             self._round_ms = kept.drafts.round_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
+        if self._passes is None or (self._check and self.exact is None):
+            # Passes read the weights' pages in. What loading ran through of all libraries must have gone by then.
+            release_code()
         if self._check and self.exact is None:
             self.exact = check_exact(self._backend)
             self._profile.save_arrays(_EXACT, _check_state(self.exact))
@@ -184,7 +190,10 @@ class DeviceCosts:
 
     def _save(self) -> None:
         assert self._passes is not None
-        self._profile.save_costs(stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms)))
+        drafts = DraftCosts(dict(self._guess_ms), self._round_ms)
+        if self._kept != (self._passes, drafts):
+            self._profile.save_costs(stamped(self._passes, drafts))
+            self._kept = self._passes, drafts
 
 
 def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:

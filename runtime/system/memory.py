@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import ctypes
 import mmap
+import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -156,26 +159,38 @@ def stack_bytes(threads: int) -> int:
 
 
 class MappedFile:
-    """The places where this process has a file mapped and unchanged, found once.
+    """The places where this process has a file mapped and unchanged, found once, when they are first needed.
 
     Finds none where the system is not Linux. Whoever made the mappings must keep them as long as this is used.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._libc = _glibc()
-        self._spans = _unchanged_spans(path) if self._libc is not None else []
+        self._whole: MappedFile | None = None
+        self._ranges: list[tuple[int, int]] = []
 
     def part(self, ranges: Iterable[tuple[int, int]]) -> Self:
         """The places of these runs of bytes of the file, each an offset and a length, in whole pages."""
-        part, page = copy.copy(self), mmap.PAGESIZE
-        wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in ranges]
-        part._spans = [
+        part = copy.copy(self)
+        part.__dict__.pop("_spans", None)
+        part._whole, part._ranges = self, list(ranges)
+        return part
+
+    @cached_property
+    def _spans(self) -> list[_Mapping]:
+        if self._libc is None:
+            return []
+        if self._whole is None:
+            return _unchanged_spans(self._path)
+        page = mmap.PAGESIZE
+        wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in self._ranges]
+        return [
             replace(span, start=span.start + at - span.offset, length=size, offset=at)
-            for span in self._spans
+            for span in self._whole._spans
             for begin, end in wanted
             if (size := min(end, span.offset + span.length) - (at := max(begin, span.offset))) > 0
         ]
-        return part
 
     def release(self) -> None:
         """Drops the pages in memory; touching them again reads them from the system's cache of the file."""
@@ -220,17 +235,17 @@ class _Mapping:
     unchanged: bool
 
 
+# A mapping in smaps: address, permissions, offset, device, inode and, after spaces, the path; then fields by name.
+_SMAP = re.compile(
+    rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+ *(.*)\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB", re.MULTILINE
+)
+
+
 def _mappings() -> Iterator[_Mapping]:
-    start, length, offset, permissions, path = 0, 0, 0, "", ""
-    for line in _SMAPS.read_text("utf-8", "surrogateescape").splitlines():
-        if line[0] in "0123456789abcdef":
-            # Address, permissions, offset, device, inode and, after spaces, the path.
-            span, permissions, begins, _, _, *rest = line.split(maxsplit=5)
-            path = rest[0] if rest and rest[0].startswith("/") else ""
-            start, end = (int(address, 16) for address in span.split("-"))
-            length, offset = end - start, int(begins, 16)
-        elif line.startswith("Anonymous:"):
-            yield _Mapping(start, length, offset, permissions, path, line.split()[1] == "0")
+    # Searched as a whole: there are ten thousand lines.
+    for start, end, permissions, offset, path, anonymous in _SMAP.findall(_SMAPS.read_bytes()):
+        begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
+        yield _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
 
 
 def _unchanged_spans(path: Path) -> list[_Mapping]:

@@ -42,8 +42,10 @@ def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
 
 
 def _between_tokenizers(target: Bundle, other: Bundle) -> str | None:
-    theirs = target.read_object(_TOKENIZER)
     same = target.manifest.files[_TOKENIZER] == other.manifest.files.get(_TOKENIZER)
+    if same and other.manifest.geometry.vocab_size >= target.manifest.geometry.vocab_size:
+        return None
+    theirs = target.read_object(_TOKENIZER)
     ours = theirs if same else other.read_object(_TOKENIZER)
     for what, part in (("vocabulary", _vocabulary), ("merges", _merges), ("special tokens", _added)):
         if part(theirs) != part(ours):

@@ -15,7 +15,7 @@ from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
-from edgeinfer.runtime.system.memory import release_code, stack_bytes
+from edgeinfer.runtime.system.memory import stack_bytes
 
 __all__ = ["Binding", "OrtSession", "capabilities_on"]
 
@@ -130,8 +130,6 @@ class OrtSession:
         if device.provider not in self._session.get_providers():
             # A provider that cannot be made is left out, with a line in the log.
             raise device_error(device, "onnxruntime could not make its provider")
-        # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
-        release_code()
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self.run_ns = 0

@@ -1,0 +1,157 @@
+"""Turns parsed JSON into frozen dataclasses, strictly: unknown, missing or mistyped fields are errors.
+
+How a type is read is worked out once. A manifest lists hundreds of tensors of one type, so that taking types apart and
+naming places for errors that do not happen took most of opening a bundle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+__all__ = ["MisfitError", "reader"]
+
+Reader = Callable[[Any], Any]
+
+
+class MisfitError(Exception):
+    """A value that is not of its type; the text says where, as ".tensors[3].bits", and what is wrong."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._where = ""
+        self._what = what
+
+    def within(self, place: str) -> MisfitError:
+        """The same, seen from what contains it."""
+        self._where = place + self._where
+        return self
+
+    def __str__(self) -> str:
+        return f"{self._where} {self._what}"
+
+
+@functools.cache
+def reader(kind: Any) -> Reader:
+    """What reads `kind`, a dataclass or a type of JSON's; it raises MisfitError, or what the dataclass raises."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass_reader(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _union_reader(args)
+    if origin is tuple:
+        return _tuple_reader(args[0])
+    if origin is dict:
+        return _dict_reader(args[1])
+    if origin is Literal:
+        return _literal_reader(args)
+    return _read_float if kind is float else _plain_reader(kind)
+
+
+def _union_reader(args: tuple[Any, ...]) -> Reader:
+    candidates = tuple(each for each in args if each is not type(None))
+    optional = len(candidates) < len(args)
+    only = reader(candidates[0]) if len(candidates) == 1 else None
+
+    def read(value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if only is not None:
+            return only(value)
+        if not isinstance(value, candidates):
+            raise MisfitError("has the wrong type")
+        return value
+
+    return read
+
+
+def _tuple_reader(of: Any) -> Reader:
+    item = reader(of)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise MisfitError("must be a list")
+        found: list[Any] = []
+        try:
+            for each in value:
+                found.append(item(each))
+        except MisfitError as misfit:
+            raise misfit.within(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return read
+
+
+def _dict_reader(of: Any) -> Reader:
+    item = reader(of)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise MisfitError("must be an object")
+        found: dict[str, Any] = {}
+        for name, each in value.items():
+            try:
+                found[name] = item(each)
+            except MisfitError as misfit:
+                raise misfit.within(f".{name}") from None
+        return found
+
+    return read
+
+
+def _literal_reader(args: tuple[Any, ...]) -> Reader:
+    def read(value: Any) -> Any:
+        if value not in args:
+            raise MisfitError(f"must be one of {', '.join(map(str, args))}")
+        return value
+
+    return read
+
+
+def _read_float(value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared, not converted: an integer may be too large for a float. NaN compares as false.
+    if not number or not abs(value) <= sys.float_info.max:
+        raise MisfitError("must be a finite number")
+    return float(value)
+
+
+def _plain_reader(kind: Any) -> Reader:
+    def read(value: Any) -> Any:
+        # JSON's types come as exactly these; true is no integer.
+        if type(value) is not kind:
+            raise MisfitError(f"must be a {kind.__name__}")
+        return value
+
+    return read
+
+
+def _dataclass_reader(kind: Any) -> Reader:
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    missing = dataclasses.MISSING
+    required = [f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing]
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise MisfitError("must be an object")
+        for name in required:
+            if name not in value:
+                raise MisfitError(f"lacks {name!r}")
+        found: dict[str, Any] = {}
+        for name, each in value.items():
+            field = fields.get(name)
+            if field is None:
+                raise MisfitError(f"has an unknown field {name!r}")
+            try:
+                found[name] = field(each)
+            except MisfitError as misfit:
+                raise misfit.within(f".{name}") from None
+        return kind(**found)
+
+    return read
