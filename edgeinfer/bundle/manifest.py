@@ -345,8 +345,7 @@ class Manifest:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
         try:
-            manifest = reader(cls)(data)
+            manifest = reader(Manifest)(data)
         except MisfitError as misfit:
             raise BundleError(f"Manifest: manifest{misfit}.", _DAMAGED) from misfit
-        assert isinstance(manifest, cls)
         return manifest
