@@ -345,7 +345,7 @@ class Manifest:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
         try:
-            manifest = reader(Manifest)(data)
+            manifest: Manifest = reader(Manifest)(data)
         except MisfitError as misfit:
             raise BundleError(f"Manifest: manifest{misfit}.", _DAMAGED) from misfit
         return manifest

@@ -8,19 +8,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
-from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.kv_types import FLOAT32, KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.bundle.gguf.reader import GgufFile
 
 __all__ = ["GGUF_MODEL", "GGUF_SUFFIX", "Bundle", "reading"]
 

@@ -27,7 +27,6 @@ from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
@@ -323,4 +322,6 @@ class Speculator:
 def _governor(verification: VerificationRule) -> type[Governor]:
     if not verification.stochastic:
         return Governor
+    from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
+
     return ChainsGovernor if verification.iid_chains else StochasticGovernor

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
+
+if TYPE_CHECKING:
+    from edgeinfer.bundle.gguf.reader import GgufFile
+    from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary
 
 __all__ = ["vocabulary_difference"]
 
@@ -67,6 +69,8 @@ def _gguf(bundle: Bundle) -> GgufFile | None:
 
 
 def _between_ggufs(ours: GgufFile, theirs: GgufFile) -> str | None:
+    from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
+
     mine, other = read_vocabulary(ours), read_vocabulary(theirs)
     if mine.model != other.model or _spellings(ours) != _spellings(theirs):
         return "tokenizers with different vocabulary"
@@ -82,6 +86,8 @@ def _merge_lines(gguf: GgufFile, vocabulary: GgufVocabulary) -> Iterator[bytes]:
 
 def _spellings(gguf: GgufFile) -> dict[int, str]:
     """Tokens by id, without those that only fill up the embedding."""
+    from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
+
     vocabulary = read_vocabulary(gguf)
     types = None if vocabulary.token_types is None else vocabulary.token_types.numbers()
     tokens = enumerate(vocabulary.tokens.strings())

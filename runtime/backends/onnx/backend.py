@@ -23,7 +23,6 @@ from edgeinfer.runtime.backends.contract import (
     check_pass,
 )
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
-from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
 from edgeinfer.runtime.backends.onnx.passes import AttentionBias, Buffers, ExpertInputs, Pass, bind_cache
 from edgeinfer.runtime.backends.onnx.session import OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value, device_zeros
@@ -105,8 +104,12 @@ class OnnxBackend:
         if self._window and capacity + self._multiple - 1 > self._window + graph.TREE_ROWS:
             self.capabilities = dataclasses.replace(self.capabilities, branches=False)
         self.cache = KVBuffers(self.geometry, capacity, spare=self._multiple - 1, kv=kv, scales=kv_scales, zeros=zeros)
-        mapped = layout == PORTABLE and weights == "mapped"
-        self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
+        if layout == PORTABLE and weights == "mapped":
+            from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
+
+            self._graph = prepare_packed(bundle, progress, kv)
+        else:
+            self._graph = prepare(bundle, layout, progress, kv)
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)
         self._looked_up = self._watch_embedding()
