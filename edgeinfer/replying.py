@@ -318,9 +318,10 @@ class Replying(LoadedModel):
         Raises:
             UsageError: a field that edgeinfer does not support, besides what `stream_chat` raises.
         """
-        from edgeinfer.openai import chat_completion
+        request = given_by(locals())
+        from edgeinfer.openai import chat_completion  # which programs that send no messages in this form do without
 
-        return chat_completion(self, messages, stream=stream, **given_by(locals()))
+        return chat_completion(self, messages, stream=stream, **request)
 
     def check(self, **options: Unpack[GenerationOptions]) -> None:
         """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be

@@ -196,7 +196,7 @@ def test_a_cache_that_cannot_be_written(
     assert (tmp_path / "file").read_text() == "not a folder"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, *, durable: bool) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     caplog.clear()
