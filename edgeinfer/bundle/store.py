@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -188,10 +189,12 @@ class Bundle:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what can go wrong in reading a file of a bundle into a BundleError."""
+    """Turns what can go wrong in reading a file of a bundle into a BundleError, but for memory that is refused."""
     try:
         yield
     except UnicodeError as error:
         raise BundleError(f"{path} is not UTF-8 text.", _AGAIN) from error
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(str(error)) from error
         raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error

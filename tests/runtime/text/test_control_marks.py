@@ -292,6 +292,7 @@ def ten_thousand(shared: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
     texts = ten_thousand(shared)
     for place in range(0, len(texts), 4):
@@ -308,6 +309,7 @@ def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ten_thousand_messages_with_marks_make_no_control_tokens(shared: Path) -> None:
     chance = random.Random(20)
     for place, text in enumerate(ten_thousand(shared)):
