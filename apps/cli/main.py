@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from edgeinfer.apps.cli.output import print_error
 from edgeinfer.apps.cli.process import (
     address_limit,
-    begin,
+    begin_start,
     interruptions_wait_for_imports,
     is_refused,
     refusal,
-    settle,
+    end_start,
     supervised,
 )
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if code is not None:
                 return code
         if argv is None:
-            begin()
+            begin_start()
         return _execute(arguments)
     except BudgetError as error:
         return _report(arguments, error)
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _abandon_stdout()
         return 0
     finally:
-        settle()
+        end_start()
 
 
 def _prepare_streams() -> None:
@@ -202,8 +202,8 @@ def _execute(arguments: list[str]) -> int:
             answer = _answer_at_once(arguments)
             if answer is None:
                 args = build_parser(arguments[0]).parse_args(arguments)
-                if not getattr(args, "settles", False):
-                    settle()
+                if not getattr(args, "ends_start", False):
+                    end_start()
                 code: int = args.execute(args)
             else:
                 sys.stdout.write(answer)

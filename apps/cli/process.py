@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "address_limit",
-    "begin",
+    "begin_start",
     "interruptions_wait_for_imports",
     "is_refused",
     "refusal",
-    "settle",
+    "end_start",
     "supervised",
 ]
 
@@ -96,14 +96,14 @@ class _Handler:
                 signal.pthread_kill(self._thread, signal.SIGINT)
 
 
-def begin() -> None:
+def begin_start() -> None:
     """Looks for no garbage from now on: what a command imports and loads is there to stay, and looking through it again
     and again takes a sixth of the time to the first token."""
     gc.disable()
 
 
-def settle() -> None:
-    """Ends what `begin` began, if it did: garbage is looked for in what comes from now on."""
+def end_start() -> None:
+    """Ends what `begin_start` began, if it did: garbage is looked for in what comes from now on."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
