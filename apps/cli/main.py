@@ -18,10 +18,10 @@ from edgeinfer.apps.cli.output import print_error
 from edgeinfer.apps.cli.process import (
     address_limit,
     begin_start,
+    end_start,
     interruptions_wait_for_imports,
     is_refused,
     refusal,
-    end_start,
     supervised,
 )
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = [
     "address_limit",
     "begin_start",
+    "end_start",
     "interruptions_wait_for_imports",
     "is_refused",
     "refusal",
-    "end_start",
     "supervised",
 ]
 
