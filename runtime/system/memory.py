@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import mmap
 import os
 import platform
@@ -33,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")
-_SMAPS = Path("/proc/self/smaps")
+_MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Path("/proc/self/pagemap")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
@@ -42,6 +43,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
 # mapping of their own. At 256 KB the hidden states of a chunk, 64 rows of 896, stayed below and left 8 MB of holes.
 _LARGE_BYTES = 128 * 1024
 _TRIM_BYTES = 1024 * 1024
+# Pieces of code smaller than this are kept.
+_WORTH_BYTES = 256 * 1024
 # Of a new thread, and what starting it takes: addresses only, but limits of a process count them.
 _STACK_BYTES = 12 * 1024**2
 
@@ -215,17 +218,41 @@ def release_code() -> None:
     libc = _glibc()
     if libc is None:
         return
-    mappings = list(_mappings())
+    mappings = [_placed(*found) for found in _MAP.findall(_MAPS.read_bytes())]
     code = {m.path for m in mappings if m.path and "x" in m.permissions}
-    for mapping in mappings:
-        # Not what can be written to, even if it was not yet: another thread may do so in this moment.
-        if mapping.path in code and "w" not in mapping.permissions and mapping.unchanged:
-            libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.length), _MADV_DONTNEED)
+    # Not what can be written to, even if it was not yet: another thread may do so in this moment. Hundreds of small
+    # pieces are not worth the looking.
+    worth = [m for m in mappings if m.path in code and "w" not in m.permissions and m.length >= _WORTH_BYTES]
+    for mapping in _unwritten(worth):
+        libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.length), _MADV_DONTNEED)
+
+
+def _unwritten(mappings: list[_Mapping]) -> list[_Mapping]:
+    """Those of which no page was written to, as the loader does before it protects them."""
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as pages:
+            return [m for m in mappings if not _written(os.pread(pages.fileno(), *_entries(m)))]
+    except OSError:  # not every container may read it
+        unchanged = {m.start for m in _mappings() if m.unchanged}
+        return [m for m in mappings if m.start in unchanged]
+
+
+def _entries(mapping: _Mapping) -> tuple[int, int]:
+    """Bytes of pagemap that tell of a mapping, and where they begin: eight for a page."""
+    page = mmap.PAGESIZE
+    return mapping.length // page * 8, mapping.start // page * 8
+
+
+def _written(entries: bytes) -> bool:
+    """Whether a page is in memory without being the file's, or was swapped out."""
+    flags = entries[7::8]  # the highest byte: present, swapped, of a file or shared
+    return any(flag & 0x40 or flag & 0xA0 == 0x80 for flag in set(flags))
 
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A range of addresses, the file behind it if any, where in that it begins, and whether no page was written to."""
+    """A range of addresses, the file behind it if any, where in that it begins, and whether it is unchanged surely:
+    no page was written to."""
 
     start: int
     length: int
@@ -235,17 +262,22 @@ class _Mapping:
     unchanged: bool
 
 
-# A mapping in smaps: address, permissions, offset, device, inode and, after spaces, the path; then fields by name.
-_SMAP = re.compile(
-    rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+ *(.*)\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB", re.MULTILINE
-)
+# A mapping: address, permissions, offset, device, inode and, after spaces, the path; in smaps then fields by name.
+_MAPPED = rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+ *(.*)\n"
+_MAP = re.compile(_MAPPED, re.MULTILINE)
+_SMAP = re.compile(_MAPPED + rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB", re.MULTILINE)
 
 
 def _mappings() -> Iterator[_Mapping]:
     # Searched as a whole: there are ten thousand lines.
-    for start, end, permissions, offset, path, anonymous in _SMAP.findall(_SMAPS.read_bytes()):
-        begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
-        yield _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
+    return itertools.starmap(_placed, _SMAP.findall(_SMAPS.read_bytes()))
+
+
+def _placed(
+    start: bytes, end: bytes, permissions: bytes, offset: bytes, path: bytes, anonymous: bytes = b""
+) -> _Mapping:
+    begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
+    return _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
 
 
 def _unchanged_spans(path: Path) -> list[_Mapping]:
