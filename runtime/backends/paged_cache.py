@@ -12,6 +12,7 @@ from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
+    CopiedRows,
     Edit,
     check_edit_sizes,
     check_length,
@@ -214,12 +215,17 @@ class PagedCache:
         if self.observe_keep is not None:
             self.observe_keep(start, rows)
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> PageSnapshot:
-        """Holds the pages of the rows in use, or of start..stop-1 of them."""
+    def snapshot(self, start: int = 0, stop: int | None = None) -> PageSnapshot | CopiedRows:
+        """Holds the pages of the rows in use, or of start..stop-1 of them; copies the rows where the pool has no pages
+        left for this cache to be full of others."""
         start, stop = row_range(start, stop, self.length)
         if start == stop:
             return PageSnapshot(self.pool, (), 0, 0)
         last = pages_for(stop)
+        if not self._can_share(start // PAGE, last):
+            rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
+            keys, values = tuple(rows.stored_keys(places)), tuple(rows.stored_values(places))
+            return CopiedRows(stop - start, keys, values, layout.kv, layout.scales)
         self._shared = max(self._shared, last)
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start)
 
@@ -300,6 +306,12 @@ class PagedCache:
             return
         widths = layout.keys.width(layout.key_size), layout.values.width(layout.value_size)
         check_rows(snapshot, layout.layers, layout.kv_heads, widths, layout.keys.dtype)
+
+    def _can_share(self, first: int, last: int) -> bool:
+        """Whether the pool has pages for all of this cache's rows without those at these places of the table."""
+        own = [page for index, page in enumerate(self._pages) if not first <= index < last]
+        kept = sum(self.pool.holders(page) == 1 for page in own)
+        return self.pool.free >= len(self.table) - kept
 
     def _places(self, start: int, stop: int) -> Ints:  # (n,)
         return places_in(self.table, start, stop)

@@ -107,7 +107,7 @@ static inline uint16_t half_of(float x) {
 
 static inline float float_of(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31u, rest = half & 0x3ffu;
-    if (exponent == 0) return bits_float(float_bits((float)rest * 0x1p-24f) | sign);
+    if (exponent == 0) return bits_float(float_bits((float)rest * 5.9604644775390625e-8f) | sign);
     return bits_float(sign | ((exponent == 31 ? 255u : exponent + 112u) << 23) | rest << 13);
 }
 

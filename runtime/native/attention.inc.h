@@ -9,10 +9,11 @@
  *     vec_zero_below(x, least, y)     x < least ? 0 : y
  *     vec_within(x, from, to, other)  lanes from <= lane < to of x, others of `other`
  *     vec_power(shifted)              2^n, of n + ROUNDER
+ *     vec_fold_sum, vec_fold_max      of all lanes; sums by halves: l and l + 8, then l + 4, l + 2, l + 1
  *     vec_halves, vec_int8            16 values next to each other
  *     vec_nibbles(bytes, c, high)     of 16 times 4 bytes the low or high half of the c-th of each
  * and for integers `ivec`, 16 of 32 bits, `kvec`, 16 times 4 int8 of keys, `four`, 4 positions by 16 channels of values:
- *     ivec_set, ivec_store, ivec_float, ivec_max_bits(most, x)   the last of the bits of floats without their sign
+ *     ivec_set, ivec_float, ivec_max_bits(most, x), ivec_fold_max   greatest bits of floats without their sign
  *     kvec_load, ivec_dot(sum, keys, q)                          adds the products with 4 int8; KEY_BIAS * q besides
  *     vec_store_levels(at, shifted)   n, of n + ROUNDER, in 16 bits, every four as 0, 2, 1, 3
  *     four_load(at, step, left, part), ivec_add_four(sum, values, levels), four_put(at, left, part, x)

@@ -60,6 +60,20 @@ INLINE __m256 half_power(__m256 shifted) {
 
 INLINE vec vec_power(vec shifted) { BOTH(half_power(shifted.low), half_power(shifted.high)); }
 
+INLINE float vec_fold_sum(vec x) {
+    const __m256 eight = _mm256_add_ps(x.low, x.high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE float vec_fold_max(vec x) {
+    const __m256 eight = _mm256_max_ps(x.low, x.high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 INLINE vec vec_halves(const uint8_t *at) {
     const __m128i *halves = (const __m128i *)at;
     BOTH(_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
@@ -94,8 +108,11 @@ INLINE ivec ivec_max_bits(ivec most, vec x) {
                 _mm256_max_epi32(most.high, _mm256_and_si256(_mm256_castps_si256(x.high), size)));
 }
 
-INLINE void ivec_store(int32_t *at, ivec x) {
-    _mm256_storeu_si256((__m256i *)at, x.low), _mm256_storeu_si256((__m256i *)at + 1, x.high);
+INLINE int32_t ivec_fold_max(ivec x) {
+    const __m256i eight = _mm256_max_epi32(x.low, x.high);
+    const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
 }
 
 /* One side of the instruction's products is unsigned: keys give their signs to queries. Two products of at most

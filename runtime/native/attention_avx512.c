@@ -35,6 +35,22 @@ INLINE vec vec_power(vec shifted) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
 }
 
+INLINE __m256 upper_half(vec x) { return _mm512_extractf32x8_ps(x, 1); }
+
+INLINE float vec_fold_sum(vec x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), upper_half(x));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE float vec_fold_max(vec x) {
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x), upper_half(x));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
 INLINE vec vec_halves(const uint8_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 
 INLINE vec vec_int8(const int8_t *at) {
@@ -56,7 +72,7 @@ INLINE ivec ivec_max_bits(ivec most, vec x) {
     return _mm512_max_epi32(most, bits);
 }
 
-INLINE void ivec_store(int32_t *at, ivec x) { _mm512_storeu_si512(at, x); }
+INLINE int32_t ivec_fold_max(ivec x) { return _mm512_reduce_max_epi32(x); }
 
 /* One side of the instruction's products is unsigned. */
 enum { KEY_BIAS = 128 };

@@ -93,21 +93,6 @@ INLINE vec soft_capped(vec s, float cap) {
     return vec_mul(vec_set(cap), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
 }
 
-static float fold_sum(vec v) {
-    float lanes[LANES];
-    vec_store(lanes, v);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-
-static float fold_max(vec v) {
-    float lanes[LANES];
-    vec_store(lanes, v);
-    for (int l = 1; l < LANES; l++) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];
-    return lanes[0];
-}
-
 /* Makes scores of the products of positions first..last-1 of a block, in place; returns the greatest. */
 static float scale_scores(float *scores, int64_t first, int64_t last, float factor, float softcap) {
     const vec none = vec_set(-INFINITY), scale = vec_set(factor);
@@ -119,7 +104,7 @@ static float scale_scores(float *scores, int64_t first, int64_t last, float fact
         vec_store(scores + j, s);
         most = vec_max(s, most);
     }
-    return fold_max(most);
+    return vec_fold_max(most);
 }
 
 /* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
@@ -218,7 +203,7 @@ INLINE float soften(const head_layout *l, const block_view *b, const int64_t *se
         vec_store(scores + j, p);
     }
     *most = top;
-    return fold_sum(total);
+    return vec_fold_sum(total);
 }
 
 static void add_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {

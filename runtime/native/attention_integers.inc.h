@@ -132,9 +132,7 @@ static void add_block_int8(const head_layout *l, const uint8_t *const *pages, in
 /* Makes of the weights of positions first..last-1 of a block, whole tiles, levels of at most 32767, in place, in every
  * four those of 0, 2, 1, 3; returns what a level stands for. Levels of the other positions are 0. */
 static float level_weights(float *weights, int64_t first, int64_t last, ivec greatest) {
-    int32_t lanes[LANES], top = 0;
-    ivec_store(lanes, greatest);
-    for (int i = 0; i < LANES; i++) top = lanes[i] > top ? lanes[i] : top;
+    const int32_t top = ivec_fold_max(greatest);
     int16_t *levels = (int16_t *)(void *)weights;
     const float most = bits_float((uint32_t)top);
     if (top >= 0x7f800000 || most < TINY_MAX) {

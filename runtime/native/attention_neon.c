@@ -57,6 +57,17 @@ INLINE float32x4_t part_power(float32x4_t shifted) {
 
 INLINE vec vec_power(vec shifted) { EACH(part_power(shifted.part[i])); }
 
+INLINE float vec_fold_sum(vec x) {
+    const float32x4_t even = vaddq_f32(x.part[0], x.part[2]), odd = vaddq_f32(x.part[1], x.part[3]);
+    const float32x4_t four = vaddq_f32(even, odd);
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+
+INLINE float vec_fold_max(vec x) {
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.part[0], x.part[1]), vmaxq_f32(x.part[2], x.part[3])));
+}
+
 INLINE vec vec_halves(const uint8_t *at) {
     EACH(vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(at + 8 * i))));
 }
@@ -91,8 +102,8 @@ typedef struct {
 
 INLINE ivec ivec_set(int32_t x) { EACH_INT(vdupq_n_s32(x)); }
 INLINE vec ivec_float(ivec x) { EACH(vcvtq_f32_s32(x.part[i])); }
-INLINE void ivec_store(int32_t *at, ivec x) {
-    for (int i = 0; i < 4; i++) vst1q_s32(at + 4 * i, x.part[i]);
+INLINE int32_t ivec_fold_max(ivec x) {
+    return vmaxvq_s32(vmaxq_s32(vmaxq_s32(x.part[0], x.part[1]), vmaxq_s32(x.part[2], x.part[3])));
 }
 
 INLINE int32x4_t bits_of(float32x4_t x) { return vandq_s32(vreinterpretq_s32_f32(x), vdupq_n_s32(0x7fffffff)); }

@@ -26,6 +26,18 @@ INLINE vec vec_max(vec a, vec b) { EACH(a.lane[l] > b.lane[l] ? a.lane[l] : b.la
 INLINE vec vec_zero_below(vec x, vec least, vec y) { EACH(x.lane[l] < least.lane[l] ? 0.0f : y.lane[l]); }
 INLINE vec vec_within(vec x, int from, int to, vec other) { EACH(l >= from && l < to ? x.lane[l] : other.lane[l]); }
 INLINE vec vec_power(vec shifted) { EACH(power_of_two(shifted.lane[l])); }
+static float vec_fold_sum(vec x) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; l++) x.lane[l] += x.lane[l + half];
+    return x.lane[0];
+}
+
+static float vec_fold_max(vec x) {
+    float most = x.lane[0];
+    for (int l = 1; l < LANES; l++) most = x.lane[l] > most ? x.lane[l] : most;
+    return most;
+}
+
 INLINE vec vec_halves(const uint8_t *at) { EACH(float_of((uint16_t)(at[2 * l] | at[2 * l + 1] << 8))); }
 INLINE vec vec_int8(const int8_t *at) { EACH((float)at[l]); }
 INLINE vec vec_nibbles(const uint8_t *at, int c, int high) { EACH((float)(at[4 * l + c] >> 4 * high & 15)); }
@@ -44,7 +56,12 @@ typedef struct {
 
 INLINE ivec ivec_set(int32_t x) { EACH_INT(x); }
 INLINE vec ivec_float(ivec x) { EACH((float)x.lane[l]); }
-INLINE void ivec_store(int32_t *at, ivec x) { memcpy(at, x.lane, sizeof x.lane); }
+
+static int32_t ivec_fold_max(ivec x) {
+    int32_t most = x.lane[0];
+    for (int l = 1; l < LANES; l++) most = x.lane[l] > most ? x.lane[l] : most;
+    return most;
+}
 
 INLINE int32_t greater_bits(int32_t most, float x) {
     const int32_t bits = (int32_t)(float_bits(x) & 0x7fffffffu);

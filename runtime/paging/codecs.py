@@ -21,7 +21,7 @@ from edgeinfer.bundle.packing import pack, unpack
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 
-__all__ = ["GROUP", "ROW_CODECS", "ROW_SCALES", "RowCodec", "find_row_codec", "scale_groups", "turn", "turn_width"]
+__all__ = ["GROUP", "ROW_CODECS", "ROW_SCALES", "RowCodec", "find_row_codec", "turn", "turn_width"]
 
 # Channels of an int4 row that share a scale and a zero point. In the same bytes as a half scale and a half minimum for
 # each 32, it makes a quarter less error of attention.
@@ -77,7 +77,7 @@ def _turned(channels: Floats) -> Floats:  # (h, n) -> (h, n)
     return turned
 
 
-def scale_groups(size: int) -> int:
+def _groups(size: int) -> int:
     """Groups of channels of an int4 row."""
     return -(-size // GROUP)
 
@@ -196,13 +196,13 @@ class _Int4(RowCodec):
     packed, lanes, scale_dtype, turned = 2, 4, "uint16", True
 
     def scale_shape(self, size: int) -> tuple[int, ...]:
-        return (scale_groups(size),)
+        return (_groups(size),)
 
     def width(self, size: int) -> int:
-        return (size + 1) // 2 + 2 * scale_groups(size)
+        return (size + 1) // 2 + 2 * _groups(size)
 
     def encode(self, rows: Floats) -> NDArray[Any]:
-        size, groups = rows.shape[-1], scale_groups(rows.shape[-1])
+        size, groups = rows.shape[-1], _groups(rows.shape[-1])
         turned = _turned(_channels(rows))
         filled = np.zeros((groups * GROUP, turned.shape[1]), np.float32)
         filled[:size] = turned

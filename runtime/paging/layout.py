@@ -114,10 +114,6 @@ class PageLayout:
         """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
         return np.array([self.keys.code, self.values.code, self.page_bytes, *self.offsets], np.int64)
 
-    def bytes_for(self, rows: int) -> int:
-        """Bytes of the pages that so many rows of one sequence take."""
-        return pages_for(rows) * self.page_bytes
-
     def head_parts(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
         """The bytes of every head's keys and values in the memory of pages, as views: (pages, L, H, bytes) each."""
         pages = memory.reshape(-1, self.page_bytes)[:, : self.layers * self.layer_bytes]

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
-from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.backends.paged_cache import PagedCache, PageSnapshot
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
@@ -246,3 +246,20 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         with pytest.raises(BackendError, match=match):
             refused()
         assert_holds(cache, "int8", list(range(100)))
+
+
+@pytest.mark.parametrize("kv", ["float32", "int4"])
+def test_rows_are_copied_where_holding_their_pages_would_leave_none(kv: str) -> None:
+    """Of twelve texts kept by whoever reads them again; the pool has pages of the cache and some more."""
+    pool = pool_of(kv, 10)
+    cache = PagedCache(pool, CAPACITY)
+    kept = []
+    for text in range(12):
+        cache.trim(0)
+        feed(cache, list(range(text, text + 2 * PAGE + 5)))
+        kept.append(cache.snapshot())
+    assert {type(snapshot) for snapshot in kept} == {PageSnapshot, CopiedRows}
+    for text, snapshot in enumerate(kept):
+        cache.restore(snapshot)
+        assert_holds(cache, kv, list(range(text, text + 2 * PAGE + 5)))
+        feed(cache, [1] * (CAPACITY - cache.length))

@@ -16,6 +16,7 @@ import pytest
 from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
 from edgeinfer.errors import CapabilityError, DeviceError
 from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.onnx import graph_backend
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.devices import arrays as device_arrays
@@ -45,9 +46,8 @@ def make(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         found.update_inplace(array)
         return found
 
-    for module in (device_arrays, "edgeinfer.runtime.backends.onnx.backend"):
-        name = f"{module}.device_value" if isinstance(module, str) else f"{module.__name__}.device_value"
-        monkeypatch.setattr(name, value)
+    for module in (device_arrays, graph_backend):
+        monkeypatch.setattr(module, "device_value", value)
 
     def new(device: Device, **options: Any) -> OnnxBackend:
         made.append(OnnxBackend(bundle, CAPACITY, layout=PORTABLE, exact=False, device=device, **options))

@@ -1,4 +1,4 @@
-"""On every layout the main branch of a tree has the bits of a chain, and verdicts end on it."""
+"""Branches of a tree have the bits of a chain, on every layout the main one; where only that, verdicts end on it."""
 
 from __future__ import annotations
 
@@ -106,19 +106,26 @@ def feed(backend: GraphBackend, root: int, draft: Draft) -> Floats:  # (S, V)
     return backend.forward(ForwardInput(tokens, positions, np.arange(len(tokens)), tree=tree)).logits.copy()
 
 
-@given(trees(), st.integers(1, PAST))
+@given(trees(), st.integers(1, PAST), st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_main_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, past: int) -> None:
+def test_a_branch_has_the_bits_of_a_chain(backend: GraphBackend, draft: Draft, past: int, data: st.DataObject) -> None:
+    """The main branch everywhere, any other where attention reads pages."""
     draft = main_branch_first(draft)
-    size = 1 + main_branch_size(draft)
+    branch = list(range(1 + main_branch_size(draft)))
+    if backend.capabilities.paged:
+        branch, node = [], data.draw(st.integers(-1, len(draft) - 1))
+        while node >= 0:
+            branch.append(node + 1)
+            node = draft.parents[node]
+        branch = [0, *branch[::-1]]
     backend.cache.trim(0)
     backend.forward(ForwardInput(TEXT[:past], np.arange(past), np.zeros(0, np.int64)))
-    logits = feed(backend, 5, draft)[:size]
-    backend.cache.keep(past, range(size))
+    logits = feed(backend, 5, draft)[branch]
+    backend.cache.keep(past, branch)
     cache = backend.cache.snapshot()
     backend.cache.trim(past)
-    rows = np.arange(size)
-    chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[:size], rows + past, rows)).logits
+    rows = np.arange(len(branch))
+    chain = backend.forward(ForwardInput(np.array([5, *draft.tokens])[branch], rows + past, rows)).logits
     assert np.array_equal(logits, chain)
     plain = backend.cache.snapshot()
     pairs = zip((*cache.keys, *cache.values), (*plain.keys, *plain.values), strict=True)
