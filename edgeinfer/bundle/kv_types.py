@@ -1,11 +1,13 @@
-"""The number types keys and values can be cached in, and rows in and out of them.
+"""The number types keys and values can be cached in, and rows in and out of those that are not paged.
 
-Quantized types are those of ONNX Runtime's GroupQueryAttention, to the last bit: a value is divided by the scale of its
-channel, rounded to the nearest integer, ties to even, and clipped to the range of the type. int8 stores that integer;
-int4 adds 8 and puts two channels into a byte, the first into the lower half.
+A paged cache has the types of PAGED_KV, whose rows edgeinfer.runtime.paging describes. Others depend on who computes.
+
+The quantized types of graphs made before caches were paged are those of ONNX Runtime's GroupQueryAttention, to the last
+bit: a value is divided by the scale of its channel, rounded to the nearest integer, ties to even, and clipped to the
+range of the type. int8 stores that integer; int4 adds 8 and puts two channels into a byte, the first in the lower half.
 
 Those of llama.cpp keep no scales apart: float16, and blocks of 32 channels with a scale of their own in front, held as
-bytes (edgeinfer.bundle.kv_types).
+bytes.
 """
 
 from __future__ import annotations

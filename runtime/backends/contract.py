@@ -122,8 +122,8 @@ class Backend(Protocol):
         """Runs the model over S new tokens and appends their keys and values.
 
         A tree needs at least one token in the cache, which a prompt always leaves, and so does a visibility. With
-        either, a row is what it is in a pass of its own text up to rounding only: sums run over the cache in the order
-        of its rows, in which those of other texts lie in between.
+        either, a row is what it is in a pass of its own text to the last bit where `Capabilities.paged` is; elsewhere
+        up to rounding only: sums run over the cache in the order of its rows, those of other texts in between.
 
         Raises:
             CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `visibility` where

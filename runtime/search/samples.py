@@ -92,6 +92,7 @@ class ParallelSamples(SearchStrategy):
         for reply in self._replies:
             reply.draw(logits, self._prompt)
         if self._together is not None:
+            self._statistics.branches = count
             for index, reply in enumerate(self._replies):
                 reply.cache = self._together.cache.fork() if index else self._together.cache
         return self._give(room)

