@@ -31,7 +31,7 @@ from edgeinfer.replying import Replying
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
@@ -17,21 +17,14 @@ from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogpr
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
-from edgeinfer.runtime.sampling import (
-    ChoiceConstraint,
-    Constraint,
-    GrammarConstraint,
-    GrammarCosts,
-    LogitsProcessor,
-    Sampler,
-    grammar_source,
-)
-from edgeinfer.runtime.search.registry import make_search
-from edgeinfer.runtime.search.strategy import SearchParts
+from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
 from edgeinfer.turns import Turns
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
 __all__ = ["TokenStream"]
 
@@ -91,8 +84,8 @@ class TokenStream:
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
         self._config = config
+        self._grammar_costs: GrammarCosts | None = None
         constraint = self._constraint()
-        self._grammar_costs = constraint.costs if isinstance(constraint, GrammarConstraint) else None
         self._sampler = self._make_sampler(constraint)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
@@ -306,9 +299,8 @@ class TokenStream:
     def _constraint(self) -> Constraint | None:
         parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
         end_ids = [token for token in self._stop_ids if 0 <= token < vocabulary]
-        source = grammar_source(self._config)
-        if source is not None:
-            return GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
+        if self._config.follows_grammar:
+            return self._grammar(end_ids)
         if not self._config.choices:
             return None
         parse = self._config.parses_content
@@ -321,6 +313,17 @@ class TokenStream:
                 message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
                 raise UsageError(message, "Leave it out, or spell it differently.")
         return ChoiceConstraint(choices, end_ids)
+
+    def _grammar(self, end_ids: list[int]) -> Constraint:
+        # Few replies follow one.
+        from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+        from edgeinfer.runtime.sampling.grammar_source import grammar_source
+
+        source = grammar_source(self._config)
+        assert source is not None, "it was asked for"
+        constraint = GrammarConstraint(self._parts.grammar_vocabulary, source, end_ids)
+        self._grammar_costs = constraint.costs
+        return constraint
 
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
@@ -384,9 +387,13 @@ def _make_strategy(
     """
     engine = parts.engine
     if config.search != "off":
+        # As few of them search.
+        from edgeinfer.runtime.search.registry import make_search
+        from edgeinfer.runtime.search.strategy import SearchParts
+
         given = SearchParts(
             engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
         )
         return make_search(given, forgets=engine.context_shift is not None)
-    reduced = parts.reduced.strategy(config, sampler)
+    reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.errors import ModelError
 from edgeinfer.lifecycle import resume, save
@@ -13,8 +14,10 @@ from edgeinfer.results import ExpertUse, LoadCosts, ModelInfo
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.tuning.measure import TokenScores, score_tokens, token_logits
 from edgeinfer.tokenizing import Tokenizing
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.tuning.measure import TokenScores
 
 __all__ = ["LoadedModel"]
 
@@ -102,10 +105,14 @@ class LoadedModel(Tokenizing):
                 yield from logits
 
         with self._lifecycle.acquire() as parts:
+            from edgeinfer.runtime.tuning.measure import token_logits
+
             return rows(token_logits(parts.engine, tokens))
 
     def score(self, tokens: Sequence[int]) -> TokenScores:
         """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
+        from edgeinfer.runtime.tuning.measure import score_tokens
+
         with self._idle() as parts:
             return score_tokens(parts.engine, tokens)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import read_heads
@@ -17,17 +18,16 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
-from edgeinfer.hub import note_use, resolve
+from edgeinfer.hub.cache import ready
+from edgeinfer.hub.last_use import note_use
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
 from edgeinfer.runtime.kv_cache.session_file import origin_of
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeParts, ReducedComputeStrategies
 from edgeinfer.runtime.loading.registry import (
     choose_backend,
     engine_version,
@@ -44,16 +44,18 @@ from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
-from edgeinfer.runtime.speculation.assembly import make_speculator
+from edgeinfer.runtime.speculation.assembly import make_draft_backend, make_speculator
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.system.memory import process_memory, release_freed, return_large_frees
-from edgeinfer.runtime.text import Tokenizer, TokenizerLike
+from edgeinfer.runtime.system.memory import process_memory, release_code, release_freed, return_large_frees
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
-from edgeinfer.tokenizing import boundary_ids
+from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
 __all__ = ["Bundles", "LoadRequest", "digest_of", "fingerprint_for", "make_parts"]
 
@@ -61,11 +63,6 @@ _log = logging.getLogger("edgeinfer")
 
 # Freed memory worth another look at the process.
 _WORTH_BYTES = 256 * 1024
-
-_TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
-    "kept": Tokenizer.from_file,
-    "transient": TransientTokenizer.from_file,
-}
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,9 @@ class Bundles:
         Raises:
             ModelError: one is missing or damaged, or their tokens are not the same.
         """
-        target = open_bundle(resolve(model, bits=config.bits, memory=config.memory, progress=progress))
+        target = open_bundle(_located(model, config, progress))
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
-        drafter = open_bundle(resolve(config.draft_model, progress=progress)) if given else None
+        drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
         if config.draft_model is None and "model" in drafters_in(config.speculation):
             drafter = nested_drafter(target)
         if drafter is not None:
@@ -143,6 +140,16 @@ class Bundles:
         subject = self.subject(config)
         speed = speed_model(subject, profiles_of(subject, config))
         return make_plan(subject, config, speed, all_ways=all_ways, loading=loading)
+
+
+def _located(model: str | Path | None, config: LoadConfig, progress: Progress | None) -> Path:
+    """Where a model is; one that is not ready here is looked up, and fetched or converted if need be."""
+    path = ready(model) if config.bits is None else None
+    if path is not None:
+        return path
+    from edgeinfer.hub.resolving import resolve
+
+    return resolve(model, bits=config.bits, memory=config.memory, progress=progress)
 
 
 def settings_for(choice: BackendChoice, config: LoadConfig) -> TunedSettings:
@@ -275,21 +282,25 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     keeping = plan.configuration.tokenizer
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
-    parsed = _parse(lambda: _TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in _TOKENIZERS else None
+    parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in TOKENIZERS else None
     backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings)
     if not subject.device.on_cpu:
+        from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
+
         check_first_pass(backend, subject.device)
-    parsed = parsed or _parse(lambda: own_tokenizer(subject.choice, backend))
+    parsed = parsed or parsed_tokenizer(lambda: own_tokenizer(subject.choice, backend))
+    model = make_draft_backend(subject.drafter, config, plan)
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
     engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
-    speculator = make_speculator(backend, config, plan, profile, subject.drafter, subject.bundle)
-    reduced = ReducedComputeStrategies(_reduced_parts(subject, plan, engine, speculator), kept)
+    speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)
     replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
+    # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
+    release_code()
     return ModelParts(
         engine=engine,
         tokenizer=parsed.tokenizer,
@@ -300,7 +311,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         tensors=tensors_in(bundle.manifest, plan.layout),
         origin=origin_of(bundle, plan.layout, engine_version(subject.choice), config.exact),
         speculator=speculator,
-        reduced=reduced,
+        make_reduced=lambda: _reduced(subject, plan, engine, speculator, kept),
         ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
         verification=verification,
         threads=subject.threads,
@@ -309,8 +320,12 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     )
 
 
-def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator) -> ReducedComputeParts:
-    """What replies that take less compute are made of."""
+def _reduced(
+    subject: PlanInput, plan: MemoryPlan, engine: Engine, speculator: Speculator, profile: DeviceProfile
+) -> ReducedComputeStrategies:
+    """What makes the strategies of replies that take less compute, of which most programs ask for none."""
+    from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeParts, ReducedComputeStrategies
+
     manifest, drafter = subject.manifest, subject.drafter
     small = 0 if drafter is None else drafter.manifest.parameters
 
@@ -320,7 +335,7 @@ def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, specula
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
 
     backend, model = engine.backend, speculator.parts.model
-    return ReducedComputeParts(
+    parts = ReducedComputeParts(
         engine=engine,
         small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),
         parameters=small / max(manifest.parameters, 1),
@@ -330,23 +345,7 @@ def _reduced_parts(subject: PlanInput, plan: MemoryPlan, engine: Engine, specula
         rows=plan.draft_max + 1,
         plain_ms=lambda: speculator.plain_ms,
     )
-
-
-@dataclass(frozen=True)
-class _Parsed:
-    """A tokenizer, with milliseconds and bytes that making it took."""
-
-    tokenizer: TokenizerLike
-    ms: float
-    bytes: int
-
-
-def _parse(make: Callable[[], TokenizerLike]) -> _Parsed:
-    started, before = time.perf_counter(), process_memory().anonymous
-    tokenizer = make()
-    tokenizer.rest()
-    release_freed()
-    return _Parsed(tokenizer, (time.perf_counter() - started) * 1e3, process_memory().anonymous - before)
+    return ReducedComputeStrategies(parts, profile)
 
 
 def _ledger(plan: MemoryPlan, engine: Engine, speculator: Speculator, tokenizer_bytes: int, replan: Replan) -> Ledger:

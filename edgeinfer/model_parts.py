@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import Origin
-from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
-from edgeinfer.runtime.sampling import GrammarVocabulary
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token
 from edgeinfer.runtime.weights.verification import Verification
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
+    from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
 __all__ = ["ModelParts"]
 
@@ -42,7 +46,7 @@ class ModelParts:
     tensors: tuple[TensorEntry, ...]
     origin: Origin
     speculator: Speculator
-    reduced: ReducedComputeStrategies
+    make_reduced: Callable[[], ReducedComputeStrategies]
     ledger: Ledger
     verification: Verification
     threads: int
@@ -60,8 +64,15 @@ class ModelParts:
         return self.ledger.plan
 
     @cached_property
+    def reduced(self) -> ReducedComputeStrategies:
+        """What makes the strategies of replies that take less compute."""
+        return self.make_reduced()
+
+    @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
         """The vocabulary as replies by a grammar need it."""
+        from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies
+
         return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
 
     @cached_property

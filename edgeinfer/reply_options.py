@@ -223,6 +223,11 @@ class ReplyOptions(SamplingOptions):
         group=_TEXT,
     )
 
+    @property
+    def follows_grammar(self) -> bool:
+        """Whether the reply follows a schema, an expression or a grammar."""
+        return self.json_object or (self.json_schema, self.regex, self.grammar) != (None, None, None)
+
     def check_reply(self) -> None:
         """Refuses texts and token ids of another type, or more of them than a reply needs.
 

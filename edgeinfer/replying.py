@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
 from edgeinfer.chat import Chat
@@ -13,8 +13,6 @@ from edgeinfer.errors import PromptError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loaded import LoadedModel
-from edgeinfer.openai import chat_completion
-from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
 from edgeinfer.option_types import (
     ComputeOption,
     GenerationOptions,
@@ -28,9 +26,11 @@ from edgeinfer.option_types import (
 )
 from edgeinfer.options import is_integer
 from edgeinfer.results import Result
-from edgeinfer.runtime.sampling import check_grammar
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import shown
+
+if TYPE_CHECKING:
+    from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
 
 __all__ = ["Replying"]
 
@@ -318,7 +318,10 @@ class Replying(LoadedModel):
         Raises:
             UsageError: a field that edgeinfer does not support, besides what `stream_chat` raises.
         """
-        return chat_completion(self, messages, stream=stream, **given_by(locals()))
+        request = given_by(locals())
+        from edgeinfer.openai import chat_completion  # which programs that send no messages in this form do without
+
+        return chat_completion(self, messages, stream=stream, **request)
 
     def check(self, **options: Unpack[GenerationOptions]) -> None:
         """Refuses generation options that no reply can be given. A hostile schema or grammar takes some seconds to be
@@ -330,6 +333,8 @@ class Replying(LoadedModel):
         Raises:
             UsageError: an option is unknown or out of range, or a schema or grammar is too large, or takes too much.
         """
+        from edgeinfer.runtime.sampling.grammar import check_grammar
+
         check_grammar(GenerationConfig.of(**options))
 
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:

@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, Tokenizer, surely_longer
+from edgeinfer.runtime.system.memory import process_memory, release_freed
+from edgeinfer.runtime.text import Tokenizer, TokenizerLike, TransientTokenizer, surely_longer
+from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import Setting
 
-__all__ = ["Tokenizing", "boundary_ids", "chat_template", "require_fitting_messages", "require_fitting_text"]
+if TYPE_CHECKING:
+    from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+
+__all__ = [
+    "TOKENIZERS",
+    "ParsedTokenizer",
+    "Tokenizing",
+    "boundary_ids",
+    "chat_template",
+    "parsed_tokenizer",
+    "require_fitting_messages",
+    "require_fitting_text",
+]
+
+# By what a plan says of the tokenizer; that of a model's own file is the backend's.
+TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
+    "kept": Tokenizer.from_file,
+    "transient": TransientTokenizer.from_file,
+}
+
+
+@dataclass(frozen=True)
+class ParsedTokenizer:
+    """A tokenizer, with milliseconds and bytes that making it took."""
+
+    tokenizer: TokenizerLike
+    ms: float
+    bytes: int
+
+
+def parsed_tokenizer(make: Callable[[], TokenizerLike]) -> ParsedTokenizer:
+    """Makes a tokenizer, and gives back the memory that only parsing took."""
+    started, before = time.perf_counter(), process_memory().anonymous
+    tokenizer = make()
+    tokenizer.rest()
+    release_freed()
+    return ParsedTokenizer(tokenizer, (time.perf_counter() - started) * 1e3, process_memory().anonymous - before)
 
 
 class Tokenizing:
@@ -84,6 +125,8 @@ class Tokenizing:
             if parse_special:
                 text = template.render(messages, add_generation_prompt=True, tools=tools, variables=variables) + begun
             else:
+                from edgeinfer.runtime.text.guarded_template import GuardedTemplate  # with jinja2, which chats need
+
                 # One is kept for its analysis of the template; what it depends on stays when the model is loaded again.
                 self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
                 pieces = self._guarded.parts(messages, tools, variables, begun)

@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.text import ChatTemplate, Tokenizer
+from edgeinfer.runtime.text import Tokenizer
+from edgeinfer.runtime.text.template import ChatTemplate
 from tests.runtime.text.test_template import CHATML, LLAMA2, MACROS, TOKENS, TOOLS
 
 __all__ = ["KINDS", "MARKS", "TEMPLATES", "template", "tokenizer"]

@@ -18,7 +18,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.results import Result, SpeculationUse
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import stamped
+from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation import device
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
@@ -58,20 +58,25 @@ def cheap_costs(drafters: Sequence[Drafter]) -> Costs:
 
 
 @contextlib.contextmanager
-def known_costs() -> Iterator[None]:
+def known_costs(*, kept: bool = False) -> Iterator[None]:
     """Models load without timing anything.
 
-    What they keep is of a pace that no device has, so that no other load takes it for its own.
+    Args:
+        kept: where the cache is a test's own. What is made up must not be kept for other loads.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
         patch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
+        if not kept:
+            patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         yield
 
 
 def make_eager(model: edgeinfer.Model) -> edgeinfer.Model:
     """Lets a model's drafters draft as much as may be, and the same each time, whatever was measured."""
-    model._parts.speculator._costs.of = cheap_costs  # type: ignore[method-assign]
+    costs = model._parts.speculator._costs
+    costs.of = cheap_costs  # type: ignore[method-assign]
+    costs._profile = DeviceProfile(None)  # passes that were made up are kept for nobody
     return model
 
 

@@ -2,8 +2,8 @@
 
 The model reads the same stories with each type of cache. Measured are perplexity and how often
 the most likely next token is that of the float32 cache; of a passage given twice, how many tokens of the second time
-are foreseen; the same of a needle, a short passage somewhere in a context that is full of stories, begun again at its
-end; and how far each layer's attention is from that over a float32 cache.
+are foreseen; the same of a needle, the beginning of one of the stories that fill the context, given again at its end;
+and how far each layer's attention is from that over a float32 cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PLAIN: KvType = "float32"
 # Tokens of a repeated passage that are given before the model has to foresee the rest of it.
 _HINT = 8
 # Tokens of a needle that are to be foreseen after the hint, and where needles lie, in shares of the context.
-_NEEDLE = 24
-_DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+_NEEDLE = 64
+_DEPTHS = (0.0, 0.2, 0.4, 0.6, 0.8)
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,15 @@ def _read(model: str | None, kv: KvType, stories: Sequence[str]) -> _Reading:
 
 
 def _find_needle(model: edgeinfer.Model, stories: Sequence[Sequence[int]], depth: float) -> NDArray[np.bool_]:  # (N,)
-    """Whether each token of a needle at so much of the context is foreseen; empty where the stories have none.
-
-    The needle is the middle of the last story, so that nothing near the end of the context tells it.
-    """
-    middle, length = stories[-1][len(stories[-1]) // 2 :], _HINT + _NEEDLE
-    needle = middle[:length]
-    room = model.context - len(model.begin_ids) - 2 * length
-    hay = [token for story in stories[:-1] for token in story][: max(room, 0)]
-    if len(needle) < length or not hay:
+    """Whether each token is foreseen of a story at so much of the context that is begun again at its end."""
+    room = model.context - len(model.begin_ids) - _HINT - _NEEDLE
+    hay = [token for story in stories for token in story][: max(room, 0)]
+    starts = np.cumsum([0, *(len(story) for story in stories)])
+    place = int(starts[np.abs(starts - len(hay) * depth).argmin()])
+    needle = hay[place : place + _HINT + _NEEDLE]
+    if len(needle) < _HINT + _NEEDLE:
         return np.zeros(0, np.bool_)
-    place = round(len(hay) * depth)
-    asked = [*model.begin_ids, *hay[:place], *needle, *hay[place:], *needle]
-    _, likely = _predict(model, asked)
+    _, likely = _predict(model, [*model.begin_ids, *hay, *needle])
     foreseen: NDArray[np.bool_] = likely[-_NEEDLE:] == np.array(needle[_HINT:])
     return foreseen
 

@@ -15,7 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.output import print_error
-from edgeinfer.apps.cli.process import address_limit, interruptions_wait_for_imports, is_refused, refusal, supervised
+from edgeinfer.apps.cli.process import (
+    address_limit,
+    begin_start,
+    end_start,
+    interruptions_wait_for_imports,
+    is_refused,
+    refusal,
+    supervised,
+)
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
 from edgeinfer.version import VERSION
 
@@ -157,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = supervised(limit)
             if code is not None:
                 return code
+        if argv is None:
+            begin_start()
         return _execute(arguments)
     except BudgetError as error:
         return _report(arguments, error)
@@ -164,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has what it wanted (`| head`).
         _abandon_stdout()
         return 0
+    finally:
+        end_start()
 
 
 def _prepare_streams() -> None:
@@ -190,6 +202,8 @@ def _execute(arguments: list[str]) -> int:
             answer = _answer_at_once(arguments)
             if answer is None:
                 args = build_parser(arguments[0]).parse_args(arguments)
+                if not getattr(args, "ends_start", False):
+                    end_start()
                 code: int = args.execute(args)
             else:
                 sys.stdout.write(answer)

@@ -1,4 +1,5 @@
-"""The process around a command: Ctrl-C waits for imports, and refused memory ends in a line of advice.
+"""The process around a command: Ctrl-C waits for imports, garbage is looked for once all is loaded, and refused memory
+ends in a line of advice.
 
 Modules written in C lose an interruption that comes while they start, or make an ImportError of it: numpy, onnxruntime.
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import shutil
@@ -26,7 +28,15 @@ from edgeinfer.errors import BudgetError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["address_limit", "interruptions_wait_for_imports", "is_refused", "refusal", "supervised"]
+__all__ = [
+    "address_limit",
+    "begin_start",
+    "end_start",
+    "interruptions_wait_for_imports",
+    "is_refused",
+    "refusal",
+    "supervised",
+]
 
 _IMPORTS = "<frozen importlib._bootstrap>"
 _AGAIN_SECONDS = 0.02
@@ -84,6 +94,19 @@ class _Handler:
                 _thread.interrupt_main()
             else:
                 signal.pthread_kill(self._thread, signal.SIGINT)
+
+
+def begin_start() -> None:
+    """Looks for no garbage from now on: what a command imports and loads is there to stay, and looking through it again
+    and again takes a sixth of the time to the first token."""
+    gc.disable()
+
+
+def end_start() -> None:
+    """Ends what `begin_start` began, if it did: garbage is looked for in what comes from now on."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 # What importing the libraries and loading the built-in model takes on one thread.

@@ -17,6 +17,7 @@ from edgeinfer.apps.cli.options import (
 )
 from edgeinfer.apps.cli.output import print_json, print_note
 from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.apps.cli.process import end_start
 from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
 from edgeinfer.apps.terminal.endings import CommandWords, ending
 from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
@@ -46,6 +47,7 @@ _ANSWER, _CONTINUATION = 1024, 128
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "run", execute, _DESCRIPTION)
+    parser.set_defaults(ends_start=True)
     _add_prompt_options(parser)
     add_load_options(parser)
     limit = f"{_ANSWER}, with --raw {_CONTINUATION}"
@@ -80,6 +82,7 @@ def execute(args: argparse.Namespace) -> int:
         options.setdefault("max_tokens", _ANSWER if answers else _CONTINUATION)
         source = model.chat(system=system) if answers else model
         stream = source.stream(prompt, **options)
+        end_start()
         before = "" if answers else prompt
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
-from edgeinfer.bundle.manifest_json import DAMAGED, read, require
+from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.plan_record import PlanRecord
@@ -66,8 +66,10 @@ class Blob:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require(self.dtype in _ITEM_BYTES, f"dtype {self.dtype!r} is unknown")
-        require(self.offset >= 0 and all(d > 0 for d in self.shape), f"blob {self.offset}, {self.shape} is impossible")
+        if self.dtype not in _ITEM_BYTES:
+            raise wrong(f"dtype {self.dtype!r} is unknown")
+        if self.offset < 0 or min(self.shape, default=1) <= 0:
+            raise wrong(f"blob {self.offset}, {self.shape} is impossible")
 
     @property
     def size(self) -> int:
@@ -354,6 +356,5 @@ class Manifest:
         if version not in _READ_VERSIONS:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
-        manifest = read(cls, data, "manifest")
-        assert isinstance(manifest, cls)
+        manifest: Manifest = read(Manifest, data, "manifest")
         return manifest

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
-from edgeinfer.bundle.gguf_bundle import check_model, open_gguf
 from edgeinfer.bundle.manifest import FileEntry, Manifest
 from edgeinfer.bundle.store import GGUF_MODEL, GGUF_SUFFIX, Bundle, reading
 from edgeinfer.bundle.tables import check_graphs, check_tensors
 from edgeinfer.bundle.writing import MANIFEST, storage_errors, write_file
 from edgeinfer.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    # Read where there is such a file: it takes as long to import as the rest of the format.
+    from edgeinfer.bundle.gguf.reader import GgufFile
 
 __all__ = ["add_file", "open_bundle"]
 
@@ -33,6 +36,8 @@ def open_bundle(path: Path | str) -> Bundle:
     root = Path(path)
     with reading(root):
         if root.suffix.lower() == GGUF_SUFFIX and not root.is_dir():
+            from edgeinfer.bundle.gguf_bundle import open_gguf
+
             return open_gguf(root)
         return _open(root, _roots(root))
 
@@ -64,6 +69,9 @@ def _gguf_header(root: Path, manifest: Manifest) -> GgufFile | None:
         raise BundleError(f"{root} has no {GGUF_MODEL}.", _AGAIN)
     if GGUF_MODEL not in manifest.files:
         return None
+    from edgeinfer.bundle.gguf.reader import read_gguf
+    from edgeinfer.bundle.gguf_bundle import check_model
+
     header = read_gguf(root / GGUF_MODEL)
     check_model(header, manifest)
     return header

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
-from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.kv_types import FLOAT32, KV, PAGED_KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BundleError, UsageError
+
+if TYPE_CHECKING:
+    from edgeinfer.bundle.gguf.reader import GgufFile
 
 __all__ = ["GGUF_MODEL", "GGUF_SUFFIX", "Bundle", "reading"]
 
@@ -219,10 +222,12 @@ class Bundle:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what can go wrong in reading a file of a bundle into a BundleError."""
+    """Turns what can go wrong in reading a file of a bundle into a BundleError, but for memory that is refused."""
     try:
         yield
     except UnicodeError as error:
         raise BundleError(f"{path} is not UTF-8 text.", _AGAIN) from error
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(str(error)) from error
         raise BundleError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.") from error

@@ -41,15 +41,23 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose another place.") from error
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all: beside, synced, renamed."""
-    with new_file(path) as file:
+def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Writes a file whole or not at all: beside, synced, renamed.
+
+    Args:
+        durable: as `new_file` takes it.
+    """
+    with new_file(path, durable=durable) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a temporary sibling to write; on success it becomes `path`, on any failure it is removed.
+
+    Args:
+        durable: wait until the disk has it. Without, a machine that fails may leave a damaged file, but no other reader
+            ever sees one; for what is made again when it cannot be read.
 
     Raises:
         StorageError: the place cannot be written.
@@ -60,7 +68,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             with os.fdopen(handle, "wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

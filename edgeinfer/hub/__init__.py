@@ -1,28 +1,33 @@
 """From a model's name to its files on this machine: the catalog, the hub, its cache, and the user's converted models.
 
 `resolve` is what loading asks. The files below it: names (`ids`), what is here (`cache`, `folder`), what the hub has
-(`download`, `gguf_offers`, `search`), and the process that fetches and converts (`conversion`).
+(`download`, `gguf_offers`, `search`), and the process that fetches and converts (`conversion`). Nothing is imported
+before it is used: what loads a model that is here needs little of it.
 """
 
 from __future__ import annotations
 
-from edgeinfer.hub.cache import (
-    BUILTIN,
-    CachedModel,
-    builtin,
-    cached,
-    cached_models,
-    is_bundle,
-    is_checkpoint,
-    remove_cached,
-)
-from edgeinfer.hub.catalog_models import CatalogModel, catalog, catalog_model
-from edgeinfer.hub.download import pull
-from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
-from edgeinfer.hub.gguf_offers import Offer, offers
-from edgeinfer.hub.last_use import last_uses, note_use
-from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
-from edgeinfer.hub.search import FoundModel, search_hub
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgeinfer.hub.cache import (
+        BUILTIN,
+        CachedModel,
+        builtin,
+        cached,
+        cached_models,
+        is_bundle,
+        is_checkpoint,
+        remove_cached,
+    )
+    from edgeinfer.hub.catalog_models import CatalogModel, catalog, catalog_model
+    from edgeinfer.hub.download import pull
+    from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
+    from edgeinfer.hub.gguf_offers import Offer, offers
+    from edgeinfer.hub.last_use import last_uses, note_use
+    from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
+    from edgeinfer.hub.search import FoundModel, search_hub
 
 __all__ = [
     "BUILTIN",
@@ -53,3 +58,44 @@ __all__ = [
     "search_hub",
     "update",
 ]
+
+_HOMES = {
+    "BUILTIN": "cache",
+    "CachedModel": "cache",
+    "CatalogModel": "catalog_models",
+    "Converted": "folder",
+    "FoundModel": "search",
+    "Offer": "gguf_offers",
+    "builtin": "cache",
+    "cached": "cache",
+    "cached_models": "cache",
+    "catalog": "catalog_models",
+    "catalog_model": "catalog_models",
+    "converted_models": "folder",
+    "find": "resolving",
+    "find_checkpoint": "resolving",
+    "is_bundle": "cache",
+    "is_checkpoint": "cache",
+    "last_uses": "last_use",
+    "local": "resolving",
+    "models_folder": "folder",
+    "note_use": "last_use",
+    "offers": "gguf_offers",
+    "pull": "download",
+    "remove_cached": "cache",
+    "remove_converted": "folder",
+    "resolve": "resolving",
+    "search_hub": "search",
+    "update": "resolving",
+}
+
+if not TYPE_CHECKING:  # with this, type checkers would take every name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'edgeinfer.hub' has no attribute {name!r}")
+        return getattr(_import_module(f"edgeinfer.hub.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,6 +35,7 @@ __all__ = [
     "existing",
     "is_bundle",
     "is_checkpoint",
+    "ready",
     "remove_cached",
 ]
 
@@ -97,11 +97,19 @@ def builtin() -> Path:
     Raises:
         BundleError: this copy comes without it.
     """
-    path = Path(str(importlib.resources.files("edgeinfer"))) / "builtin" / BUILTIN
+    path = Path(__file__).parents[1] / "builtin" / BUILTIN
     if not is_bundle(path):
         hint = f"Reinstall edgeinfer, or export the model's checkpoint to {path}."
         raise BundleError("This copy of edgeinfer comes without its built-in model.", hint)
     return path
+
+
+def ready(model: str | Path | None) -> Path | None:
+    """The built-in model, or a path that was given and can be loaded as it is; None where more must be looked up."""
+    path = None if model is None else existing(model)
+    if path is None:
+        return builtin() if model in (None, BUILTIN) else None
+    return path if path.is_file() or is_bundle(path) else None
 
 
 def cached_snapshot(repo_id: str) -> Path | None:

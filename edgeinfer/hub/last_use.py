@@ -26,7 +26,7 @@ def note_use(path: Path) -> None:
         latest = sorted(uses.items(), key=lambda use: use[1])[-_MOST_MODELS:]
         file = _file()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(file, json.dumps(dict(latest), indent=0).encode("utf-8"))
+        write_file(file, json.dumps(dict(latest), indent=0).encode("utf-8"), durable=False)
 
 
 def last_uses() -> dict[str, float]:

@@ -16,7 +16,7 @@ from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import Dialect, ToolFormat
-from edgeinfer.runtime.sampling import json_rule
+from edgeinfer.runtime.sampling.grammar_source import json_rule
 
 __all__ = [
     "ToolChoice",

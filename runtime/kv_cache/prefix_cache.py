@@ -72,9 +72,8 @@ class PrefixCache:
     @property
     def bytes_in_place(self) -> int:
         """Bytes of them that lie in the memory of the cache they come from."""
-        if self._kind is None or not self._kind.in_place:
-            return 0
-        return self._nbytes - sum(span.tokens.nbytes for span in self._spans)
+        # Of a pool that is nearly used up, snapshots are copies, so spans of both kinds may be here.
+        return sum(span.rows.nbytes for span in self._spans if span.rows is not None and span.rows.in_place)
 
     def match(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens have their rows here."""

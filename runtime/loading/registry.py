@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 from edgeinfer.bundle import Bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
-from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
-from edgeinfer.runtime.backends.onnx.factory import OnnxFactory, OptimumFactory
-from edgeinfer.runtime.backends.reference.factory import ReferenceFactory
-from edgeinfer.runtime.backends.static.factory import StaticFactory
 from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, kv_types_on, memory_on, weights_modes_on
@@ -29,12 +28,44 @@ __all__ = [
     "tunable",
 ]
 
-BACKENDS: dict[str, BackendFactory] = {
-    "onnx": OnnxFactory(),
-    "onnx-static": StaticFactory(),
-    "onnx-optimum": OptimumFactory(),
-    "llamacpp": LlamaCppFactory(),
-    "reference": ReferenceFactory(),
+
+def _onnx() -> BackendFactory:
+    from edgeinfer.runtime.backends.onnx.factory import OnnxFactory
+
+    return OnnxFactory()
+
+
+def _static() -> BackendFactory:
+    from edgeinfer.runtime.backends.static.factory import StaticFactory
+
+    return StaticFactory()
+
+
+def _optimum() -> BackendFactory:
+    from edgeinfer.runtime.backends.onnx.factory import OptimumFactory
+
+    return OptimumFactory()
+
+
+def _llamacpp() -> BackendFactory:
+    from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
+
+    return LlamaCppFactory()
+
+
+def _reference() -> BackendFactory:
+    from edgeinfer.runtime.backends.reference.factory import ReferenceFactory
+
+    return ReferenceFactory()
+
+
+# Made when they are asked for: a model is run by one of them.
+BACKENDS: dict[str, Callable[[], BackendFactory]] = {
+    "onnx": cache(_onnx),
+    "onnx-static": cache(_static),
+    "onnx-optimum": cache(_optimum),
+    "llamacpp": cache(_llamacpp),
+    "reference": cache(_reference),
 }
 
 
@@ -52,25 +83,25 @@ def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
         if config.backend:
             raise UsageError(f"There is no backend {name!r}.", f"Choose one of {', '.join(BACKENDS)}.")
         raise BundleError(f"The bundle needs the backend {name!r}.", "Update edgeinfer, or export the model again.")
-    factory = BACKENDS[name]
+    factory = BACKENDS[name]()
     device = choose_device(config, factory.graphs)
     return BackendChoice(name, bundle, factory.layout(bundle, config, device), device)
 
 
 def kernel_name(choice: BackendChoice) -> str:
     """What will multiply, as `Backend.kernel` will say."""
-    return BACKENDS[choice.name].kernel(choice.bundle, choice.layout)
+    return BACKENDS[choice.name]().kernel(choice.bundle, choice.layout)
 
 
 def engine_version(choice: BackendChoice) -> str:
     """Name and version of what runs the model, and on which device if not the CPU."""
-    engine = BACKENDS[choice.name].engine()
+    engine = BACKENDS[choice.name]().engine()
     return engine if choice.device.on_cpu else f"{engine} on {choice.device.name}"
 
 
 def tunable(choice: BackendChoice) -> tuple[str, ...]:
     """Names of the tuned settings that change how fast a backend is."""
-    return BACKENDS[choice.name].tunes
+    return BACKENDS[choice.name]().tunes
 
 
 def plan_input_of(
@@ -85,7 +116,7 @@ def plan_input_of(
         drafter: a small model that drafts.
         settings: that were tuned, and hold beside what the caller set.
     """
-    factory, bundle, layout, device = BACKENDS[choice.name], choice.bundle, choice.layout, choice.device
+    factory, bundle, layout, device = BACKENDS[choice.name](), choice.bundle, choice.layout, choice.device
     return PlanInput(
         choice.name,
         bundle,
@@ -105,7 +136,7 @@ def plan_input_of(
 
 def own_tokenizer(choice: BackendChoice, backend: Backend) -> TokenizerLike:
     """The tokenizer of a model's own file, for configurations whose tokenizer is "model"."""
-    return BACKENDS[choice.name].tokenizer(backend)
+    return BACKENDS[choice.name]().tokenizer(backend)
 
 
 def make_backend(
@@ -126,4 +157,4 @@ def make_backend(
         DeviceError: the device fails.
     """
     order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings)
-    return BACKENDS[choice.name].make(order)
+    return BACKENDS[choice.name]().make(order)

@@ -26,6 +26,8 @@ _BUILD = (
     "Install edgeinfer where there is a C compiler, or continue without the kernel, which is slower "
     "but gives the same text."
 )
+# How glibc's loader says that the system refused the addresses.
+_NO_ROOM = "failed to map segment"
 _SLOW = "Nothing needs to be done: onnxruntime's own operators run instead."
 _REBUILD = (
     "Install edgeinfer again on this machine, or continue without the kernel, which is slower but gives the same text."
@@ -69,6 +71,7 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
 
     Raises:
         NativeUnavailableError, UsageError: as `native_kernel`.
+        MemoryError: the system refused the memory that the library needs.
     """
     binding = _open(path)
     names = binding.isas()
@@ -88,6 +91,8 @@ def _open(path: Path) -> Binding:
     try:
         binding = Binding(path)
     except OSError as error:
+        if _NO_ROOM in str(error):
+            raise MemoryError(str(error)) from error
         raise NativeUnavailableError(f"The native kernel cannot be loaded: {error}.", _REBUILD) from error
     if binding.version != VERSION:
         message = f"The native kernel has version {binding.version}, this edgeinfer needs {VERSION}."

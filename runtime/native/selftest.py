@@ -33,7 +33,7 @@ _FORMATS = (
 
 # Attention: query heads of the one kv head, sizes of a key and a value that fill no vectors, positions before the rows,
 # and the bytes of a page, which hold any type.
-_HEADS, _KEY, _VALUE, _BEHIND, _PAGE, _PAGE_BYTES = 5, 20, 24, 70, 64, 16384
+_HEADS, _KEY, _VALUE, _BEHIND, _PAGE, _PAGE_BYTES = 3, 12, 20, 70, 64, 16384
 _ROTARY, _SOFTCAP = 8, 5.0
 # What float32, float16, int8 and int4 may lose of a value, which lies between -0.5 and 0.5.
 _ROUNDING = (1e-6, 5e-4, 1e-2, 1e-1)

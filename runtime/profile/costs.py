@@ -98,16 +98,25 @@ class PassCosts:
         Args:
             observed: milliseconds of passes by their rows.
         """
-        seen = {rows: median(ms) for rows, ms in observed.items() if len(ms) >= _ENOUGH and rows <= self.largest}
-        if not seen:
+        ratios = self._ratios(observed)
+        if not ratios:
             return self
-        ratios = {rows: ms / self.ms(rows) for rows, ms in seen.items()}
         common = median(ratios.values())
         points = []
         for rows, ms in self.points:
-            near = [ratios[m] for m in seen if -(-m // self.step) * self.step == -(-rows // self.step) * self.step]
+            near = [ratios[m] for m in ratios if -(-m // self.step) * self.step == -(-rows // self.step) * self.step]
             points.append((rows, ms * (median(near) if near else common) ** _PULL))
         return PassCosts(tuple(points), self.step)
+
+    def pace(self, observed: Mapping[int, Sequence[float]]) -> float | None:
+        """Milliseconds of a pass over one row where passes take what was observed; None where too few ran."""
+        ratios = self._ratios(observed)
+        return self.ms(1) * median(ratios.values()) if ratios else None
+
+    def _ratios(self, observed: Mapping[int, Sequence[float]]) -> dict[int, float]:
+        """By what passes of each size that ran often enough took longer than is believed."""
+        seen = {rows: median(ms) for rows, ms in observed.items() if len(ms) >= _ENOUGH and rows <= self.largest}
+        return {rows: ms / self.ms(rows) for rows, ms in seen.items()}
 
     @cached_property
     def _table(self) -> list[float]:  # (largest + 1,), index 0 is not used

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.random import Philox
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
@@ -103,6 +102,8 @@ def uniform(seed: int, position: int, stream: int = 0) -> float:
         position: absolute position of the token being drawn, in [0, 2**64).
         stream: separates independent draws at one position, in [0, 2**64).
     """
+    from numpy.random import Philox  # which replies without draws do not wait for
+
     bits: int = Philox(counter=position, key=seed | stream << 64).random_raw()
     return (bits >> 11) * _UNIT
 

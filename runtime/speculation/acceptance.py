@@ -124,8 +124,7 @@ class Acceptance:
         if not bool(np.all((accepted >= 0) & (accepted <= seen + 1e-6) & (seen <= _MEMORY + 1))):
             raise StorageError(f"The kept acceptance of {drafter} is damaged.", "Delete it; it is learned again.")
         record.accepted, record.seen = accepted, seen
-        for sign, agreement in np.ndindex(record.priors.shape):
-            record.refresh(sign, agreement)
+        record.estimates = ((accepted + _PRIOR_WEIGHT * record.priors) / (seen + _PRIOR_WEIGHT)).tolist()
         places, taken = state.get(f"{drafter}_places"), state.get(f"{drafter}_taken")
         if places is not None and places.shape == (2, _DEPTHS) and _are_counts(places):
             record.came, record.expected = places.tolist()

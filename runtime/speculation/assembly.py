@@ -20,7 +20,7 @@ from edgeinfer.runtime.profile.drafting import LAYER_DRAFTING, LayerDrafting
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 
-__all__ = ["make_speculator"]
+__all__ = ["make_draft_backend", "make_speculator"]
 
 
 def make_speculator(
@@ -29,24 +29,22 @@ def make_speculator(
     plan: MemoryPlan,
     profile: DeviceProfile,
     drafter: PlanInput | None,
+    model: Backend | None = None,
     bundle: Bundle | None = None,
 ) -> Speculator:
-    """The speculation of a model; loads the draft model, and measures what is not known of this device yet.
+    """The speculation of a model; measures what is not known of this device yet.
 
     Args:
         target: the model's backend, whose cache is empty.
         plan: in force.
         profile: of the model on this device.
-        drafter: the draft model; None where there is none.
-        bundle: the model's, which may have heads that draft.
+        drafter, model: the draft model, and what runs it; None where there is none.
+        bundle: the target's, which may have heads that draft.
 
     Raises:
         UsageError: a drafter is asked for that needs what is not there.
         CapabilityError: the backend cannot do what a drafter that is asked for needs.
-        ModelError: the draft model cannot be loaded.
     """
-    # Where nothing is drafted, it takes turns with its target (runtime/layer_skip).
-    model = None if drafter is None else _draft_backend(drafter, config, plan)
     cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
         cached_experts = target.expert_cache.bias
@@ -67,8 +65,16 @@ def make_speculator(
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)
 
 
-def _draft_backend(drafter: PlanInput, config: LoadConfig, plan: MemoryPlan) -> Backend:
-    """Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target."""
+def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: MemoryPlan) -> Backend | None:
+    """What runs the draft model, on which nobody drafts where it takes turns with its target (runtime/layer_skip).
+
+    Its rows need not be bit-identical, so it is spared the padding; backend and device are asked for the target.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    if drafter is None:
+        return None
     own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)

@@ -23,21 +23,19 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
+from edgeinfer.runtime.system.memory import release_code
 
 __all__ = ["DeviceCosts"]
 
 _log = logging.getLogger("edgeinfer")
 
-# Plain steps timed where a process has none of its own yet.
+# Plain steps timed beside passes.
 _PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
 # What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known; and
 # how far one reply moves it.
 _ROUND_MS, _ROUND_PULL = 0.12, 0.4
-# A plain step that takes so many times longer than when costs were measured shows another state of the machine; one
-# that takes so much less shows that something disturbed the measurement.
-_SLOWER, _FASTER = 1.5, 0.9
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
 _MOST_PROBES = 8
@@ -67,23 +65,32 @@ class DeviceCosts:
         self._stand_in = stand_in
         self.exact: ExactCheck | None = None
         self._passes: PassCosts | None = None
+        self._kept: tuple[PassCosts, DraftCosts] | None = None  # as the profile has them
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
         self._overhead_ms = 0.0  # of a plain step, once there were some
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
-        """Finds out what passes cost; empties the cache if they have to be measured."""
+        """Finds out what passes cost; empties the cache if they have to be measured.
+
+        What was kept is not compared with the pace of this moment: a governor weighs costs against each other, replies
+        move them to the pace they find (`learn`), and passes to find out would keep the first token waiting.
+        """
         kept = self._profile.costs()
-        self.plain_ms = self._plain_steps()
-        if kept is not None and self._reaches(kept.passes) and self._same_pace(kept.passes):
+        if kept is not None and self._reaches(kept.passes):
+            self._kept = kept.passes, kept.drafts
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
             self._round_ms = kept.drafts.round_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
+        if self._passes is None or (self._check and self.exact is None):
+            # Passes read the weights' pages in. What loading ran through of all libraries must have gone by then.
+            release_code()
         if self._check and self.exact is None:
             self.exact = check_exact(self._backend)
             self._profile.save_arrays(_EXACT, _check_state(self.exact))
         if self._passes is None:
+            self.plain_ms = self._plain_steps()
             can = self._backend.capabilities
             padded = self.exact is not None and self.exact.bit_identical and not can.paged
             # ONNX Runtime's attention wants two rows to be exact, its MatMulNBits an even number.
@@ -124,6 +131,10 @@ class DeviceCosts:
             extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
             self._round_ms += _ROUND_PULL * (extra - self._round_ms)
 
+    def plain_step_ms(self, statistics: SpeculationStatistics) -> float | None:
+        """What a plain step takes at the pace of a reply's passes; None where none of them tells."""
+        return None if self._passes is None else self._passes.pace(statistics.pass_ms)
+
     def save(self) -> None:
         """Keeps what is known now."""
         if self._passes is not None:
@@ -138,13 +149,6 @@ class DeviceCosts:
         wanted = sizes_to_measure(passes.step, min(self._most, self._backend.cache.capacity))[-1]
         # Where passes are this slow, time ended the measurement and would do so again.
         return passes.largest >= wanted or passes.ms(passes.largest) > _SLOW_MS
-
-    def _same_pace(self, passes: PassCosts) -> bool:
-        now = min(self.plain_ms, default=passes.ms(1))
-        if passes.ms(1) * _FASTER <= now <= passes.ms(1) * _SLOWER:
-            return True
-        _log.info("A pass takes %.2f ms, not %.2f as when costs were measured; measuring again.", now, passes.ms(1))
-        return False
 
     def _plain_steps(self) -> list[float]:
         """Milliseconds of a few passes over one token, behind whatever the cache holds."""
@@ -187,7 +191,10 @@ class DeviceCosts:
 
     def _save(self) -> None:
         assert self._passes is not None
-        self._profile.save_costs(stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms)))
+        drafts = DraftCosts(dict(self._guess_ms), self._round_ms)
+        if self._kept != (self._passes, drafts):
+            self._profile.save_costs(stamped(self._passes, drafts))
+            self._kept = self._passes, drafts
 
 
 def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:

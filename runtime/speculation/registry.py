@@ -17,20 +17,9 @@ from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.profile.drafting import LayerDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
-from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter
-from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
-from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.runtime.speculation.drafters.self_drafters import (
-    BitsDrafter,
-    CachedExpertsDrafter,
-    EarlyExitDrafter,
-    ExpertsDrafter,
-    SkipDrafter,
-)
-from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 from edgeinfer.wording import Setting
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
@@ -102,32 +91,75 @@ def _model(parts: DrafterParts) -> ModelDrafter:
         )
     vocabulary, can = parts.target.geometry.vocab_size, parts.model.capabilities
     if parts.depths and can.layer_skip and can.hidden:
+        from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
+
         return SortedDrafter(parts.model, parts.chunk, parts.depths, vocabulary)
     return ModelDrafter(parts.model, parts.chunk, vocabulary, parts.acceptance)
 
 
-def _hierarchical(parts: DrafterParts) -> HierarchicalDrafter:
+# Drafters that few models have are imported when one is made.
+
+
+def _hierarchical(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
+
     cheap: list[Drafter] = [CopyDrafter(), NgramDrafter(parts.target.geometry.vocab_size)]
     return HierarchicalDrafter(_model(parts), cheap)
 
 
-def _exit(parts: DrafterParts) -> EarlyExitDrafter:
+def _exit(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import EarlyExitDrafter
+
     layers = parts.target.geometry.num_layers
     # Untuned: after two thirds of the layers. Earlier exits of models that were not trained for it predict little.
     return EarlyExitDrafter(parts.target, parts.tuning.exit_layer or max(1, layers * 2 // 3))
 
 
-def _skip(parts: DrafterParts) -> SkipDrafter:
+def _skip(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import SkipDrafter
+
     return SkipDrafter(parts.target, parts.tuning.layer_mask)
 
 
-def _cached_experts(parts: DrafterParts) -> CachedExpertsDrafter:
+def _bits(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import BitsDrafter
+
+    return BitsDrafter(parts.target)
+
+
+def _experts(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import ExpertsDrafter
+
+    return ExpertsDrafter(parts.target, parts.experts)
+
+
+def _cached_experts(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import CachedExpertsDrafter
+
     if parts.cached_experts is None:
         message = "All experts of this model are in memory."
         raise UsageError(
             message, "Use the drafter experts, or load experts on demand with " + Setting("weights", "experts") + "."
         )
     return CachedExpertsDrafter(parts.target, parts.cached_experts, parts.experts)
+
+
+def _medusa(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.heads import MedusaDrafter
+
+    return MedusaDrafter(parts.target, parts.heads("medusa"))
+
+
+def _hydra(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter
+
+    return HydraDrafter(parts.target, parts.heads("hydra"))
+
+
+def _prompt(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
+
+    return PromptDrafter(parts.target, parts.heads("prompt"))
 
 
 def _always(parts: DrafterParts) -> bool:
@@ -162,22 +194,13 @@ KINDS: dict[str, DrafterKind] = {
     ),
     "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None),
     "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None),
-    "bits": DrafterKind(lambda parts: BitsDrafter(parts.target), lambda parts: parts.target.capabilities.elastic),
-    "experts": DrafterKind(
-        lambda parts: ExpertsDrafter(parts.target, parts.experts),
-        lambda parts: len(parts.target.capabilities.expert_counts) > 1,
-    ),
+    "bits": DrafterKind(_bits, lambda parts: parts.target.capabilities.elastic),
+    "experts": DrafterKind(_experts, lambda parts: len(parts.target.capabilities.expert_counts) > 1),
     "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
     # What heads take is in their file's size: `heads_bytes`.
-    "medusa": DrafterKind(
-        lambda parts: MedusaDrafter(parts.target, parts.heads("medusa")), lambda parts: parts.has("medusa")
-    ),
-    "hydra": DrafterKind(
-        lambda parts: HydraDrafter(parts.target, parts.heads("hydra")), lambda parts: parts.has("hydra")
-    ),
-    "prompt": DrafterKind(
-        lambda parts: PromptDrafter(parts.target, parts.heads("prompt")), lambda parts: parts.has("prompt")
-    ),
+    "medusa": DrafterKind(_medusa, lambda parts: parts.has("medusa")),
+    "hydra": DrafterKind(_hydra, lambda parts: parts.has("hydra")),
+    "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt")),
 }
 
 
@@ -216,6 +239,8 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
         if stored := heads_bytes(bundle, name):
             taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
     if "prompt" in taken:
+        from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
+
         # Prompt tokens are also probe rows of passes, each with a row of logits.
         probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
         taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)

@@ -27,7 +27,6 @@ from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
-from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
@@ -229,11 +228,12 @@ class Speculator:
             per_token_ms: mean milliseconds of the reply's tokens after the first.
         """
         plain = self.plain_ms
-        speedup = plain / per_token_ms if plain and per_token_ms else None
         if not isinstance(strategy, SpeculativeDecoding):
             mode = config.speculation if self._allowed else "off"
             return SpeculationUse(mode=mode, exact=self._is_exact(config), plain_ms=plain)
         statistics, verification = strategy.statistics, find_verification(config.verification)
+        plain = self._costs.plain_step_ms(statistics) if plain is None else plain
+        speedup = plain / per_token_ms if plain and per_token_ms else None
         return SpeculationUse(
             mode=config.speculation,
             verification=verification.name,
@@ -324,4 +324,6 @@ class Speculator:
 def _governor(verification: VerificationRule) -> type[Governor]:
     if not verification.stochastic:
         return Governor
+    from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
+
     return ChainsGovernor if verification.iid_chains else StochasticGovernor

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import itertools
 import mmap
+import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -30,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")
-_SMAPS = Path("/proc/self/smaps")
+_MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Path("/proc/self/pagemap")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
@@ -39,6 +43,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
 # mapping of their own. At 256 KB the hidden states of a chunk, 64 rows of 896, stayed below and left 8 MB of holes.
 _LARGE_BYTES = 128 * 1024
 _TRIM_BYTES = 1024 * 1024
+# Pieces of code smaller than this are kept.
+_WORTH_BYTES = 256 * 1024
 # Of a new thread, and what starting it takes: addresses only, but limits of a process count them.
 _STACK_BYTES = 12 * 1024**2
 
@@ -156,26 +162,38 @@ def stack_bytes(threads: int) -> int:
 
 
 class MappedFile:
-    """The places where this process has a file mapped and unchanged, found once.
+    """The places where this process has a file mapped and unchanged, found once, when they are first needed.
 
     Finds none where the system is not Linux. Whoever made the mappings must keep them as long as this is used.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._libc = _glibc()
-        self._spans = _unchanged_spans(path) if self._libc is not None else []
+        self._whole: MappedFile | None = None
+        self._ranges: list[tuple[int, int]] = []
 
     def part(self, ranges: Iterable[tuple[int, int]]) -> Self:
         """The places of these runs of bytes of the file, each an offset and a length, in whole pages."""
-        part, page = copy.copy(self), mmap.PAGESIZE
-        wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in ranges]
-        part._spans = [
+        part = copy.copy(self)
+        part.__dict__.pop("_spans", None)
+        part._whole, part._ranges = self, list(ranges)
+        return part
+
+    @cached_property
+    def _spans(self) -> list[_Mapping]:
+        if self._libc is None:
+            return []
+        if self._whole is None:
+            return _unchanged_spans(self._path)
+        page = mmap.PAGESIZE
+        wanted = [(offset // page * page, -(-(offset + length) // page) * page) for offset, length in self._ranges]
+        return [
             replace(span, start=span.start + at - span.offset, length=size, offset=at)
-            for span in self._spans
+            for span in self._whole._spans
             for begin, end in wanted
             if (size := min(end, span.offset + span.length) - (at := max(begin, span.offset))) > 0
         ]
-        return part
 
     def release(self) -> None:
         """Drops the pages in memory; touching them again reads them from the system's cache of the file."""
@@ -200,17 +218,41 @@ def release_code() -> None:
     libc = _glibc()
     if libc is None:
         return
-    mappings = list(_mappings())
+    mappings = [_placed(*found) for found in _MAP.findall(_MAPS.read_bytes())]
     code = {m.path for m in mappings if m.path and "x" in m.permissions}
-    for mapping in mappings:
-        # Not what can be written to, even if it was not yet: another thread may do so in this moment.
-        if mapping.path in code and "w" not in mapping.permissions and mapping.unchanged:
-            libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.length), _MADV_DONTNEED)
+    # Not what can be written to, even if it was not yet: another thread may do so in this moment. Hundreds of small
+    # pieces are not worth the looking.
+    worth = [m for m in mappings if m.path in code and "w" not in m.permissions and m.length >= _WORTH_BYTES]
+    for mapping in _unwritten(worth):
+        libc.madvise(ctypes.c_void_p(mapping.start), ctypes.c_size_t(mapping.length), _MADV_DONTNEED)
+
+
+def _unwritten(mappings: list[_Mapping]) -> list[_Mapping]:
+    """Those of which no page was written to, as the loader does before it protects them."""
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as pages:
+            return [m for m in mappings if not _written(os.pread(pages.fileno(), *_entries(m)))]
+    except OSError:  # not every container may read it
+        unchanged = {m.start for m in _mappings() if m.unchanged}
+        return [m for m in mappings if m.start in unchanged]
+
+
+def _entries(mapping: _Mapping) -> tuple[int, int]:
+    """Bytes of pagemap that tell of a mapping, and where they begin: eight for a page."""
+    page = mmap.PAGESIZE
+    return mapping.length // page * 8, mapping.start // page * 8
+
+
+def _written(entries: bytes) -> bool:
+    """Whether a page is in memory without being the file's, or was swapped out."""
+    flags = entries[7::8]  # the highest byte: present, swapped, of a file or shared
+    return any(flag & 0x40 or flag & 0xA0 == 0x80 for flag in set(flags))
 
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A range of addresses, the file behind it if any, where in that it begins, and whether no page was written to."""
+    """A range of addresses, the file behind it if any, where in that it begins, and whether it is unchanged surely:
+    no page was written to."""
 
     start: int
     length: int
@@ -220,17 +262,22 @@ class _Mapping:
     unchanged: bool
 
 
+# A mapping: address, permissions, offset, device, inode and, after spaces, the path; in smaps then fields by name.
+_MAPPED = rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+ *(.*)\n"
+_MAP = re.compile(_MAPPED, re.MULTILINE)
+_SMAP = re.compile(_MAPPED + rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB", re.MULTILINE)
+
+
 def _mappings() -> Iterator[_Mapping]:
-    start, length, offset, permissions, path = 0, 0, 0, "", ""
-    for line in _SMAPS.read_text("utf-8", "surrogateescape").splitlines():
-        if line[0] in "0123456789abcdef":
-            # Address, permissions, offset, device, inode and, after spaces, the path.
-            span, permissions, begins, _, _, *rest = line.split(maxsplit=5)
-            path = rest[0] if rest and rest[0].startswith("/") else ""
-            start, end = (int(address, 16) for address in span.split("-"))
-            length, offset = end - start, int(begins, 16)
-        elif line.startswith("Anonymous:"):
-            yield _Mapping(start, length, offset, permissions, path, line.split()[1] == "0")
+    # Searched as a whole: there are ten thousand lines.
+    return itertools.starmap(_placed, _SMAP.findall(_SMAPS.read_bytes()))
+
+
+def _placed(
+    start: bytes, end: bytes, permissions: bytes, offset: bytes, path: bytes, anonymous: bytes = b""
+) -> _Mapping:
+    begin, name = int(start, 16), os.fsdecode(path) if path.startswith(b"/") else ""
+    return _Mapping(begin, int(end, 16) - begin, int(offset, 16), permissions.decode(), name, anonymous == b"0")
 
 
 def _unchanged_spans(path: Path) -> list[_Mapping]:

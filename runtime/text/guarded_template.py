@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jinja2
-
 from edgeinfer.runtime.text.control_marks import ControlMarks, Stand, mapped, strings_in
 from edgeinfer.runtime.text.template import ChatTemplate
 
@@ -133,6 +131,8 @@ class _Words:
 
     @classmethod
     def of(cls, source: str, marks: ControlMarks) -> _Words:
+        import jinja2  # here by now: the template was rendered
+
         # Compiling it has shown that it can be read.
         tokens = list(jinja2.Environment().lex(source))
         names = {text for _, kind, text in tokens if kind == "name"}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import PromptError, TemplateError
 from edgeinfer.runtime.text.allowance import ELEMENT_COST, MAX_INTEGER_BITS, size_of
-from edgeinfer.runtime.text.render_process import RenderProcess, RenderProcessError, can_start
-from edgeinfer.runtime.text.rendering import MAX_OUTPUT_CHARACTERS, RenderError, Rendering, check_syntax
 
-__all__ = ["MAX_GIVEN_BYTES", "MAX_OUTPUT_CHARACTERS", "MAX_SOURCE_CHARACTERS", "ChatTemplate", "is_known"]
+if TYPE_CHECKING:
+    # They bring jinja2, which takes as long to import as a small model to load: who does not chat need not wait.
+    from edgeinfer.runtime.text.render_process import RenderProcess
+    from edgeinfer.runtime.text.rendering import Rendering
+
+__all__ = ["MAX_GIVEN_BYTES", "MAX_SOURCE_CHARACTERS", "ChatTemplate", "is_known"]
 
 MAX_SOURCE_CHARACTERS = 100_000  # the largest published templates have some 30,000
 MAX_GIVEN_BYTES = 8_000_000  # of messages, tools and variables: several times the longest contexts
@@ -129,12 +132,20 @@ class ChatTemplate:
         self._now = now
         self._process: RenderProcess | None = None
         self._rendering: Rendering | None = None
+        if not is_known(source):
+            self._make_ready()
+
+    def _make_ready(self) -> None:
+        """Makes what renders it: of one that is known, which cannot be malformed, when it is first rendered."""
+        from edgeinfer.runtime.text.render_process import RenderProcess, can_start
+        from edgeinfer.runtime.text.rendering import RenderError, Rendering, check_syntax
+
         try:
-            if is_known(source) or not can_start():
-                self._rendering = Rendering(source)
+            if is_known(self.source) or not can_start():
+                self._rendering = Rendering(self.source)
             else:
-                check_syntax(source)
-                self._process = RenderProcess(source)
+                check_syntax(self.source)
+                self._process = RenderProcess(self.source)
         except RenderError as error:
             hint = "Fix chat_template.jinja or export the model again."
             raise TemplateError(f"The chat template {error.what}: {error.reason}.", hint) from error
@@ -185,10 +196,18 @@ class ChatTemplate:
                 f"The messages are too long ({given} bytes).", f"The limit is {MAX_GIVEN_BYTES} bytes; shorten them."
             )
         moment = _moment(self._now()) if "strftime_now" in self.source else {}
+        return self._rendered(names, given, moment)
+
+    def _rendered(self, names: dict[str, Any], given: int, moment: dict[str, str]) -> str:
+        from edgeinfer.runtime.text.render_process import RenderProcessError
+        from edgeinfer.runtime.text.rendering import RenderError
+
+        if self._process is None and self._rendering is None:
+            self._make_ready()
         try:
-            if self._rendering is not None:
+            if self._process is None:
+                assert self._rendering is not None
                 return self._rendering.render(names, given, moment)
-            assert self._process is not None
             answer = self._process.ask({"names": names, "given": given, "moment": moment})
         except RenderError as error:
             raise _failure(error.what, error.reason) from error

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.bundle.gguf.reader import GgufFile
-from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
+
+if TYPE_CHECKING:
+    from edgeinfer.bundle.gguf.reader import GgufFile
+    from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary
 
 __all__ = ["vocabulary_difference"]
 
@@ -42,8 +44,10 @@ def vocabulary_difference(target: Bundle, other: Bundle) -> str | None:
 
 
 def _between_tokenizers(target: Bundle, other: Bundle) -> str | None:
-    theirs = target.read_object(_TOKENIZER)
     same = target.manifest.files[_TOKENIZER] == other.manifest.files.get(_TOKENIZER)
+    if same and other.manifest.geometry.vocab_size >= target.manifest.geometry.vocab_size:
+        return None
+    theirs = target.read_object(_TOKENIZER)
     ours = theirs if same else other.read_object(_TOKENIZER)
     for what, part in (("vocabulary", _vocabulary), ("merges", _merges), ("special tokens", _added)):
         if part(theirs) != part(ours):
@@ -65,6 +69,8 @@ def _gguf(bundle: Bundle) -> GgufFile | None:
 
 
 def _between_ggufs(ours: GgufFile, theirs: GgufFile) -> str | None:
+    from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
+
     mine, other = read_vocabulary(ours), read_vocabulary(theirs)
     if mine.model != other.model or _spellings(ours) != _spellings(theirs):
         return "tokenizers with different vocabulary"
@@ -80,6 +86,8 @@ def _merge_lines(gguf: GgufFile, vocabulary: GgufVocabulary) -> Iterator[bytes]:
 
 def _spellings(gguf: GgufFile) -> dict[int, str]:
     """Tokens by id, without those that only fill up the embedding."""
+    from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
+
     vocabulary = read_vocabulary(gguf)
     types = None if vocabulary.token_types is None else vocabulary.token_types.numbers()
     tokens = enumerate(vocabulary.tokens.strings())

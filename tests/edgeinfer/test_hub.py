@@ -156,7 +156,7 @@ def test_resolve_takes_paths_as_they_are(tmp_path: Path) -> None:
 
 
 def test_resolve_without_a_model_is_the_builtin_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("edgeinfer.hub.cache.__file__", str(tmp_path / "hub" / "cache.py"))
     with pytest.raises(BundleError, match="without its built-in model"):
         hub.resolve(None)
     (tmp_path / "builtin" / "tales").mkdir(parents=True)

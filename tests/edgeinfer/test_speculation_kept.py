@@ -27,7 +27,7 @@ from tests.speculation import PROMPT, check_figures, known_costs, load_eager, ma
 @pytest.fixture(autouse=True)
 def costs() -> Iterator[None]:
     """Nothing is timed."""
-    with known_costs():
+    with known_costs(kept=True):
         yield
 
 
@@ -36,9 +36,8 @@ def costs() -> Iterator[None]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test alone, on a device whose pace never changes."""
+    """An empty cache of this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(device.DeviceCosts, "_same_pace", lambda costs, passes: True)
     return tmp_path / "cache"
 
 
@@ -197,7 +196,7 @@ def test_a_cache_that_cannot_be_written(
     assert (tmp_path / "file").read_text() == "not a folder"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, *, durable: bool) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     caplog.clear()

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgeinfer.bundle import NATIVE
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.native.library import LIBRARY, switched_off
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -34,6 +36,8 @@ MAKERS: dict[str, Callable[..., Backend]] = {
     "onnx-plain": lambda bundle, capacity: make_graph_backend(bundle, capacity, exact=False),
     "reference": ReferenceBackend,
 }
+if LIBRARY.is_file() and not switched_off():
+    MAKERS["onnx-paged"] = lambda bundle, capacity: make_graph_backend(bundle, capacity, layout=NATIVE)
 
 
 @pytest.fixture(scope="session")

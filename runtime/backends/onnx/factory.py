@@ -70,8 +70,6 @@ class OnnxFactory(BackendFactory):
 
     def make(self, order: BackendOrder) -> Backend:
         """A session, with whatever keeps its weights or experts out of memory."""
-        from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
-        from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
         bundle, plan = order.bundle, order.configuration
         backend = make_graph_backend(
@@ -90,9 +88,13 @@ class OnnxFactory(BackendFactory):
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
+            from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+
             cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes)
             return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
         if plan.window_layers:
+            from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+
             return counting_experts(bundle, StreamedBackend(backend, plan.window_layers), backend.cache)
         return counting_experts(bundle, backend, backend.cache)
 

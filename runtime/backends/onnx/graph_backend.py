@@ -18,7 +18,6 @@ from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
-from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
 from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
@@ -83,8 +82,12 @@ class GraphBackend(ABC):
         self._device = device
         self.capabilities = capabilities_on(device, bundle.manifest.capabilities_in(layout))
         self.kernel = kernel_of(bundle, layout)
-        mapped = layout == PORTABLE and weights == "mapped"
-        self._graph = prepare_packed(bundle, progress, kv) if mapped else prepare(bundle, layout, progress, kv)
+        if layout == PORTABLE and weights == "mapped":
+            from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
+
+            self._graph = prepare_packed(bundle, progress, kv)
+        else:
+            self._graph = prepare(bundle, layout, progress, kv)
         kernel = native_kernel() if layout == NATIVE else None
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)

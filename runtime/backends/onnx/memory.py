@@ -235,7 +235,11 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:
     """What a bundle takes, with all weights multiplied out to floats if so."""
+    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
+    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and _is_packed(bundle), floats, threads)
+
+
+def _is_packed(bundle: Bundle) -> bool:
     from edgeinfer.runtime.backends.onnx.packed_cache import is_packed
 
-    pairs = tokenizer_facts(bundle.path / TOKENIZER).merge_pairs
-    return OnnxMemory(bundle, layout, pairs, layout != NATIVE and is_packed(bundle), floats, threads)
+    return is_packed(bundle)

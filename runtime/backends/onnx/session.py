@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import TypeAlias
@@ -15,7 +16,7 @@ from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
-from edgeinfer.runtime.system.memory import release_code, stack_bytes
+from edgeinfer.runtime.system.memory import stack_bytes
 
 __all__ = ["Binding", "OrtSession", "capabilities_on"]
 
@@ -130,8 +131,6 @@ class OrtSession:
         if device.provider not in self._session.get_providers():
             # A provider that cannot be made is left out, with a line in the log.
             raise device_error(device, "onnxruntime could not make its provider")
-        # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
-        release_code()
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self.run_ns = 0
@@ -139,6 +138,14 @@ class OrtSession:
         # What is meant anyway. Where it is not said, the Python side of 1.32 has an exception tell it so at every run,
         # which took 57 microseconds.
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
+        if threads > 1:
+            self._rest()
+
+    def _rest(self) -> None:
+        # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that
+        # asks for no output ends at once, with an error.
+        with contextlib.suppress(Exception):
+            self._session.run_with_iobinding(self._session.io_binding(), self._run_options)
 
     def binding(self) -> Binding:
         """A new, empty binding of inputs and outputs, which are read and written where they lie."""

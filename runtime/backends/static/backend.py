@@ -29,7 +29,7 @@ from edgeinfer.runtime.backends.static.passes import Run, choose_graphs
 from edgeinfer.runtime.backends.static.session import StaticSession, check_graph_file
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.contract import CPU, Device
-from edgeinfer.runtime.system.memory import MappedFile
+from edgeinfer.runtime.system.memory import MappedFile, release_code
 from edgeinfer.wording import Setting
 
 __all__ = ["StaticBackend", "kernel_of"]
@@ -146,6 +146,8 @@ class StaticBackend:
             made = StaticSession(session, graph, self._spec)
             made.bind_cache(self.cache.keys, self.cache.values)
             self._sessions[graph] = made
+            # Making it ran through much of onnxruntime, running needs a part of it, which comes back by itself.
+            release_code()
             # Weights are packed into copies; the pages they were read from have done their work.
             MappedFile(self._bundle.path / WEIGHTS).release()
         return self._sessions[graph]

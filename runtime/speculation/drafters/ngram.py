@@ -145,16 +145,22 @@ class NgramDrafter(Drafter):
         if vocabulary.tolist() != [self._vocabulary]:
             raise StorageError("The kept n-grams belong to another vocabulary.", _AGAIN)
         tags, tokens, counts = self._alike(state, "tags"), self._alike(state, "tokens"), self._alike(state, "counts")
-        filled = counts > 0
+        # Most slots are empty, so what is in the others is looked at alone, and that nothing is anywhere else.
+        used = np.flatnonzero(tags)
+        some_tokens, some_counts = tokens[used], counts[used]
+        filled = some_counts > 0
         sound = (
-            np.array_equal(filled, (tokens >= 0) & (tokens < self._vocabulary))
-            and bool(np.all(tokens[~filled] == _NONE))
-            and np.array_equal(filled[:, 0], tags > 0)
-            and bool(np.all(counts[:, :-1] >= counts[:, 1:]))
+            np.array_equal(filled, (some_tokens >= 0) & (some_tokens < self._vocabulary))
+            and bool(np.all(some_tokens[~filled] == _NONE))
+            and bool(np.all(filled[:, 0]))
+            and bool(np.all(some_counts[:, :-1] >= some_counts[:, 1:]))
+            and np.count_nonzero(counts) == np.count_nonzero(some_counts)
+            and np.count_nonzero(tokens != _NONE) == np.count_nonzero(some_tokens != _NONE)
         )
         if not sound:
             raise StorageError("The kept n-grams are damaged.", _AGAIN)
-        self._hold(tags.copy(), tokens.copy(), counts.copy())
+        for mine, kept in ((self._tags, tags), (self._tokens, tokens), (self._counts, counts)):
+            mine[:] = kept
 
     def close(self) -> None:
         """Forgets the conversation."""

@@ -16,6 +16,7 @@ from edgeinfer.apps.bench.texts import BUILTIN_STORIES
 from edgeinfer.apps.cli.main import main
 from tests.apps.bench.here import exported
 from tests.factories import make_bigram_bundle, make_checkpoint
+from tests.speculation import needs_builtin
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
@@ -24,7 +25,7 @@ STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kv-quality")
     make_checkpoint(folder / "model", "llama")
-    return exported(folder / "model", folder / "bundle", "--bits", "32")
+    return exported(folder / "model", folder / "bundle", "--bits", "4")
 
 
 def test_caches_are_compared_with_float32(bundle: Path) -> None:
@@ -79,13 +80,15 @@ def test_bad_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_a_needle_is_found_by_a_model_that_copies(tmp_path: Path) -> None:
-    """The built-in model repeats what it has read, whatever the cache; a model of noise does not."""
+@needs_builtin
+@pytest.mark.slow
+def test_a_needle_is_told_again_from_any_cache() -> None:
+    """The built-in model goes on with a story that it read before, whatever the cache; behind few others better."""
     stories = [story.text for story in BUILTIN_STORIES]
-    found = {each.kv: each for each in compare_caches(None, [" ".join(stories), stories[-1]])}
-    assert min(each.needle for each in found.values()) > 0.5
+    found = {each.kv: each for each in compare_caches(None, stories)}
+    assert found["float32"].needle_context > 0 and found["float32"].needle > 0.25
     assert found["int8"].needle == pytest.approx(found["float32"].needle, abs=0.05)
-    assert found["int4"].needle > found["float32"].needle - 0.2
+    assert found["int4"].needle > found["float32"].needle - 0.15
 
 
 def test_a_model_with_float32_caches_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

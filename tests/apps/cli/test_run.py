@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -385,3 +386,18 @@ def test_ctrl_c_in_a_real_process() -> None:
     assert process.returncode == 130
     assert out.endswith(b"\n")
     assert err == b"[stopped]\n"
+
+
+def test_garbage_is_looked_for_once_the_prompt_is_read(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process is the command's own, which says so by leaving the arguments to it."""
+    seen: list[bool] = []
+    stream = model.stream
+
+    def streamed(prompt: str, **options: Any) -> FakeStream:
+        seen.append(gc.isenabled())
+        return stream(prompt, **options)
+
+    monkeypatch.setattr(model, "stream", streamed)
+    monkeypatch.setattr(sys, "argv", ["edgeinfer", "run", "--raw", "-p", "Once"])
+    assert main() == main(["run", "-p", "Once"]) == 0
+    assert seen == [False, True] and gc.isenabled()

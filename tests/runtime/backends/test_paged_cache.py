@@ -184,7 +184,26 @@ def test_it_is_a_list_of_rows(steps: int) -> None:
         assert pool.used == 0
 
 
+def assert_rows_behind_the_length_stay_for_a_pass_that_resumes() -> None:
+    """A pass that left out layers is trimmed away and gone on with from there."""
+    cache = PagedCache(pool_of("float32"), CAPACITY)
+    feed(cache, list(range(PAGE)))
+    cache.prepare(3)
+    first = rows_of([40, 41, 42], 0)
+    cache.write(0, PAGE, first, first)
+    cache.length += 3
+    cache.trim(PAGE)
+    cache.prepare(3)
+    assert np.array_equal(cache.read(0, PAGE, PAGE + 3)[0], first)
+    cache.trim(0)
+    held = cache.snapshot()  # of nothing
+    cache.prepare(1)
+    assert cache.nbytes == 2 * cache.pool.layout.page_bytes
+    assert held.nbytes == 0
+
+
 def test_forks_and_snapshots_copy_nothing_until_one_writes() -> None:
+    assert_rows_behind_the_length_stay_for_a_pass_that_resumes()
     pool = pool_of("float16")
     cache = PagedCache(pool, CAPACITY)
     feed(cache, list(range(150)))
@@ -206,24 +225,6 @@ def test_forks_and_snapshots_copy_nothing_until_one_writes() -> None:
     del forked, snapshot
     assert pool.used == 4
     assert cache.nbytes == 4 * pool.layout.page_bytes
-
-
-def test_rows_behind_the_length_stay_for_a_pass_that_resumes() -> None:
-    """A pass that left out layers is trimmed away and gone on with from there."""
-    cache = PagedCache(pool_of("float32"), CAPACITY)
-    feed(cache, list(range(PAGE)))
-    cache.prepare(3)
-    first = rows_of([40, 41, 42], 0)
-    cache.write(0, PAGE, first, first)
-    cache.length += 3
-    cache.trim(PAGE)
-    cache.prepare(3)
-    assert np.array_equal(cache.read(0, PAGE, PAGE + 3)[0], first)
-    cache.trim(0)
-    held = cache.snapshot()  # of nothing
-    cache.prepare(1)
-    assert cache.nbytes == 2 * cache.pool.layout.page_bytes
-    assert held.nbytes == 0
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:

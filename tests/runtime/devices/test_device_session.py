@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -149,3 +150,12 @@ def test_the_small_models_are_models() -> None:
     onnx = pytest.importorskip("onnx")
     for model in (static_model(), ordinary_model()):
         onnx.checker.check_model(onnx.load_model_from_string(model))
+
+
+@pytest.mark.clock
+def test_threads_of_a_new_session_do_not_spin() -> None:
+    session = OrtSession(static_model(), 2)
+    started = time.process_time()
+    time.sleep(0.2)
+    assert time.process_time() - started < 0.02
+    assert session.inputs

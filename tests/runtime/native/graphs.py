@@ -20,7 +20,7 @@ __all__ = ["DOMAIN", "Arrays", "attributes", "constants", "make_model", "open_se
 DOMAIN = "edgeinfer"
 Arrays = Mapping[str, NDArray[Any]]
 _TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8}
-_TYPES |= {"int64": TensorProto.INT64, "int32": TensorProto.INT32}
+_TYPES |= {"int64": TensorProto.INT64, "int32": TensorProto.INT32, "bool": TensorProto.BOOL}
 
 
 def constants(matrix: PackedMatrix, prefix: str = "") -> dict[str, NDArray[Any]]:

@@ -6,6 +6,7 @@
  */
 #include <stdio.h>
 
+#include "attention_check.h"
 #include "ort_abi.h"
 #include "problem.h"
 
@@ -27,6 +28,8 @@ typedef int32_t usable_function(int32_t index);
 typedef int32_t select_function(const char *name);
 typedef int32_t multiply_function(const char *name, const lowbit_matrix *w, const lowbit_input *input, int64_t m,
                                   const lowbit_output *output, int64_t jobs);
+typedef int32_t attend_function(const char *name, const attention *given, const attention_bounds *bounds,
+                                const int64_t layout[4], int64_t jobs);
 typedef int32_t row_function(const lowbit_matrix *w, int64_t n, float *out);
 typedef int64_t dots_function(int64_t rounds);
 typedef uint64_t read_function(const uint64_t *words, size_t count);
@@ -74,6 +77,49 @@ static long differences(const char *isa) {
     return found;
 }
 
+/* A chain of attention in one pass and a tree behind it, in a pool of two pages in the wrong order; 0 if refused. */
+enum { CHAIN = 90, TREE = 3, PAGE_BYTES = 32768, HEADS = 4, KV_HEADS = 2, KEY = 20, VALUE = 12, WIDTH = 4 * 20 + 2 * 32 };
+
+static int attend(const char *isa, int type, const float *qkv, uint8_t *pool, float *out) {
+    static const int32_t PAGES[] = {1, 0}, EXTRAS[] = {92, 93};
+    attend_function *call = CALL(attend_function, "edgeinfer_attend");
+    int32_t rows[CHAIN + TREE][ATTENTION_ROW] = {{0}};
+    int64_t positions[CHAIN + TREE] = {0}, layout[] = {type, type, PAGE_BYTES, 64};
+    for (int32_t i = 0; i < CHAIN + TREE; i++) rows[i][ATTENTION_PREFIX] = i + 1;
+    for (int32_t i = CHAIN + 1; i < CHAIN + TREE; i++) {
+        int32_t row[] = {0, CHAIN, i - CHAIN - 1, 1};
+        memcpy(rows[i], row, sizeof row);
+    }
+    attention a = {.heads = HEADS, .kv_heads = KV_HEADS, .key_size = KEY, .value_size = VALUE, .scale = 0.3f};
+    attention_bounds bounds = {2 * PAGE_BYTES, 1, 2, 0};
+    a.pool = pool, a.pages = PAGES, a.columns = 2, a.extras = EXTRAS, a.positions = positions;
+    a.qkv = qkv, a.rows = rows[0], a.count = CHAIN, a.out = out;
+    if (!call(isa, &a, &bounds, layout, 1)) return 0;
+    a.qkv += CHAIN * WIDTH, a.rows = rows[CHAIN], a.count = TREE, a.out += CHAIN * HEADS * VALUE;
+    if (!call(isa, &a, &bounds, layout, 4)) return 0;
+    /* A page outside the pool is refused. */
+    bounds.pool -= PAGE_BYTES;
+    return !call(isa, &a, &bounds, layout, 1);
+}
+
+/* Types of caches whose results or pools are not the portable path's. */
+static long attention_differences(const char *isa) {
+    enum { RESULTS = (CHAIN + TREE) * HEADS * VALUE };
+    long found = 0;
+    for (int type = 0; type < ATTENTION_TYPES; type++, release(0)) {
+        float *qkv = take_floats((CHAIN + TREE) * WIDTH), *results[2];
+        uint8_t *pools[2];
+        for (int i = 0; i < (CHAIN + TREE) * WIDTH; i++) qkv[i] = uniform(-2.0f, 2.0f);
+        for (int i = 0; i < 2; i++) {
+            pools[i] = take(2 * PAGE_BYTES, 64, 0), results[i] = take_floats(RESULTS);
+            memset(pools[i], 0, 2 * PAGE_BYTES);
+            if (!attend(i ? isa : "portable", type, qkv, pools[i], results[i])) return found + 1;
+        }
+        found += memcmp(results[0], results[1], RESULTS * sizeof(float)) || memcmp(pools[0], pools[1], 2 * PAGE_BYTES);
+    }
+    return found;
+}
+
 static const char *ORT_CALL too_old(void) { return "1.2.3"; }
 static const OrtApi *ORT_CALL no_api(uint32_t version) { return (void)version, NULL; }
 
@@ -94,8 +140,8 @@ int main(int count, char **arguments) {
         if (!CALL(usable_function, "edgeinfer_isa_usable")(i)) continue;
         failures += !CALL(select_function, "edgeinfer_select")(name);
         failures += CALL(dots_function, "edgeinfer_probe_dots")(16) < 0;
-        long found = differences(name);
-        printf("%s: %d cases, %ld failures\n", name, CASES, found);
+        long found = differences(name) + attention_differences(name);
+        printf("%s: %d cases, %ld failures\n", name, CASES + ATTENTION_TYPES, found);
         failures += found;
     }
     return failures != 0;

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NATIVE = ROOT / "runtime" / "native"
 DRIVERS = ("driver", "attention_driver", "attention_tables")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
+# Lines without variables: following those through unrolled loops takes GCC minutes.
 SANITIZERS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CROSS = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64"

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
-from tests.runtime.native.graphs import make_model, open_session, run
+from tests.runtime.native.graphs import attributes, constants, make_model, open_session, run
+from tests.runtime.native.matrices import make_matrix
 
-NAMES = ("x", "weight", "bias", "norm", "residual")
+NAMES = ("x", "weight", "bias", "norm", "residual", "layer_mask")
 EPSILON = 1e-5
 
 
@@ -45,12 +46,20 @@ def arrays_of(case: Case) -> dict[str, NDArray[np.float32]]:
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def product(kernel: NativeKernel, case: Case, arrays: dict[str, Any], by_output: bool) -> NDArray[np.float32]:
+def product(
+    kernel: NativeKernel, case: Case, arrays: dict[str, Any], by_output: bool, part: int = 0
+) -> NDArray[np.float32]:
     """What the operator gives."""
     weight = arrays["weight"] if by_output else arrays["weight"].T
     known = {name: arrays[name] for name in ("bias", "norm") if name in arrays} | {"weight": weight}
-    given: dict[str, Any] = {name: arrays[name] for name in ("x", "residual") if name in arrays}
-    values: dict[str, Any] = {"N": case.n, "K": case.k, "by_output": int(by_output), "norm_epsilon": EPSILON}
+    given: dict[str, Any] = {name: arrays[name] for name in ("x", "residual", "layer_mask") if name in arrays}
+    values: dict[str, Any] = {
+        "N": case.n,
+        "K": case.k,
+        "by_output": int(by_output),
+        "norm_epsilon": EPSILON,
+        "part": part,
+    }
     return run(open_session(kernel, make_model("LinearFloat", NAMES, given, known, **values), case.threads), **given)
 
 
@@ -80,6 +89,29 @@ def test_rows_have_their_bits_in_every_path_and_company(
                 np.testing.assert_array_equal(product(kernel, case, arrays, by_output), whole, err_msg=isa)
         finally:
             binding.select(kernel.isa)
+
+
+def test_a_masked_part_passes_on_its_residual_or_zeros(kernel: NativeKernel) -> None:
+    case = Case(20, 9, 3)
+    arrays = arrays_of(case)
+    mask = {"layer_mask": np.array([True, False])}
+    residual = np.random.default_rng(1).standard_normal((3, 20), np.float32)
+    whole = product(kernel, case, arrays, True)
+    np.testing.assert_array_equal(product(kernel, case, arrays | mask, True, part=0), whole)
+    np.testing.assert_array_equal(product(kernel, case, arrays | mask, True, part=1), np.zeros((3, 20)))
+    with_residual = arrays | mask | {"residual": residual}
+    np.testing.assert_array_equal(product(kernel, case, with_residual, True, part=1), residual)
+    for part in (-1, 2):
+        with pytest.raises(Exception, match=f"layer_mask has no part {part}"):
+            product(kernel, case, arrays | mask, True, part=part)
+
+    # The same of LinearLowBit, gate and up together being half as wide.
+    matrix = make_matrix(np.random.default_rng(2), 40, 9, bits=4, block=32, paired=True)
+    names = ("x", "data", "low", "scales", "zeros", "bias", "norm", "residual", "planes", "layer_mask")
+    given = {"x": arrays["x"], "residual": residual} | mask
+    values = attributes(matrix.packed) | {"swiglu": 1, "part": 1}
+    model = make_model("LinearLowBit", names, given, constants(matrix.packed), **values)
+    np.testing.assert_array_equal(run(open_session(kernel, model), **given), residual)
 
 
 def test_refuses_what_does_not_fit(kernel: NativeKernel) -> None:

@@ -46,6 +46,8 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 
 def test_codecs_keep_what_their_steps_allow() -> None:
+    with pytest.raises(UsageError, match=r"no KV type 'int2'.*float32, float16, int8, int4"):
+        find_row_codec("int2")
     rng = np.random.default_rng(1)
     for codec, size in itertools.product(ROW_CODECS.values(), SIZES):
         rows = wild(rng, (5, 7, size))
@@ -67,6 +69,7 @@ def test_codecs_keep_what_their_steps_allow() -> None:
 
 
 def test_int8_and_int4_are_what_the_definition_says() -> None:
+    assert_turning_is_a_hadamard_matrix_in_blocks()
     rng = np.random.default_rng(2)
     rows = rng.standard_normal((50, 48)).astype(np.float32)
     turned = turn(rows)
@@ -107,7 +110,7 @@ def sixteen_levels(x: Floats, i: int, j: int) -> tuple[list[int], int, float]:
     return levels, bits << 1 | zero, float(errors[0])
 
 
-def test_turning_is_a_hadamard_matrix_in_blocks() -> None:
+def assert_turning_is_a_hadamard_matrix_in_blocks() -> None:
     rng = np.random.default_rng(3)
     for size, width in ((64, 64), (80, 16), (96, 32), (33, 1), (6, 2), (256, 128)):
         assert turn_width(size) == width
@@ -246,11 +249,8 @@ def test_a_pool_loses_no_page_and_counts_its_holders() -> None:
     pool.trim()
     assert (pool.used, pool.free, pool.nbytes) == (0, 12, 0)
     assert sorted(pool.take(12)) == list(range(12))
-
-
-def test_unknown_types_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"no KV type 'int2'.*float32, float16, int8, int4"):
-        find_row_codec("int2")
+    with pytest.raises(BudgetError, match="The KV cache needs"):
+        PagePool(PageLayout.of(Geometry(8, 8, 2048, 64, 256, 64), "float32"), 1 << 20)
 
 
 @pytest.mark.skipif(not releases_pages(), reason="only Linux tells what is in memory, and takes pages back at once")
@@ -268,9 +268,3 @@ def test_memory_is_taken_as_pages_are_written_and_goes_back() -> None:
     pool.trim()
     assert filled - process_memory().anonymous > 0.9 * used
     assert not pool.memory[:used].any()
-
-
-def test_addresses_that_the_system_does_not_grant_are_a_matter_of_the_budget() -> None:
-    layout = PageLayout.of(Geometry(8, 8, 2048, 64, 256, 64), "float32")
-    with pytest.raises(BudgetError, match="The KV cache needs"):
-        PagePool(layout, 1 << 20)

@@ -186,7 +186,10 @@ def test_four_bits_are_only_for_who_asks(plan_input: PlanInput) -> None:
 
 def test_what_the_model_does_not_have_is_refused(plan_input: PlanInput) -> None:
     bare = dataclasses.replace(plan_input, kv_types=("float32",), weights_modes=("packed",))
-    cases: tuple[tuple[dict[str, Any], str], ...] = (({"kv": "int8"}, "tune"), ({"weights": "streamed"}, "packed"))
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"kv": "int8"}, "only float32"),
+        ({"weights": "streamed"}, "packed"),
+    )
     for options, word in cases:
         with pytest.raises(UsageError) as caught:
             plan(bare, **options)

@@ -315,12 +315,13 @@ def test_without_a_folder_nothing_is_kept(log: pytest.LogCaptureFixture) -> None
 
 
 def test_a_crash_while_writing_leaves_the_old_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(handle: int) -> None:
+    def crash(temporary: Path, path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(KeyboardInterrupt):
-        DeviceProfile.open(kept).save_arrays("ngram", {"other": FOUR})
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            DeviceProfile.open(kept).save_arrays("ngram", {"other": FOUR})
     assert_same(DeviceProfile.open(kept).arrays("ngram"), TABLES)
     assert {path.name for path in kept.iterdir()} == {"costs.json", "ngram.npz"}
 
@@ -357,6 +358,18 @@ def test_profiles_written_longest_ago_make_room(folder: Path, monkeypatch: pytes
     DeviceProfile.open(folders[3]).save_arrays("a", {"a": np.zeros(800, np.uint8)})
     assert [each.exists() for each in folders] == [True, True, False, True]
     assert stranger.exists()
+
+
+def test_what_is_kept_already_is_not_written_again(kept: Path) -> None:
+    before = {path.name: path.stat().st_ino for path in kept.iterdir()}
+    os.utime(kept, (1, 1))
+    profile = DeviceProfile.open(kept)
+    profile.save_costs(COSTS)
+    profile.save_arrays("ngram", TABLES)
+    assert {path.name: path.stat().st_ino for path in kept.iterdir()} == before
+    assert kept.stat().st_mtime > 1  # it is in use, and others make room first
+    profile.save_arrays("ngram", {"other": FOUR})
+    assert_same(profile.arrays("ngram"), {"other": FOUR})
 
 
 def test_forgetting_removes_a_profile_and_no_more(kept: Path) -> None:

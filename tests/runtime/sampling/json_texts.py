@@ -8,7 +8,9 @@ from functools import cache
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+from edgeinfer.runtime.sampling.grammar_source import grammar_source
+from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
 __all__ = ["accepts", "drawn_text", "follow"]
 

@@ -19,9 +19,10 @@ from tokenizers import decoders, models
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError, TokenizerError, UsageError
-from edgeinfer.runtime.sampling import GrammarConstraint, GrammarVocabulary, grammar_source, grammar_trial
-from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE
-from edgeinfer.runtime.sampling.grammar_tokens import spelled
+from edgeinfer.runtime.sampling import grammar_trial
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE, grammar_source
+from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, spelled
 from edgeinfer.runtime.text import StreamDecoder, Tokenizer, TokenizerLike
 from tests.factories import make_tokenizer
 

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text import ChatTemplate, GuardedTemplate, LiteralEncoder, Tokenizer, TransientTokenizer
+from edgeinfer.runtime.text import LiteralEncoder, Tokenizer, TransientTokenizer
 from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+from edgeinfer.runtime.text.template import ChatTemplate
 from tests.marked_tokenizers import KINDS, MARKS, TEMPLATES, template, tokenizer
 from tests.runtime.text.test_template import CALLS, PLAIN, WEATHER, WITH_SYSTEM
 
@@ -290,6 +292,7 @@ def ten_thousand(shared: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
     texts = ten_thousand(shared)
     for place in range(0, len(texts), 4):
@@ -306,6 +309,7 @@ def test_ten_thousand_real_messages_keep_their_tokens(shared: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_ten_thousand_messages_with_marks_make_no_control_tokens(shared: Path) -> None:
     chance = random.Random(20)
     for place, text in enumerate(ten_thousand(shared)):

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from edgeinfer.errors import TemplateError
-from edgeinfer.runtime.text import ChatTemplate, render_process
+from edgeinfer.runtime.text import render_process
+from edgeinfer.runtime.text.template import ChatTemplate
 from tests.waiting import TIME_LIMIT, wait_until
 
 ECHO = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -158,7 +159,7 @@ def test_it_has_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 PARENT = """import os, sys
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text.template import ChatTemplate
 template = ChatTemplate("{{ messages[0].content }}", {})
 template.render([{"role": "user", "content": "x"}])
 print(template.process.pid, flush=True)

@@ -11,7 +11,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import PromptError, TemplateError
-from edgeinfer.runtime.text import ChatTemplate
+from edgeinfer.runtime.text.template import ChatTemplate
 
 CHATML = """\
 {% for message in messages %}

@@ -155,7 +155,9 @@ def test_two_windows_show_the_same(window: Window) -> None:
     window.ask()
     other = window_in(window.page.context, window.page.url)
     assert other.finished() == window.finished()
-    before = other.entries.count()
+    # A count does not wait for the list to be there, an expectation does.
+    before = window.entries.count()
+    expect(other.entries).to_have_count(before)
     window.new_chat()
     window.ask("Tell me a story about a tree.")
     expect(other.entries).to_have_count(before + 1)
