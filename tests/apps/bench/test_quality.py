@@ -50,6 +50,14 @@ def measured(checkpoint: Path, stories: Sequence[str] = STORIES, **options: Any)
     return measure_family(family, Material(tuple(stories), STORIES)).subjects
 
 
+def needs_the_kernel() -> None:
+    """Skips a test of what only the native kernel has: its layout, and caches other than float32."""
+    try:
+        native_kernel()
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
 def test_the_last_stories_are_read(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("one<|endoftext|>two <|endoftext|>\n three<|endoftext|>\n", "utf-8")
@@ -66,7 +74,8 @@ def test_the_last_stories_are_read(tmp_path: Path) -> None:
 
 
 def test_widths_and_caches_are_compared_with_float32(checkpoint: Path) -> None:
-    results = measured(checkpoint, widths=["8", "4", "4small"], caches=["int8", "int4"])
+    needs_the_kernel()
+    results = measured(checkpoint, widths=["8", "4", "4small"], caches=["int8", "int4"], layouts=[None])
     labels = ["32 bits", "8 bits", "4 bits", "4 bits, small layers too", "8 bits, int8 cache", "8 bits, int4 cache"]
     assert [r.variant.label.replace(", onnxruntime's operators", "") for r in results] == labels
     baseline, eight, _, small, cache8, cache4 = results
@@ -127,10 +136,7 @@ def test_stories_of_any_length_are_read(checkpoint: Path) -> None:
 
 
 def test_layouts_of_the_same_weights_stand_side_by_side(checkpoint: Path) -> None:
-    try:
-        native_kernel()
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
+    needs_the_kernel()
     results = measured(checkpoint, widths=["4small"], group_sizes=[32, 64], layouts=["native", "portable"])
     differences = layout_differences(results)
     small = "4 bits, small layers too, groups of {}"
@@ -237,7 +243,7 @@ def test_the_command_needs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_command_on_a_checkpoint_and_on_bundles(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "text"
     text.write_text(
@@ -265,12 +271,16 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     for bits in ("32", "8"):
         exported(checkpoint, tmp_path / bits, "--bits", bits)
     models = ["-m", str(tmp_path / "8"), "--reference", str(tmp_path / "32")]
+    needs_the_kernel()
     assert main([*line, *models, "--kv", "int8"]) == 0
     again = json.loads((tmp_path / "out.json").read_text())
-    assert [each["variant"] for each in again["subjects"]] == ["32", "8"]
+    assert [each["variant"] for each in again["subjects"]] == ["32", "8", "8, int8 cache"]
     assert again["subjects"][1]["divergence"] == pytest.approx(data["subjects"][1]["divergence"], rel=0.2)
-    # Without scales there are no quantized caches.
-    assert [each["variant"] for each in again["skipped"]] == ["8, int8 cache"]
+    # Only the native kernel has caches other than float32.
+    monkeypatch.setenv("EDGEINFER_NATIVE", "0")
+    assert main([*line, *models, "--kv", "int8"]) == 0
+    portable = json.loads((tmp_path / "out.json").read_text())
+    assert [each["variant"] for each in portable["skipped"]] == ["8, int8 cache"]
     assert "8, int8 cache: skipped" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import PORTABLE, open_bundle
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
@@ -142,7 +142,7 @@ def test_the_union_of_experts_is_about_what_chance_predicts(bundle: Path) -> Non
 
 
 def test_padding_uses_no_experts_of_its_own(bundle: Path) -> None:
-    backend = make_graph_backend(open_bundle(bundle), 64)
+    backend = make_graph_backend(open_bundle(bundle), 64, layout=PORTABLE)
     chance = np.random.default_rng(2)
     for start in range(30):
         backend.forward(ForwardInput(chance.integers(2, 320, 1), np.array([start]), np.array([0])))

@@ -166,7 +166,7 @@ def work():
     print(model.generate(long, **options).token_ids == reference)
     print(model.generate(short, **options).token_ids == before)
 
-under_each((300_000, 1_000_000, 2_000_000, 4_000_000), work)
+under_each((50_000, 300_000, 1_000_000, 2_000_000), work)
 """
     lines = run(script)
     assert len(lines) == 20
