@@ -77,7 +77,7 @@ def test_complete_replies_are_what_was_asked_for(tales: edgeinfer.Model, form: s
     options: dict[str, Any] = {"max_tokens": 150, "temperature": 1.0, "speculation": "forced,ngram"}
     # Two seeds, and more where none of these ends: which do is a matter of rounding, and so of the machine.
     while seed < 2 or not ended:
-        assert seed < 32, "one reply in eight or so ends"
+        assert seed < 300, "one free object in sixty or so ends, of other forms one reply in eight"
         result = tales.generate(PROMPT, seed=seed, **options, **FORMS[form])
         if result.finish_reason == "stop":
             check(form, result.text)
