@@ -75,6 +75,11 @@ def make_plan(
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
+    before = process or process_before_loading(plan_input)
+    plan = search(plan_input, config, MemoryModel(plan_input, config, before), speed, all_ways=all_ways)
+    if plan.fits:
+        return plan
+    # A first plan takes memory that stays: the smallest budget is told as one that has planned needs it.
     process = process or process_before_loading(plan_input)
     plan = search(plan_input, config, MemoryModel(plan_input, config, process), speed, all_ways=all_ways)
     if plan.fits or not loading:

@@ -118,8 +118,9 @@ def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
     for each in (batch, tree):
         found, expected = paged.forward(each), plain.forward(each)
         difference = np.abs(found.logits - expected.logits)
-        # Where the two round a number to another level, it moves by one.
-        assert np.median(difference) < 1e-4 and difference.max() < (0.05 if kv != "float32" else 1e-4)
+        # Where the two round a number to another level, it moves by one. The kernel rounds queries of int8 as well.
+        usual, most = {"float32": (1e-4, 1e-4), "int8": (0.02, 0.25)}.get(kv, (1e-4, 0.05))
+        assert np.median(difference) < usual and difference.max() < most
     paged.close()
 
 
