@@ -75,17 +75,16 @@ def make_plan(
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
-    before = process or process_before_loading(plan_input)
-    plan = search(plan_input, config, MemoryModel(plan_input, config, before), speed, all_ways=all_ways)
-    if plan.fits:
-        return plan
-    # A first plan takes memory that stays: the smallest budget is told as one that has planned needs it.
-    process = process or process_before_loading(plan_input)
-    plan = search(plan_input, config, MemoryModel(plan_input, config, process), speed, all_ways=all_ways)
+    measured = process or process_before_loading(plan_input)
+    plan = search(plan_input, config, MemoryModel(plan_input, config, measured), speed, all_ways=all_ways)
+    if process is None and not plan.fits:
+        # Planning itself takes memory that stays, and the smallest budget that is named has to hold it.
+        measured = process_before_loading(plan_input)
+        plan = search(plan_input, config, MemoryModel(plan_input, config, measured), speed, all_ways=all_ways)
     if plan.fits or not loading:
         return plan
     # The process may have grown into the reserve of an earlier plan, whose smallest budget was promised to do.
-    tight = search(plan_input, config, MemoryModel(plan_input, config, process, reserve=0), speed, all_ways=all_ways)
+    tight = search(plan_input, config, MemoryModel(plan_input, config, measured, reserve=0), speed, all_ways=all_ways)
     return tight if tight.fits else plan
 
 
