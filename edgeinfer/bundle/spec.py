@@ -1,4 +1,4 @@
-"""The decoder a bundle holds, as data: sizes, norms, biases, rotary embedding."""
+"""The decoder a bundle holds, described by its parts: sizes, norms, attention, rotation, MLPs, recurrences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from typing import Literal, get_args
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 
-__all__ = ["Activation", "DecoderSpec", "Geometry", "MoESpec", "RopeSpec", "RopeType", "Router"]
+__all__ = [
+    "Activation",
+    "DecoderSpec",
+    "Geometry",
+    "LatentSpec",
+    "MoESpec",
+    "NormKind",
+    "OutputGate",
+    "RopeSpec",
+    "RopeType",
+    "Router",
+]
 
-RopeType = Literal["default", "linear", "llama3", "longrope"]
-Activation = Literal["silu"]
-Router = Literal["softmax", "relu"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
+# gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
+NormKind = Literal["rms", "layer"]
+Router = Literal["softmax", "relu", "sigmoid"]
+OutputGate = Literal["", "channel", "head"]
 
 
 def _require(condition: bool, what: str) -> None:
@@ -28,7 +42,11 @@ class RopeSpec:
         dim: rotated dimensions of a head, even; the rest pass through.
         factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
         short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
-        attention_factor: multiplies sine and cosine; 1 for all types but longrope.
+        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
+        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
+        interleaved: neighbouring channels are a pair, instead of one of each half.
+        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
+            (Llama 4, Ministral 3); 0 leaves them as they are.
     """
 
     type: RopeType
@@ -41,16 +59,23 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    interleaved: bool = False
+    query_beta: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
         _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
         _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
-        if self.type in ("llama3", "longrope"):
+        if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
             _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
         if self.type == "llama3":
             ordered = self.high_freq_factor > self.low_freq_factor > 0
             _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
+        if self.type == "yarn":
+            _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
         if self.type == "longrope":
             sizes = {len(self.short_factors), len(self.long_factors)}
             _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
@@ -87,10 +112,11 @@ class Geometry:
 class MoESpec:
     """The mixture of experts that stands in for a layer's MLP.
 
-    A token's scores are the router's product with its normed hidden state. "softmax": the `top_k` experts of highest
-    score, weighted by the softmax over all scores, divided by the chosen ones' sum where `renormalize` (Mixtral,
-    Qwen3-MoE; the same as a softmax over the chosen scores, Granite). "relu": every expert whose score is positive,
-    weighted by the RMS norm of the rectified scores (BlockFFN); `top_k` is the number of experts then.
+    A token's scores are the router's product with its normed hidden state, and a bias where there is one. They become
+    shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
+    is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
+    `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
+    rectified scores (BlockFFN); `top_k` is the number of experts then.
 
     Attributes:
         experts: of a layer.
@@ -98,8 +124,14 @@ class MoESpec:
         expert_size: inner width of one.
         shared_size: inner width of the expert that every token uses; 0 where there is none.
         shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
-        gated: experts are down(silu(gate(x)) * up(x)); otherwise down(silu(up(x))).
+        gated: experts are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
         dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
+        router_bias: is added to the scores (gpt-oss).
+        choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).
+        expert_bias: the experts' matrices have biases (gpt-oss).
+        groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
+            group's rank is its best share, or with a choice bias the sum of its two best.
+        scale: of the chosen experts' weights.
     """
 
     experts: int
@@ -111,6 +143,12 @@ class MoESpec:
     renormalize: bool = True
     gated: bool = True
     dense_layers: tuple[int, ...] = ()
+    router_bias: bool = False
+    choice_bias: bool = False
+    expert_bias: bool = False
+    groups: int = 1
+    group_top_k: int = 1
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "expert_size"):
@@ -124,6 +162,11 @@ class MoESpec:
         _require(every, "a relu router chooses among all experts")
         ascending = self.dense_layers == tuple(sorted(set(self.dense_layers)))
         _require(ascending and min(self.dense_layers, default=0) >= 0, "dense_layers must ascend")
+        _require(1 <= self.group_top_k <= self.groups, "group_top_k must be from 1 to groups")
+        _require(self.experts % self.groups == 0, "groups must divide the experts")
+        enough = self.top_k <= self.experts // self.groups * self.group_top_k
+        _require(enough, "the groups chosen have fewer experts than top_k")
+        _require(self.scale > 0, "the scale of the experts must be positive")
 
     @property
     def draft_count(self) -> int:
@@ -132,15 +175,60 @@ class MoESpec:
 
 
 @dataclass(frozen=True)
-class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention and a gated MLP or a mixture of experts.
+class LatentSpec:
+    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
+
+    The cache holds that vector after its norm, and one rotated key for all heads.
 
     Attributes:
+        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
+        rank: width of the vector that keys and values are made of.
+        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
+        value_size: channels of a head's values.
+    """
+
+    query_rank: int
+    rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+
+    def __post_init__(self) -> None:
+        _require(self.query_rank >= 0, "query_rank must be 0 or positive")
+        for name in ("rank", "plain_size", "rotary_size", "value_size"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder of attention, and MLPs or mixtures of experts, with residual connections around both.
+
+    Attributes:
+        rope: rotation of queries and keys, in the layers that rotate.
         windows: sliding window of each layer in tokens, 0 for full attention; empty when all are full.
-        qk_norm: RMS norm on every query and key head before rotation (Qwen3).
+        qk_norm: norm on every query and key head before rotation (Qwen3).
         whole_norm: that norm is over all heads together (OLMoE).
         moe: the experts of every layer that is not among its dense layers; None where all are dense.
         tied: the LM head is the embedding.
+        norm: "rms", or "layer", which also takes the mean off.
+        norm_bias: norms, but not those of queries and keys, add a bias.
+        pre_norm, post_norm: norms of what enters attention and MLP, and of what they give before it is added
+            (OLMo 2 has the latter alone, Gemma 2 both).
+        inner_norms: norms before the last product of attention and of the MLP (BitNet).
+        parallel: attention and MLP read the same hidden states, with one norm, and both are added (Cohere, Phi).
+        gated: MLPs are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        head_bias: of the LM head.
+        logit_softcap, attention_softcap: logits, and scores, are cap * tanh(x / cap); 0 leaves them as they are.
+        attention_scale: of the scores; 0 is one over the root of the head's width.
+        sinks: every head has a score that takes its share of the softmax and gives nothing (gpt-oss).
+        norm_after_rope: queries and keys are normed after rotation (Hunyuan).
+        value_norm: values are normed like keys, without a weight (Gemma 4).
+        output_gate: what heads give is multiplied by the logistic function of a product of the normed hidden state: of
+            each "channel" (Qwen3-Next), or of each "head" (LFM3).
+        more_ropes: further rotations, for `rope_layers`.
+        rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
+            where all layers have `rope`.
+        latent: of multi-head latent attention; head sizes are those of its queries then.
     """
 
     vocab_size: int
@@ -162,21 +250,63 @@ class DecoderSpec:
     tied: bool = False
     windows: tuple[int, ...] = ()
     moe: MoESpec | None = None
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
+    inner_norms: bool = False
+    parallel: bool = False
+    gated: bool = True
+    head_bias: bool = False
+    logit_softcap: float = 0.0
+    attention_softcap: float = 0.0
+    attention_scale: float = 0.0
+    sinks: bool = False
+    norm_after_rope: bool = False
+    value_norm: bool = False
+    output_gate: OutputGate = ""
+    more_ropes: tuple[RopeSpec, ...] = ()
+    rope_layers: tuple[int, ...] = ()
+    latent: LatentSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-        _require(self.rope.dim <= self.head_dim, "rope dim exceeds head_dim")
+        _require(all(rope.dim <= self.head_dim for rope in self.ropes), "rope dim exceeds head_dim")
         _require(0 < self.norm_eps < 1, "norm_eps must be in (0, 1)")
-        _require(self.activation in get_args(Activation), f"activation {self.activation!r} is unknown")
+        for kind, name in ((Activation, "activation"), (NormKind, "norm"), (OutputGate, "output_gate")):
+            _require(getattr(self, name) in get_args(kind), f"{name} {getattr(self, name)!r} is unknown")
         _require(len(self.windows) in (0, self.num_layers), "windows must name every layer or none")
         _require(all(w >= 0 for w in self.windows), "windows must be 0 or positive")
         _require(len({w for w in self.windows if w}) <= 1, "all windows must be of one size")
-        _require(self.qk_norm or not self.whole_norm, "whole_norm is a kind of qk_norm")
+        _require(self.qk_norm or not (self.whole_norm or self.norm_after_rope), "it is a kind of qk_norm")
+        _require(self.pre_norm or self.post_norm, "there must be norms before or after")
+        _require(self.pre_norm or not self.parallel, "parallel parts share the norm before them")
+        _require(min(self.logit_softcap, self.attention_softcap, self.attention_scale) >= 0, "caps must be positive")
         dense = () if self.moe is None else self.moe.dense_layers
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
+        self._check_ropes()
+
+    def _check_ropes(self) -> None:
+        _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
+        known = range(-1, len(self.ropes))
+        _require(all(index in known for index in self.rope_layers), "rope_layers must name rotations that there are")
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """All rotations, by their index."""
+        return (self.rope, *self.more_ropes)
+
+    def rope_index(self, layer: int) -> int:
+        """Which of `ropes` a layer rotates by; -1 where it does not."""
+        return self.rope_layers[layer] if self.rope_layers else 0
+
+    def rope_of(self, layer: int) -> RopeSpec | None:
+        """The rotation of a layer; None where it does not rotate."""
+        index = self.rope_index(layer)
+        return None if index < 0 else self.ropes[index]
 
     @property
     def q_size(self) -> int:
