@@ -268,16 +268,22 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._making = threading.Lock()
 
     @contextlib.contextmanager
     def inside(self, parent: Path) -> Iterator[Path]:
         """Makes it; removes it with what is left in it."""
-        with storage_errors(parent):
+        with storage_errors(parent), self._making:
             self._folder = Path(tempfile.mkdtemp(dir=parent, prefix=WORK))
         try:
             yield self._folder
         finally:
             self.remove()
+
+    def close(self) -> None:
+        """Removes it for good: none is made afterwards, and one that is being made is waited for."""
+        self._making.acquire()
+        self.remove()
 
     def remove(self) -> None:
         """Removes it if it is there."""
@@ -342,7 +348,7 @@ def _hear(answers: SimpleQueue[str], finished: threading.Event, scratch: _Scratc
             answers.put(line.decode("utf-8"))
     # Who was told the outcome may close the input before this process has ended with its own code.
     if not finished.is_set():
-        scratch.remove()
+        scratch.close()
         os._exit(1)
 
 

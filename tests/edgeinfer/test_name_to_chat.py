@@ -175,6 +175,32 @@ def test_ctrl_c_ends_it_at_once_and_leaves_nothing(user: User, stage: str) -> No
     assert user.written() <= {"org--model/source.json"}
 
 
+# A folder whose name is told before the program that made it has it, and while whoever asked for it goes away.
+SLOWLY_MADE = """
+import tempfile, threading
+def mkdtemp(*place, make=tempfile.mkdtemp, **named):
+    folder = make(*place, **named)
+    if "/.work-" not in folder:
+        return folder
+    print(folder, flush=True)
+    threading.Event().wait(1)
+    return folder
+tempfile.mkdtemp = mkdtemp
+"""
+
+
+def test_a_folder_goes_whose_making_was_interrupted(user: User) -> None:
+    line = [sys.executable, "-c", f"{SLOWLY_MADE}\n{CONVERT}", json.dumps({"name": "org/model"})]
+    process = subprocess.Popen(line, env=user.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None and process.stdin is not None
+        folder = next(Path(line.rstrip()) for line in process.stdout if line.startswith("/"))
+        process.stdin.close()
+        process.wait(TIME_LIMIT)
+    assert process.returncode == 1
+    assert folder.parent.is_dir() and not folder.exists()
+
+
 def converting(user: User, prelude: str, **job: Any) -> list[dict[str, Any]]:
     """What the program that converts tells, after some code that changes the world it is in."""
     line = [sys.executable, "-c", f"{prelude}\n{CONVERT}", json.dumps({"name": "org/model", **job})]
