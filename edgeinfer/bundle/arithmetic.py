@@ -5,12 +5,26 @@ What the reference backend computes with and what calibration computes with are 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.spec import MoESpec, RopeSpec
+from edgeinfer.bundle.spec import MoESpec, NormKind, RopeSpec
 
-__all__ = ["attend", "inverse_frequencies", "rms_norm", "rope_tables", "rotate", "route", "silu", "softmax"]
+__all__ = [
+    "attend",
+    "inverse_frequencies",
+    "normed",
+    "query_factors",
+    "rms_norm",
+    "rope_tables",
+    "rotate",
+    "route",
+    "silu",
+    "softcapped",
+    "softmax",
+]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -20,6 +34,24 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,)
     """Scales by the root mean square, then by the weight."""
     scale: Floats = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
     return x * scale * weight
+
+
+def normed(
+    x: Floats,  # (..., D)
+    weight: Floats,  # (D,)
+    bias: Floats | None,  # (D,)
+    *,
+    kind: NormKind,
+    eps: float,
+) -> Floats:  # (..., D)
+    """The norm of a kind: "layer" takes the mean off first."""
+    scaled = rms_norm(x - x.mean(axis=-1, keepdims=True) if kind == "layer" else x, weight, eps)
+    return scaled if bias is None else scaled + bias
+
+
+def softcapped(x: Floats, cap: float) -> Floats:  # (..., T) -> (..., T)
+    """cap * tanh(x / cap); a cap of 0 leaves x as it is."""
+    return x if cap == 0 else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
@@ -40,11 +72,26 @@ def attend(
     keys: Floats,  # (H, T, h)
     values: Floats,  # (H, T, h)
     visible: NDArray[np.bool_],  # (S, T)
+    *,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    sinks: Floats | None = None,  # (H, g)
 ) -> Floats:  # (H, g, S, h)
-    """The values that each query sees, weighted by the softmax of their keys' scores."""
-    scores = queries @ keys[:, None].swapaxes(-1, -2) / np.float32(np.sqrt(queries.shape[-1]))  # (H, g, S, T)
-    mixed: Floats = softmax(np.where(visible, scores, np.float32(-np.inf))) @ values[:, None]
-    return mixed
+    """The values that each query sees, weighted by the softmax of their keys' scores.
+
+    Args:
+        scale, softcap: of the scores, as in DecoderSpec: 0 is one over the root of the width, and no cap.
+        sinks: a further score of every head, which takes its share and gives nothing.
+    """
+    products = queries @ keys[:, None].swapaxes(-1, -2)  # (H, g, S, T)
+    scores = products * np.float32(scale) if scale else products / np.float32(np.sqrt(queries.shape[-1]))
+    scores = np.where(visible, softcapped(scores, softcap), np.float32(-np.inf))
+    if sinks is None:
+        mixed: Floats = softmax(scores) @ values[:, None]
+        return mixed
+    column = np.broadcast_to(sinks[:, :, None, None], (*scores.shape[:-1], 1))
+    shares: Floats = softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
+    return shares @ values[:, None]
 
 
 def route(
@@ -92,7 +139,27 @@ def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
     if spec.type == "longrope":
         factors = spec.long_factors if context > spec.original_max_positions else spec.short_factors
         return np.divide(plain, np.asarray(factors, np.float32))
+    if spec.type == "yarn":
+        return _yarn(spec, plain)
     return plain
+
+
+def _yarn(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
+    """Pairs that turn often keep their speed, those that turn seldom are slowed, and between the borders it blends."""
+
+    def border(rotations: float) -> float:
+        turns = spec.original_max_positions / (rotations * 2 * math.pi)
+        return spec.dim * math.log(turns) / (2 * math.log(spec.theta))
+
+    low, high = border(spec.beta_fast), border(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    # A border of no width would divide by zero; transformers widens it by as much.
+    width = high - low or 0.001
+    slowed = np.clip((np.arange(spec.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    blended: Floats = plain / np.float32(spec.factor) * slowed + plain * (1 - slowed)
+    return blended.astype(np.float32)
 
 
 def _llama3(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
@@ -114,9 +181,25 @@ def rope_tables(spec: RopeSpec, rows: int, context: int) -> tuple[Floats, Floats
     return np.cos(angles) * scale, np.sin(angles) * scale
 
 
-def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:  # (S, H, h), (S, r/2), (S, r/2) -> (S, H, h)
-    """Rotates the first r dimensions of every head, halves paired (rotate-half)."""
+def rotate(
+    x: Floats,  # (S, H, h)
+    cos: Floats,  # (S, r/2)
+    sin: Floats,  # (S, r/2)
+    *,
+    interleaved: bool = False,
+) -> Floats:  # (S, H, h)
+    """Rotates the first r dimensions of every head; pairs are of both halves, or neighbours where interleaved."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     c, s = cos[:, None], sin[:, None]
+    rest = x[..., 2 * half :]
+    if interleaved:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        pairs = np.stack([a * c - b * s, b * c + a * s], axis=-1)
+        return np.concatenate([pairs.reshape(*x.shape[:-1], 2 * half), rest], axis=-1)
+    a, b = x[..., :half], x[..., half : 2 * half]
     return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
+
+
+def query_factors(spec: RopeSpec, positions: Ints) -> Floats:  # (S,) -> (S,)
+    """What queries are multiplied by at their positions; see RopeSpec.query_beta."""
+    return (1 + spec.query_beta * np.log1p(positions // spec.original_max_positions)).astype(np.float32)

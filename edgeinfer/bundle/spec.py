@@ -76,6 +76,7 @@ class RopeSpec:
             _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
         if self.type == "yarn":
             _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
+            _require(self.theta > 1, "yarn needs a rope theta above 1")
         if self.type == "longrope":
             sizes = {len(self.short_factors), len(self.long_factors)}
             _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")

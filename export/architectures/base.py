@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.experts import expert_tensor
@@ -53,6 +54,7 @@ class Source:
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
         scale: multiplies the values.
+        offset: is added to them before that (norms stored as what is more than one).
     """
 
     name: str
@@ -62,6 +64,7 @@ class Source:
     stacked: int = 0
     joined: int | None = None
     scale: float = 1.0
+    offset: float = 0.0
 
     @property
     def stored_shape(self) -> Shape:
@@ -123,6 +126,8 @@ class MixtureNaming:
     """
 
     router: str = "mlp.gate.weight"
+    router_bias: str = "mlp.gate.bias"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     router_norm: str = ""
     gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
     down: str = "mlp.experts.{expert}.down_proj.weight"
@@ -145,6 +150,10 @@ def mixture_plans(
     """
     prefix, experts = f"layers.{layer}.mlp", moe.experts
     plans = [plan(f"{prefix}.router", (root + names.router, (experts, hidden)))]
+    if moe.router_bias:
+        plans.append(plan(f"{prefix}.router_bias", (root + names.router_bias, (experts,))))
+    if moe.choice_bias:
+        plans.append(plan(f"{prefix}.choice_bias", (root + names.choice_bias, (experts,))))
     if moe.router == "relu":
         plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
     stacked = root + names.stacked_down in stored
@@ -190,18 +199,31 @@ class Naming:
     Attributes:
         qkv: modules whose rows, in this order, are queries, keys and values.
         gate_up: modules whose rows, in this order, are gate and up.
+        attn_post_norm, mlp_post_norm: of what attention and MLP give, where they are normed.
+        gate: of what heads give; see DecoderSpec.output_gate.
+        up: of an MLP without a gate.
+
+    A norm's bias is named after its weight.
     """
 
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
+    head_bias: str = "lm_head.bias"
     layer: str = "model.layers.{layer}."
     attn_norm: str = "input_layernorm.weight"
+    attn_post_norm: str = "post_attention_layernorm.weight"
     mlp_norm: str = "post_attention_layernorm.weight"
+    mlp_post_norm: str = "post_feedforward_layernorm.weight"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
+    sinks: str = "self_attn.sinks"
+    gate: str = "self_attn.gate_proj"
+    attn_inner_norm: str = "self_attn.attn_sub_norm.weight"
     out: str = "self_attn.o_proj"
+    up: str = "mlp.up_proj"
+    mlp_inner_norm: str = "mlp.ffn_sub_norm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
@@ -238,9 +260,11 @@ class Architecture:
         plans = [plan("embed", (names.embed, (vocab, hidden)))]
         for layer in range(spec.num_layers):
             plans += self._layer(spec, layer, stored)
-        plans.append(plan("final_norm", (names.final_norm, (hidden,))))
+        plans += _norm_plans(spec, "final_norm", names.final_norm)
         if not spec.tied:
             plans.append(plan("head", (names.head, (vocab, hidden))))
+        if spec.head_bias:
+            plans.append(plan("head_bias", (names.head_bias, (vocab,))))
         refine = self.refine
         return tuple(plans if refine is None else (refine(config, spec, p) for p in plans))
 
@@ -259,37 +283,72 @@ class Architecture:
             if bias:
                 plans.append(plan(f"{prefix}.{name}_bias", *((f"{root}{m}.bias", (n,)) for m, n in pairs)))
 
-        plans = [vector("attn_norm", names.attn_norm, hidden)]
+        def norm(name: str, source: str, size: int = hidden) -> None:
+            plans.extend(_norm_plans(spec, f"{prefix}.{name}", root + source, size))
+
+        plans: list[TensorPlan] = []
+        if spec.pre_norm:
+            norm("attn_norm", names.attn_norm)
         linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
         if spec.qk_norm:
             plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
             plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
+        if spec.sinks:
+            plans.append(vector("attn.sinks", names.sinks, spec.num_heads))
+        if spec.output_gate:
+            rows = spec.q_size if spec.output_gate == "channel" else spec.num_heads
+            linear("attn.gate", (names.gate,), (rows,), hidden, False)
+        if spec.inner_norms:
+            norm("attn.inner_norm", names.attn_inner_norm, spec.q_size)
         linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
-        plans.append(vector("mlp_norm", names.mlp_norm, hidden))
+        if spec.post_norm:
+            norm("attn_post_norm", names.attn_post_norm)
+        if spec.pre_norm and not spec.parallel:
+            norm("mlp_norm", names.mlp_norm)
+        if spec.post_norm:
+            norm("mlp_post_norm", names.mlp_post_norm)
         moe = spec.experts_of(layer)
         if moe is not None:
             return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
         wide = spec.intermediate_size
-        linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
+        if spec.gated:
+            linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
+        else:
+            linear("mlp.up", (names.up,), (wide,), hidden, spec.mlp_bias)
+        if spec.inner_norms:
+            norm("mlp.inner_norm", names.mlp_inner_norm, wide)
         linear("mlp.down", (names.down,), (hidden,), wide, spec.mlp_bias)
         return plans
+
+
+def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:
+    """A norm of the hidden states, or of `size`, and its bias where norms have one."""
+    shape = (size or spec.hidden_size,)
+    plans = [plan(name, (source, shape))]
+    if spec.norm_bias:
+        plans.append(plan(f"{name}_bias", (source.removesuffix("weight") + "bias", shape)))
+    return plans
 
 
 def common_spec(
     config: HFConfig,
     tied: bool,
     *,
-    windows: tuple[int, ...] = (),
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    whole_norm: bool = False,
-    moe: MoESpec | None = None,
+    norm_eps: str = "rms_norm_eps",
+    **parts: Any,
 ) -> DecoderSpec:
-    """Reads the config fields that all families share."""
+    """Reads the config fields that all families share.
+
+    Args:
+        norm_eps: the field's name in the config.
+        parts: further fields of DecoderSpec; `rope` and `activation` stand for what the config says of them.
+    """
     heads = config.integer("num_attention_heads")
     head_dim = config.head_dim()
+    if "rope" not in parts:
+        parts["rope"] = config.rope(head_dim)
+    if "activation" not in parts:
+        parts["activation"] = config.activation()
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
@@ -299,15 +358,7 @@ def common_spec(
         num_kv_heads=config.integer("num_key_value_heads", heads),
         head_dim=head_dim,
         max_positions=config.integer("max_position_embeddings"),
-        norm_eps=config.number("rms_norm_eps"),
-        rope=config.rope(head_dim),
-        activation=config.activation(),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        whole_norm=whole_norm,
+        norm_eps=config.number(norm_eps),
         tied=tied,
-        windows=windows,
-        moe=moe,
+        **parts,
     )

@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,11 +67,45 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
     silent = hf_config.get("tie_word_embeddings") is None
     tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
     try:
-        return family.read(hf_config, tied)
+        spec = family.read(hf_config, tied)
     except BundleError as error:
         # The description's own checks speak of bundles; here the checkpoint is at fault.
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError(f"config.json: {error.message}", hint) from error
+    _refuse_unwritten(spec)
+    return spec
+
+
+# Parts of a DecoderSpec, and of its mixture and rotations, that graphs and GGUF files are not written of.
+_UNWRITTEN: tuple[str, ...] = (
+    "activation",
+    "norm",
+    "norm_bias",
+    "pre_norm",
+    "post_norm",
+    "inner_norms",
+    "parallel",
+    "gated",
+)
+_UNWRITTEN += ("head_bias", "logit_softcap", "attention_softcap", "attention_scale", "sinks", "norm_after_rope")
+_UNWRITTEN += ("value_norm", "output_gate", "more_ropes", "rope_layers", "latent")
+_UNWRITTEN_OF_ROPES = ("interleaved", "query_beta")
+_UNWRITTEN_OF_MIXTURES = ("router_bias", "choice_bias", "expert_bias", "groups", "scale")
+
+
+def _refuse_unwritten(spec: DecoderSpec) -> None:
+    """Refuses a decoder with a part that would be left out of what is written."""
+    parts: list[tuple[Any, tuple[str, ...]]] = [(spec, _UNWRITTEN)]
+    parts += [(rope, _UNWRITTEN_OF_ROPES) for rope in spec.ropes]
+    if spec.moe is not None:
+        parts.append((spec.moe, _UNWRITTEN_OF_MIXTURES))
+    for part, names in parts:
+        defaults = {f.name: f.default for f in dataclasses.fields(part)}
+        for name in names:
+            value = getattr(part, name)
+            if value != defaults[name]:
+                message = f"A decoder with {name}={value!r} is not supported yet."
+                raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
@@ -102,7 +137,9 @@ def pad_heads(described: Described) -> Described:
     if wide == spec.head_dim:
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
-    if spec.qk_norm or packed:
+    # Zeros would count in a norm over what heads give, or lack rows in a gate of it.
+    counted = spec.value_norm or spec.inner_norms or spec.output_gate == "channel"
+    if spec.qk_norm or packed or counted or spec.latent is not None:
         message = (
             f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
         )
@@ -113,7 +150,9 @@ def pad_heads(described: Described) -> Described:
 
 def _pad_plan(plan: TensorPlan, spec: DecoderSpec, wide: int) -> TensorPlan:
     if plan.name.endswith(("attn.qkv", "attn.qkv_bias")):
-        query = HeadPadding(0, spec.num_heads, spec.head_dim, wide, math.sqrt(wide / spec.head_dim))
+        # A scale of the decoder's own does not change with the width.
+        scale = 1.0 if spec.attention_scale else math.sqrt(wide / spec.head_dim)
+        query = HeadPadding(0, spec.num_heads, spec.head_dim, wide, scale)
         others = HeadPadding(0, spec.num_kv_heads, spec.head_dim, wide)
         paddings = [query, others, others]
     elif plan.name.endswith("attn.out"):

@@ -17,7 +17,15 @@ __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
 _MISMATCH = "Check that config.json is complete and belongs to this model."
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2",
+}
 
 
 class HFConfig:
@@ -76,9 +84,9 @@ class HFConfig:
         layers = range(self.integer("num_hidden_layers"))
         return tuple(layer for layer in layers if layer in given or (layer + 1) % step)
 
-    def activation(self) -> Activation:
-        """The gate's activation function."""
-        name = self._values.get("hidden_act", "silu")
+    def activation(self, field: str = "hidden_act") -> Activation:
+        """The MLP's activation function, which a family may name in another field."""
+        name = self._values.get(field, "silu")
         if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise UnsupportedArchitectureError(f"The activation {name!r} is not supported.", OPTIMUM_HINT)
         return _ACTIVATIONS[name]
@@ -102,8 +110,13 @@ class HFConfig:
         dim = int(head_dim * partial)
         if kind in ("su", "longrope"):
             return self._longrope(given, theta, dim)
+        if kind == "dynamic" and given.get("alpha") is not None and dim > 2:
+            # Hunyuan calls this dynamic, but the stretched base is the same for every length.
+            return RopeSpec("default", theta * _number(given, "alpha") ** (dim / (dim - 2)), dim)
         if kind == "default":
             return RopeSpec("default", theta, dim)
+        if kind == "yarn":
+            return self._yarn(given, theta, dim)
         if kind == "linear":
             return RopeSpec("linear", theta, dim, factor=_number(given, "factor"))
         if kind == "llama3":
@@ -117,6 +130,32 @@ class HFConfig:
                 original_max_positions=int(_number(given, "original_max_position_embeddings")),
             )
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
+
+    def _yarn(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
+        longest = self.integer("max_position_embeddings")
+        original = int(_number(given, "original_max_position_embeddings", longest))
+        factor = _number(given, "factor")
+        # Source: the YaRN paper and transformers' _compute_yarn_parameters.
+        mscales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
+        if all(mscales):
+            above, below = (_yarn_scale(factor, _number(given, name)) for name in ("mscale", "mscale_all_dim"))
+            derived = above / below
+        else:
+            derived = _yarn_scale(factor, 1.0)
+        truncate = given.get("truncate")
+        if truncate is not None and not isinstance(truncate, bool):
+            raise _wrong("truncate", truncate, "true or false")
+        return RopeSpec(
+            "yarn",
+            theta,
+            dim,
+            factor=factor,
+            original_max_positions=original,
+            attention_factor=_number(given, "attention_factor", derived),
+            beta_fast=_number(given, "beta_fast", 32.0),
+            beta_slow=_number(given, "beta_slow", 1.0),
+            truncate=truncate is not False,
+        )
 
     def _longrope(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
         longest = self.integer("max_position_embeddings")
@@ -175,6 +214,10 @@ def read_config(folder: Path) -> HFConfig:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
     return HFConfig(parse_object(read_bytes(path), str(path)))
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
 def _wrong(name: str, value: object, expected: str) -> CheckpointError:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, KVScales
-from edgeinfer.bundle.arithmetic import attend
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
 from edgeinfer.runtime.arrays import Floats
@@ -102,9 +101,9 @@ class _Probe(ReferenceBackend):
     def _mix(
         self, layer: int, queries: Floats, keys: Floats, values: Floats, visible: NDArray[np.bool_]
     ) -> Floats:  # (H, g, S, h)
-        exact = attend(queries, keys, values, visible)
+        exact = super()._mix(layer, queries, keys, values, visible)
         self.squares[layer] += float(np.square(exact).sum())
         for kv, differences in self.differences.items():
-            kept = attend(queries, *self._kept[kv](layer, keys, values), visible)
+            kept = super()._mix(layer, queries, *self._kept[kv](layer, keys, values), visible)
             differences[layer] += float(np.square(kept - exact).sum())
         return exact

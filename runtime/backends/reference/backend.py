@@ -12,8 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
-from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
-from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.bundle.activations import gate_up, inner_values
+from edgeinfer.bundle.arithmetic import (
+    attend,
+    normed,
+    query_factors,
+    rms_norm,
+    rope_tables,
+    rotate,
+    route,
+    softcapped,
+)
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
@@ -50,12 +59,17 @@ class ReferenceBackend:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
+        if self._spec.latent is not None:
+            hint = "Run a GGUF of it: -m OWNER/NAME:Q4_K_M"
+            raise BundleError(
+                f"{bundle.path} has latent attention, which the reference backend does not compute.", hint
+            )
         self.run_ns = 0
         self._windows = {self._spec.window(layer) for layer in range(self._spec.num_layers)}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
-        self._cos, self._sin = rope_tables(self._spec.rope, capacity, capacity)
+        self._tables = [rope_tables(rope, capacity, capacity) for rope in self._spec.ropes]
         self.geometry: Geometry = self._spec.geometry
         self.cache = self._new_cache(capacity, kv, kv_scales)
         two_planes = bool(_two_plane_weights(bundle))
@@ -88,19 +102,20 @@ class ReferenceBackend:
         }  # (S, T) each
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
+            before = x
             if batch.layer_mask is None or batch.layer_mask[2 * layer]:
-                x = x + self._attention(layer, x, positions, seen[self._spec.window(layer)])
+                given = self._attention(layer, self._entering(layer, "attn", before), positions, seen)
+                x = x + self._leaving(layer, "attn", given)
             if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
-                normed = rms_norm(x, self._weights[f"layers.{layer}.mlp_norm"], self._spec.norm_eps)
+                entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
                 moe = self._spec.experts_of(layer)
                 if moe is None:
-                    x = x + self._mlp(f"layers.{layer}.mlp", normed)
+                    given = self._mlp(f"layers.{layer}.mlp", entering)
                 else:
-                    mixed, used[layer] = self._mixture(layer, moe, normed, batch.experts)
-                    x = x + mixed
+                    given, used[layer] = self._mixture(layer, moe, entering, batch.experts)
+                x = x + self._leaving(layer, "mlp", given)
         self.cache.length = start + size
-        final = rms_norm(x[rows], self._weights["final_norm"], self._spec.norm_eps)
-        logits = final @ self._weights["head"].T
+        logits = softcapped(self._linear("head", self._norm("final_norm", x[rows])), self._spec.logit_softcap)
         self.run_ns = time.perf_counter_ns() - started
         return ForwardOutput(logits, x, self._choices(used, size, batch.experts))
 
@@ -108,6 +123,20 @@ class ReferenceBackend:
     def _halved(self) -> dict[str, Floats]:
         """The weights, those of 8 bits in the layers read by their high plane alone."""
         return self._whole | {t.name: _high_plane(self._bundle, t) for t in _two_plane_weights(self._bundle)}
+
+    def _norm(self, name: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        bias = self._weights.get(f"{name}_bias")
+        return normed(x, self._weights[name], bias, kind=self._spec.norm, eps=self._spec.norm_eps)
+
+    def _entering(self, layer: int, part: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
+        """What a layer's attention or MLP reads of the hidden states; parallel ones share a norm."""
+        if not self._spec.pre_norm:
+            return x
+        return self._norm(f"layers.{layer}.{'attn' if self._spec.parallel else part}_norm", x)
+
+    def _leaving(self, layer: int, part: str, given: Floats) -> Floats:  # (S, D) -> (S, D)
+        """What is added to the hidden states of what attention or MLP gives."""
+        return self._norm(f"layers.{layer}.{part}_post_norm", given) if self._spec.post_norm else given
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
@@ -117,32 +146,56 @@ class ReferenceBackend:
     def _attention(
         self,
         layer: int,
-        x: Floats,  # (S, D)
+        x: Floats,  # (S, D), normed where there is a norm before
         positions: Ints,  # (S,)
-        visible: NDArray[np.bool_],  # (S, T)
+        seen: dict[int, NDArray[np.bool_]],  # (S, T) each, by window
     ) -> Floats:  # (S, D)
         spec, prefix = self._spec, f"layers.{layer}."
+        visible = seen[spec.window(layer)]
         size, total = visible.shape
         start = total - size
-        qkv = self._linear(f"{prefix}attn.qkv", rms_norm(x, self._weights[f"{prefix}attn_norm"], spec.norm_eps))
-        q, k, v = np.split(qkv, [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-        q = self._normed(q.reshape(size, spec.num_heads, spec.head_dim), f"{prefix}attn.q_norm")
-        k = self._normed(k.reshape(size, spec.num_kv_heads, spec.head_dim), f"{prefix}attn.k_norm")
-        cos, sin = self._cos[positions], self._sin[positions]
+        q, k, v = np.split(self._linear(f"{prefix}attn.qkv", x), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+        q = self._turned(layer, "q", q.reshape(size, spec.num_heads, spec.head_dim), positions)
+        k = self._turned(layer, "k", k.reshape(size, spec.num_kv_heads, spec.head_dim), positions)
         v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
-        self.cache.write(layer, start, rotate(k, cos, sin).swapaxes(0, 1), v.swapaxes(0, 1))
+        if spec.value_norm:
+            v = rms_norm(v, np.ones(spec.head_dim, np.float32), spec.norm_eps)
+        self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
         keys, values = self.cache.read(layer, 0, total)  # (H, T, h)
         group = spec.num_heads // spec.num_kv_heads
-        grouped = rotate(q, cos, sin).swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
+        grouped = q.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
         mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)
-        return self._linear(f"{prefix}attn.out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+        heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+        if spec.inner_norms:
+            heads = self._norm(f"{prefix}attn.inner_norm", heads)
+        return self._linear(f"{prefix}attn.out", heads)
 
-    def _normed(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
+    def _turned(self, layer: int, part: str, heads: Floats, positions: Ints) -> Floats:  # (S, H, h) -> (S, H, h)
+        """Queries ("q") or keys ("k") of a layer after their norm and rotation, as far as it has them."""
+        spec, name = self._spec, f"layers.{layer}.attn.{part}_norm"
+        if not spec.norm_after_rope:
+            heads = self._head_norm(heads, name)
+        index = spec.rope_index(layer)
+        if index >= 0:
+            rope, (cos, sin) = spec.ropes[index], self._tables[index]
+            heads = rotate(heads, cos[positions], sin[positions], interleaved=rope.interleaved)
+            if part == "q" and rope.query_beta:
+                heads = heads * query_factors(rope, positions)[:, None, None]
+        return self._head_norm(heads, name) if spec.norm_after_rope else heads
+
+    def _head_norm(self, heads: Floats, name: str) -> Floats:  # (S, H, h) -> (S, H, h)
         """Queries or keys after their norm, of each head or of all together, where the model has one."""
         if not self._spec.qk_norm:
             return heads
         vectors = heads.reshape(len(heads), -1) if self._spec.whole_norm else heads
-        return rms_norm(vectors, self._weights[name], self._spec.norm_eps).reshape(heads.shape)
+        return self._norm(name, vectors).reshape(heads.shape)
+
+    def _gated(self, layer: int, x: Floats, heads: Floats) -> Floats:  # (S, D), (S, q) -> (S, q)
+        """What heads give, times the logistic function of the gate where there is one."""
+        if not self._spec.output_gate:
+            return heads
+        gate = _logistic(self._linear(f"layers.{layer}.attn.gate", x))
+        return heads * (np.repeat(gate, self._spec.head_dim, axis=1) if self._spec.output_gate == "head" else gate)
 
     def _mix(
         self,
@@ -153,11 +206,22 @@ class ReferenceBackend:
         visible: NDArray[np.bool_],  # (S, T)
     ) -> Floats:  # (H, g, S, h)
         """What every query head of a layer takes from the values."""
-        return attend(queries, keys, values, visible)
+        spec, sinks = self._spec, self._weights.get(f"layers.{layer}.attn.sinks")
+        by_group = None if sinks is None else sinks.reshape(queries.shape[:2])
+        scale, cap = spec.attention_scale, spec.attention_softcap
+        return attend(queries, keys, values, visible, scale=scale, softcap=cap, sinks=by_group)
 
-    def _mlp(self, prefix: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
-        gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
-        return self._linear(f"{prefix}.down", silu(gate) * up)
+    def _mlp(self, prefix: str, x: Floats, *, gated: bool | None = None) -> Floats:  # (S, D) -> (S, D)
+        """An MLP; `gated` is the decoder's own unless an expert says otherwise."""
+        activation, xielu = self._spec.activation, self._weights.get(f"{prefix}.xielu")
+        if self._spec.gated if gated is None else gated:
+            gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
+            inner = gate_up(activation, gate, up, xielu)
+        else:
+            inner = inner_values(activation, self._linear(f"{prefix}.up", x), xielu)
+        if f"{prefix}.inner_norm" in self._weights:
+            inner = self._norm(f"{prefix}.inner_norm", inner)
+        return self._linear(f"{prefix}.down", inner)
 
     def _mixture(
         self, layer: int, moe: MoESpec, x: Floats, choice: ExpertChoice | None
@@ -172,19 +236,12 @@ class ReferenceBackend:
         mixed = np.zeros_like(x)
         for expert in np.unique(used[used >= 0]).tolist():
             tokens, slots = np.nonzero(used == expert)
-            mixed[tokens] += weights[tokens, slots, None] * self._expert(layer, expert, moe, x[tokens])
+            given = self._mlp(f"{prefix}.experts.{expert}", x[tokens], gated=moe.gated)
+            mixed[tokens] += weights[tokens, slots, None] * given
         if moe.shared_size:
-            shared = self._mlp(f"{prefix}.shared", x)
-            # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
-            score = self._linear(f"{prefix}.shared.gate", x) if moe.shared_gate else None
-            mixed += shared if score is None else shared * np.float32(0.5) * (1 + np.tanh(score / 2))
+            shared = self._mlp(f"{prefix}.shared", x, gated=True)
+            mixed += shared * _logistic(self._linear(f"{prefix}.shared.gate", x)) if moe.shared_gate else shared
         return mixed, used
-
-    def _expert(self, layer: int, expert: int, moe: MoESpec, x: Floats) -> Floats:  # (S, D) -> (S, D)
-        if moe.gated:
-            return self._mlp(f"layers.{layer}.mlp.experts.{expert}", x)
-        inner = silu(self._linear(expert_tensor(layer, expert, "up"), x))
-        return self._linear(expert_tensor(layer, expert, "down"), inner)
 
     def _choices(self, used: dict[int, Ints], size: int, choice: ExpertChoice | None) -> Ints | None:  # (L, S, k)
         """The experts used in every layer, -1 where none were."""
@@ -202,12 +259,21 @@ class ReferenceBackend:
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         weights = sum(w.nbytes for w in self._whole.values())
-        return {"weights": weights, "kv": self.cache.nbytes, "buffers": self._cos.nbytes + self._sin.nbytes}
+        return {
+            "weights": weights,
+            "kv": self.cache.nbytes,
+            "buffers": sum(cos.nbytes + sin.nbytes for cos, sin in self._tables),
+        }
 
     def close(self) -> None:
         """Drops the weights and the cache."""
         self._whole.clear()
         del self.cache
+
+
+def _logistic(x: Floats) -> Floats:
+    # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
+    return np.float32(0.5) * (1 + np.tanh(x / 2))
 
 
 def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
