@@ -336,6 +336,8 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `edgeinfer.json`."""
         data = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
+        if self.decoder is not None:
+            data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"
 
     @classmethod

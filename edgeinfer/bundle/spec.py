@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
@@ -332,6 +332,15 @@ class DecoderSpec:
         """Sliding window of a layer in tokens; 0 is full attention."""
         return self.windows[layer] if self.windows else 0
 
+    def description(self) -> dict[str, Any]:
+        """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
+
+        Fields that came later are left out where they have their defaults: a decoder that could be described before is
+        described as it was, for older programs and for what was saved by them.
+        """
+        described: dict[str, Any] = _described(self)
+        return described
+
     @property
     def geometry(self) -> Geometry:
         """The sizes a runtime drives the decoder by."""
@@ -343,3 +352,22 @@ class DecoderSpec:
             head_dim=self.head_dim,
             max_positions=self.max_positions,
         )
+
+
+# The last field of each that every manifest has had; those behind it came later.
+_LAST_ALWAYS_WRITTEN: dict[type, str] = {RopeSpec: "attention_factor", MoESpec: "dense_layers", DecoderSpec: "moe"}
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_described(each) for each in value]
+    if not is_dataclass(value):
+        return value
+    last, later = _LAST_ALWAYS_WRITTEN.get(type(value)), False
+    described = {}
+    for field in fields(value):
+        given = getattr(value, field.name)
+        if not later or field.default is MISSING or given != field.default:
+            described[field.name] = _described(given)
+        later = later or field.name == last
+    return described

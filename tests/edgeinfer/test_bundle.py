@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from edgeinfer.bundle import (
     DecoderSpec,
     Layout,
     Manifest,
+    MoESpec,
     RopeSpec,
     TensorEntry,
     open_bundle,
@@ -33,6 +35,7 @@ from edgeinfer.bundle import (
     write_bundle,
     write_file,
 )
+from edgeinfer.bundle.manifest_json import read
 from edgeinfer.errors import BundleError, StorageError
 
 SPEC = DecoderSpec(
@@ -273,6 +276,23 @@ def test_changed_contents_are_found_when_read_or_verified(bundle: Path) -> None:
         opened.read_text("tokenizer.json")
     with pytest.raises(BundleError, match="sha256"):
         opened.verify()
+
+
+def test_what_could_be_described_before_is_described_as_it_was() -> None:
+    mixture = MoESpec(8, 2, 16)
+    rope = RopeSpec("default", 1e4, 8)
+    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, rope, moe=mixture)
+    # Recorded before later fields existed.
+    text = json.dumps(spec.description(), sort_keys=True).encode()
+    assert hashlib.sha256(text).hexdigest() == "c20a2ebc3d79a7ee732db1150c0d1c98b5e8879a9e1a6c7cc41db87ce48b505c"
+
+
+def test_later_fields_are_written_where_they_say_something() -> None:
+    rope = RopeSpec("default", 1e4, 8, interleaved=True)
+    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, rope, parallel=True, more_ropes=(rope,), rope_layers=(1,))
+    described = json.loads(json.dumps(spec.description()))
+    assert described["rope"]["interleaved"] and described["parallel"] and "sinks" not in described
+    assert read(DecoderSpec, described, "decoder") == spec
 
 
 def test_a_folder_without_a_manifest_is_not_a_bundle(tmp_path: Path) -> None:
