@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
-from edgeinfer.bundle.spec import DecoderSpec, MoESpec
+from edgeinfer.bundle.spec import DecoderSpec, MoESpec, RopeSpec, later_fields
+from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
 __all__ = ["ExpertTokens", "LayerWalk", "Signal", "Tensors", "Visit", "activate", "mix_experts", "multiply"]
@@ -59,8 +60,30 @@ def activate(
     return inner
 
 
+# Fields that tell nothing that LayerWalk leaves out: it takes rotation from tables, and other fields than these, where
+# they are not what they are by default, are parts that it does not compute.
+_COMPUTED_OF_ROPES = ("beta_fast", "beta_slow", "truncate")
+
+
+def _refuse_uncomputed(spec: DecoderSpec) -> None:
+    """Refuses a decoder with a part that calibration would leave out."""
+    parts: list[DecoderSpec | RopeSpec | MoESpec] = [spec, *spec.ropes]
+    if spec.moe is not None:
+        parts.append(spec.moe)
+    found = [(part, name) for part in parts for name in later_fields(part) if name not in _COMPUTED_OF_ROPES]
+    if spec.activation != "silu":
+        found.append((spec, "activation"))
+    if found:
+        part, name = found[0]
+        message = f"Calibration of a decoder with {name}={getattr(part, name)!r} is not supported yet."
+        raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
+
+
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts.
+
+    Raises:
+        UnsupportedArchitectureError: the decoder has a part that is not computed here.
 
     Attributes:
         weigh_experts: what enters an expert is shown multiplied by what its result will be.
@@ -85,6 +108,7 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
+        _refuse_uncomputed(spec)
         self.spec = spec
         self.tensors = tensors
         self.visit = visit

@@ -19,6 +19,7 @@ __all__ = [
     "RopeSpec",
     "RopeType",
     "Router",
+    "later_fields",
 ]
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
@@ -356,6 +357,14 @@ class DecoderSpec:
 
 # The last field of each that every manifest has had; those behind it came later.
 _LAST_ALWAYS_WRITTEN: dict[type, str] = {RopeSpec: "attention_factor", MoESpec: "dense_layers", DecoderSpec: "moe"}
+
+
+def later_fields(part: DecoderSpec | RopeSpec | MoESpec) -> tuple[str, ...]:
+    """Names of the later fields that a part of a description has something else in than their defaults."""
+    names = [field.name for field in fields(part)]
+    later = names[names.index(_LAST_ALWAYS_WRITTEN[type(part)]) + 1 :]
+    described = _described(part)
+    return tuple(name for name in later if name in described)
 
 
 def _described(value: Any) -> Any:

@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate
+from edgeinfer.quant.calibration_layers import LayerWalk
 from tests.factories import make_checkpoint
 
 Floats = NDArray[np.float32]
@@ -348,3 +349,20 @@ class Forgetful(Recorder):
 
     def matrix(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
         return weight
+
+
+@pytest.mark.parametrize(
+    ("rope", "parts", "says"),
+    [
+        ({}, {"post_norm": True}, "post_norm=True"),
+        ({}, {"activation": "gelu"}, "activation='gelu'"),
+        ({"interleaved": True}, {}, "interleaved=True"),
+        ({}, {"moe": MoESpec(4, 2, 16, scale=2.5)}, "scale=2.5"),
+    ],
+)
+def test_parts_that_calibration_would_leave_out_are_refused_by_name(
+    rope: dict[str, Any], parts: dict[str, Any], says: str
+) -> None:
+    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, RopeSpec("default", 1e4, 8, **rope), **parts)
+    with pytest.raises(UnsupportedArchitectureError, match=says):
+        LayerWalk(spec, Tensors({}).tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)
