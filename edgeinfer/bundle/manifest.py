@@ -9,6 +9,9 @@ Tensor names in the table (all matrices are (rows, columns) = (output, input)):
   layers.{i}.mlp.router (E, D) · .mlp.router_norm (E,) · .mlp.experts.{e}.gate_up (2 F, D), or .up (F, D) where they are
   not gated · .mlp.experts.{e}.down (D, F) · .mlp.shared.gate_up (2 Fs, D) · .mlp.shared.down (D, Fs)
   .mlp.shared.gate (1, D). Router and gate are float32.
+and where the decoder has them: head_bias (V,) · a norm's own _bias · layers.{i}.attn_post_norm, .mlp_post_norm (D,)
+  .attn.sinks (heads,) · .attn.gate (q or heads, D) · .attn.inner_norm (q,) · .mlp.inner_norm (F,)
+  .mlp.router_bias (E,) · .mlp.choice_bias (E,), and .mlp.up (F, D) for gate_up in an MLP without a gate.
 A tied head is listed with the embedding's own blobs.
 """
 
