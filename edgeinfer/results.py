@@ -245,6 +245,7 @@ class DeviceFacts:
         memory: where its arrays live; "cpu" is ordinary memory.
         check: "ok" where small models gave on it what they give on the CPU, else why not; empty where it was not tried.
         tried: where edgeinfer was run on it before it was released.
+        kernels: instruction sets that the native kernel can use there, the best first; empty without the kernel.
     """
 
     name: str
@@ -258,6 +259,7 @@ class DeviceFacts:
     memory: str
     check: str
     tried: str
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.apps.bench.devices import devices_table
 from edgeinfer.apps.bench.environment import run_header
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
 from edgeinfer.apps.bench.render import common, machine_facts, markdown, markdown_table
@@ -288,7 +289,9 @@ def fill(text: str, folder: Path) -> str:
 
 
 def block(folder: Path, name: str) -> str:
-    """What stands between the marks of a run: its tables, then machine, date and command; or its summary alone."""
+    """What stands between the marks of a run: its tables, then machine, date and command; or one table alone."""
+    if name in _TABLES:
+        return _TABLES[name](folder / name)
     name, _, summary = name.partition(".")
     data = read_result(folder, name)
     if data is None or head(data).get("quick"):
@@ -321,3 +324,5 @@ def _peers_summary(data: Any) -> str:
 
 # Blocks that show one table of a result, by the names in their marks.
 _SUMMARIES: Mapping[str, Callable[[Any], str]] = {"peers.summary": _peers_summary}
+# Blocks that show all files of a folder, by the folder's name.
+_TABLES: Mapping[str, Callable[[Path], str]] = {"devices": devices_table}

@@ -12,7 +12,7 @@ from typing import Unpack
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import CapabilityError, DeviceError, UsageError
+from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableError, UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
 from edgeinfer.option_types import LoadOptions
@@ -23,6 +23,7 @@ from edgeinfer.runtime.devices.contract import Device, DeviceEntry
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, tunable
+from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -266,4 +267,12 @@ def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
         memory=device.memory,
         check=outcome,
         tried=entry.tried,
+        kernels=_kernels() if device.traits.custom_ops else (),
     )
+
+
+def _kernels() -> tuple[str, ...]:
+    try:
+        return Binding(native_kernel().path).isas()
+    except NativeUnavailableError:
+        return ()

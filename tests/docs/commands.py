@@ -31,6 +31,7 @@ INSTEAD = (
     Rule(" --keep 0.75", _SMALL, " --keep 0.75 --steps 2 --rows 2"),
     Rule("--calibration texts.txt", _SMALL, "--calibration texts.txt --calibration-tokens 512"),
     Rule("edgeinfer tune --skip", _SMALL, "edgeinfer tune --skip --evaluations 2"),
+    Rule("edgeinfer bench devices", _SMALL, "edgeinfer bench devices --devices cpu:onnxruntime -r 1"),
     Rule(" --quick", _SMALL, " --quick --evaluations 2 -t 1 --prefill-chunk 64 --weights mapped"),
 )
 NOT_RUN = (

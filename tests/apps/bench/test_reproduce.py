@@ -53,10 +53,10 @@ def strings(data: Any) -> Iterator[str]:
 def test_pages_show_what_the_results_say() -> None:
     for page in PAGES:
         assert fill(page, RESULTS) == page, "run: python -m edgeinfer.apps.bench.reproduce --readme"
-    (summary,), shown = map(names, PAGES)
+    (summary, devices), shown = map(names, PAGES)
     assert set(shown) <= {run.name for run in RUNS} and len(set(shown)) == len(shown) > 5
     # Every engine's figures, the slower ones' too.
-    assert summary == "peers.summary"
+    assert (summary, devices) == ("peers.summary", "devices")
     engines = [row["engine"] for row in read_result(RESULTS, "peers")["models"][-1]["engines"]]
     assert [line.split("|")[1].strip() for line in block(RESULTS, summary).splitlines()[2:]] == engines
 

@@ -1,0 +1,94 @@
+"""`bench devices`: what counts as passed, what becomes of a device that fails, and the table of where it was run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgeinfer.apps.bench import device_jobs, devices
+from edgeinfer.apps.bench.devices import DeviceRun, devices_table, find_targets
+from edgeinfer.apps.bench.watch import Ended
+from edgeinfer.apps.cli.main import main
+from edgeinfer.errors import UsageError
+from tests.apps.bench.here import watch_here
+from tests.devices import install, lacking
+from tests.speculation import needs_builtin
+
+FOUND = {"divergence": 0.001, "agreement": 0.99, "replied": 72, "replied_same": 60}
+FOUND |= {"prompt_per_second": 100.0, "reply_per_second": 50.0}
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One story of few tokens."""
+    for name, value in (("_CONTEXT", 48), ("_STORIES", 1), ("_REPLY_TOKENS", 6)):
+        monkeypatch.setattr(device_jobs, name, value)
+    for name in ("_TIMED_PROMPT", "_TIMED_REPLY"):
+        monkeypatch.setattr(device_jobs, name, 4)
+
+
+@needs_builtin
+@pytest.mark.parametrize("traits", [None, {"dynamic_shapes": False}], ids=["ordinary", "static"])
+def test_a_device_says_what_the_reference_says(
+    traits: dict[str, bool] | None, short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, lacking(**(traits or {})), automatic=False)
+    monkeypatch.setattr(devices, "watch", watch_here(lambda found: 50_000_000))
+    file = tmp_path / "here.json"
+    assert main(["bench", "devices", "--devices", "standin", "-r", "1", "--json", str(file)]) == 0
+    (run,) = json.loads(file.read_text("utf-8"))["runs"]
+    assert run["files"] == ("static" if traits else "bundle") and run["found"]["device"] == "standin"
+    assert run["same_predictions"] and run["passed"] and run["within_budget"] is None
+    assert run["found"]["divergence"] < 1e-3 and run["found"]["read"] > 20
+    assert run["found"]["replied_same"] == run["found"]["replied"] == 6
+    assert run["memory"]["tokens"] > 40
+    table = devices_table(tmp_path)
+    assert "standin" in table and "same, " in table and "6 of 6 tokens" in table
+
+
+def test_the_processor_is_run_on_every_path_of_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.tools.devices._kernels", lambda: ("neon", "portable"))
+    targets = {target.name: target for target in find_targets()}
+    assert targets["cpu:neon"].environment == {"EDGEINFER_NATIVE_ISA": "neon"}
+    assert targets["cpu:onnxruntime"].environment == {"EDGEINFER_NATIVE": "0"}
+    assert [target.name for target in find_targets(["cpu:portable"])] == ["cpu:portable"]
+    with pytest.raises(UsageError, match=r"no device 'npu' here.*cpu:neon"):
+        find_targets(["npu"])
+
+
+@pytest.mark.parametrize(
+    ("found", "memory", "passed"),
+    [
+        ({}, {"budget": 100, "peak_rss_bytes": 100}, True),
+        ({}, {"budget": None, "peak_rss_bytes": 100}, True),
+        ({}, {"budget": 99, "peak_rss_bytes": 100}, False),
+        ({"divergence": 0.1}, {"budget": None, "peak_rss_bytes": 1}, False),
+        ({"divergence": float("nan")}, {"budget": None, "peak_rss_bytes": 1}, False),
+        ({"agreement": 0.5}, {"budget": None, "peak_rss_bytes": 1}, False),
+    ],
+)
+def test_what_passes(found: dict[str, Any], memory: dict[str, Any], passed: bool) -> None:
+    assert DeviceRun("npu", "static", found=FOUND | found, memory=memory).passed is passed
+
+
+@needs_builtin
+def test_a_driver_that_ends_the_process_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgeinfer.tools.devices._kernels", tuple)
+    install(monkeypatch, lacking(), automatic=False)
+    asked: list[Any] = []
+
+    def watch(command: list[str], environment: dict[str, str], seconds: float) -> Ended:
+        asked.append(json.loads(command[-1])["device"])
+        return Ended(-11, "Segmentation fault", None)
+
+    monkeypatch.setattr(devices, "watch", watch)
+    monkeypatch.setattr(devices, "find_spec", lambda name: None)
+    assert main(["bench", "devices", "--json", str(tmp_path / "here.json")]) == 1
+    assert asked == ["standin", "cpu"]
+    assert capsys.readouterr().out.count("failed: Segmentation fault") == 2
+    assert devices_table(tmp_path).count("failed: Segmentation fault") == 2
