@@ -24,7 +24,7 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
 
-__all__ = ["DEVICES", "DeviceRun", "DevicesConfig", "DeviceTarget", "devices_section", "devices_table", "find_targets"]
+__all__ = ["DEVICES", "DeviceRun", "DeviceTarget", "DevicesConfig", "devices_section", "devices_table", "find_targets"]
 
 _DESCRIPTION = """\
 Run the built-in model on every device of this machine, and compare what it says with the numpy reference: its
