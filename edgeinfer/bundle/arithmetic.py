@@ -63,8 +63,7 @@ def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
 
 def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
     """x times its logistic function, written so that exp never overflows."""
-    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
-    return x * logistic
+    return x * _logistic(x)
 
 
 def attend(
@@ -100,6 +99,7 @@ def route(
     *,
     count: int | None = None,
     bias: Floats | None = None,  # (E,)
+    choice_bias: Floats | None = None,  # (E,)
     norm: Floats | None = None,  # (E,)
     eps: float = 1e-6,
 ) -> tuple[Ints, Floats]:  # (S, count), (S, count)
@@ -109,18 +109,46 @@ def route(
         scores: the router's products.
         count: experts of a token; None for all of the model's `top_k`.
         bias: 0, or -1e9 for an expert that may not be chosen: where no other is left, its weight is zero.
+        choice_bias: is added to the shares where experts are chosen, and not to what their results are multiplied by.
         norm, eps: the RMS norm of a "relu" router; its weight is zero for scores that are not positive.
     """
-    judged = scores if moe.router == "relu" or moe.renormalize else softmax(scores)
+    logits = moe.router == "relu" or (moe.router == "softmax" and moe.renormalize and not moe.choice_bias)
+    shares = scores if logits else _logistic(scores) if moe.router == "sigmoid" else softmax(scores)
+    assert moe.choice_bias == (choice_bias is not None), "the description says whether there is a choice bias"
+    judged = shares if choice_bias is None else shares + choice_bias
     biased = judged if bias is None else judged + bias
+    if moe.groups > 1:
+        biased = _best_groups(biased, moe)
     # A stable sort, so that of equal scores the lower index is chosen, as by TopK.
     chosen = np.argsort(-biased, axis=-1, kind="stable")[:, : count or moe.top_k].astype(np.int64)
     values = np.take_along_axis(biased, chosen, axis=-1)
     if moe.router == "relu":
         assert norm is not None, "a relu router has a norm"
-        shares = np.take_along_axis(rms_norm(np.maximum(scores, 0), norm, eps), chosen, axis=-1)
-        return chosen, np.where(values > 0, shares, np.float32(0))
-    return chosen, softmax(values) if moe.renormalize else np.maximum(values, 0)
+        normal = np.take_along_axis(rms_norm(np.maximum(scores, 0), norm, eps), chosen, axis=-1)
+        return chosen, np.where(values > 0, normal, np.float32(0))
+    if logits:
+        return chosen, softmax(values) * np.float32(moe.scale)
+    allowed = values > -1e8  # neither barred by `bias` nor of a group that was not chosen
+    weights = np.where(allowed, np.take_along_axis(shares, chosen, axis=-1), np.float32(0))
+    if moe.renormalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+    return chosen, weights * np.float32(moe.scale)
+
+
+def _logistic(x: Floats) -> Floats:  # (..., E) -> (..., E)
+    """Written so that exp never overflows."""
+    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
+    return logistic
+
+
+def _best_groups(judged: Floats, moe: MoESpec) -> Floats:  # (S, E) -> (S, E)
+    """Minus infinity for the experts of groups that are not among the best."""
+    grouped = judged.reshape(len(judged), moe.groups, -1)  # (S, G, E / G)
+    ranked = np.sort(grouped, axis=-1)[..., -2 if moe.choice_bias else -1 :].sum(axis=-1)
+    best = np.argsort(-ranked, axis=-1, kind="stable")[:, : moe.group_top_k]
+    kept = np.zeros(ranked.shape, np.bool_)
+    np.put_along_axis(kept, best, True, axis=-1)
+    return np.where(kept[..., None], grouped, np.float32(-np.inf)).reshape(judged.shape)
 
 
 def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
