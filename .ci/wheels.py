@@ -27,7 +27,7 @@ FOLDER = "edgeinfer/runtime/native/"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 # The C functions that runtime/native/binding.py calls, and the one that onnxruntime does.
 EXPORTS = {f"edgeinfer_{name}" for name in ("version", "isa_name", "isa_usable", "select", "multiply", "row", "attend")}
-EXPORTS |= {"edgeinfer_probe_dots", "edgeinfer_probe_read", "RegisterCustomOps"}
+EXPORTS |= {"edgeinfer_activate", "edgeinfer_probe_dots", "edgeinfer_probe_read", "RegisterCustomOps"}
 # What zig's linker marks as exported beside them.
 LINKERS_OWN = {"_mh_dylib_header", "__dso_handle"}
 

@@ -31,6 +31,7 @@
 #ifndef EDGEINFER_ATTENTION_H
 #define EDGEINFER_ATTENTION_H
 
+#include "activation.h"
 #include "floats.h"
 #include "lowbit.h"
 
@@ -50,6 +51,8 @@ typedef struct {
     int32_t rotary;      /* channels that are rotated, even, at most key_size; 0: none */
     int32_t interleaved; /* neighbours are rotated together, not halves */
     int32_t norm_whole;  /* of the norms: 1 all heads of a row together, 0 each head */
+    int32_t norm_after;  /* queries and keys are normalised after the rotation, which must be head by head */
+    int32_t value_norm;  /* values are normalised head by head, without a weight */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
 
@@ -108,6 +111,8 @@ typedef struct {
     void (*normalise_floats)(const lowbit_input *in, int64_t k, float *out, int64_t first, int64_t last);
     /* and the columns of tiles first..last-1 for all rows. */
     void (*multiply_floats)(const float_matrix *w, const float_rows *rows, int64_t first, int64_t last);
+    /* Activation functions: pieces first..last-1. */
+    void (*activate)(const activation *a, int64_t first, int64_t last);
 } attention_path;
 
 /* Bytes of keys, or of values, of one head in a page: a multiple of 64. */

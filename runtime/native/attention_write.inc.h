@@ -32,20 +32,22 @@ static void rotate(const attention *a, int64_t row, float *x) {
     }
 }
 
+static void scale_by(float *x, int64_t n, float factor, const float *weight) {
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * factor * weight[i];
+}
+
 /* Head `head` of `count` of a row's queries or keys `x`, normalised, rotated and turned. `whole` is the inverse norm of
  * all of them. */
 static void prepare(const attention *a, int64_t row, const float *x, int64_t head, const float *norm, float whole,
                     float *out) {
     const int64_t h = a->key_size;
-    const float *in = x + head * h;
-    if (norm) {
-        float inverse = a->norm_whole ? whole : inverse_norm(in, h, a->norm_epsilon);
-        const float *weight = a->norm_whole ? norm + head * h : norm;
-        for (int64_t i = 0; i < h; i++) out[i] = in[i] * inverse * weight[i];
-    } else {
-        memcpy(out, in, (size_t)h * sizeof(float));
+    memcpy(out, x + head * h, (size_t)h * sizeof(float));
+    if (norm && !a->norm_after) {
+        float inverse = a->norm_whole ? whole : inverse_norm(out, h, a->norm_epsilon);
+        scale_by(out, h, inverse, a->norm_whole ? norm + head * h : norm);
     }
     if (a->cosines) rotate(a, row, out);
+    if (norm && a->norm_after) scale_by(out, h, inverse_norm(out, h, a->norm_epsilon), norm);
     if (transformed(a->key_type)) transform(out, h);
 }
 
@@ -238,6 +240,10 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
         prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
         store_key(a->key_type, at, s, x, h, bytes);
         memcpy(x, values + kv * v, (size_t)v * sizeof(float));
+        if (a->value_norm) {
+            float inverse = inverse_norm(x, v, a->norm_epsilon);
+            for (int64_t i = 0; i < v; i++) x[i] *= inverse;
+        }
         if (transformed(a->value_type)) transform(x, v);
         store_value(a->value_type, at + key_bytes, s, x, v, bytes);
     }

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["VERSION", "AttentionPass", "Binding", "PackedMatrix"]
+__all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 2
+VERSION = 3
+# Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -100,7 +102,7 @@ class _Output(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "key_type", "value_type")),
-        *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole")),
+        *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole", "norm_after", "value_norm")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_epsilon")),
         ("pool", ctypes.c_void_p),
@@ -142,6 +144,7 @@ class Binding:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         c.edgeinfer_multiply.argtypes = [ctypes.c_char_p, pointer, pointer, count, pointer, count]
         c.edgeinfer_attend.argtypes = [ctypes.c_char_p, pointer, pointer, pointer, count]
+        c.edgeinfer_activate.argtypes = [ctypes.c_char_p, ctypes.c_int32, *[pointer] * 3, count, pointer]
         c.edgeinfer_row.argtypes = [pointer, count, pointer]
         c.edgeinfer_probe_dots.argtypes, c.edgeinfer_probe_dots.restype = [count], count
         c.edgeinfer_probe_read.argtypes, c.edgeinfer_probe_read.restype = [pointer, ctypes.c_size_t], ctypes.c_uint64
@@ -211,6 +214,14 @@ class Binding:
         pointers = [ctypes.byref(struct) for struct in (attention, bounds, layout)]
         done = self._library.edgeinfer_attend(isa.encode(), *pointers, jobs)
         assert done, (isa, g.heads, g.kv_heads, g.key_size, g.value_size, g.layout)
+        return y
+
+    def activate(self, isa: str, name: str, x: Floats, times: Floats, constants: tuple[float, float]) -> Floats:  # (N,)
+        """What an activation function gives, of ACTIVATIONS, multiplied by `times`."""
+        y, numbers = np.full_like(x, np.nan), np.array(constants, np.float32)
+        pointers = [_address(array) for array in (numbers, x, times)]
+        done = self._library.edgeinfer_activate(isa.encode(), ACTIVATIONS.index(name), *pointers, x.size, _address(y))
+        assert done, (isa, name)
         return y
 
     def row(self, matrix: PackedMatrix, index: int) -> Floats:  # (K,)

@@ -1,4 +1,5 @@
-/* What Python calls through ctypes: which instruction sets there are, products and attention outside any session.
+/* What Python calls through ctypes: which instruction sets there are, products, attention and
+ * activation functions outside any session.
  *
  * Knows nothing of ONNX Runtime. edgeinfer.runtime.native.library holds the other side of these declarations.
  */
@@ -12,7 +13,7 @@
 #include "scratch.h"
 
 /* Raised when a function here, an operator's inputs or the layout of matrices change. */
-enum { EDGEINFER_NATIVE_VERSION = 2 };
+enum { EDGEINFER_NATIVE_VERSION = 3 };
 
 static void *selected;
 
@@ -90,6 +91,17 @@ EDGEINFER_EXPORT int32_t edgeinfer_attend(const char *name, const attention *giv
     for (int64_t job = 0; job < plan.jobs; job++) path->attend(&a, &plan, job);
     for (int64_t job = 0; job < plan.merges; job++) path->merge(&a, &plan, job);
     scratch_give(memory);
+    return 1;
+}
+
+/* Activation functions of n values; 0 if the path is not usable or there is no such kind. */
+EDGEINFER_EXPORT int32_t edgeinfer_activate(const char *name, int32_t kind, const float *constants, const float *x,
+                                            const float *times, int64_t n, float *y) {
+    const lowbit_isa *isa = find_isa(name);
+    if (!isa || !lowbit_usable(isa) || kind < 0 || kind >= ACTIVATION_KINDS || n < 1) return 0;
+    activation a = {.kind = kind, .first = constants[0], .second = constants[1], .rows = 1, .width = n, .x = x,
+                    .stride = n, .times = times, .repeat = 1, .times_stride = n, .y = y};
+    attention_path_of(isa)->activate(&a, 0, activation_pieces(&a));
     return 1;
 }
 

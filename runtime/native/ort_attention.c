@@ -8,7 +8,8 @@
  * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation | sinks (heads) |
  * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
- * norm_epsilon, part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * norm_epsilon, norm_after (norms of queries and keys come after the rotation), value_norm (values have a norm without a
+ * weight), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -50,6 +51,8 @@ static OrtStatus *open_sizes(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_int(base, info, "value_size", &value));
     ORT_TRY(ort_int(base, info, "layer", &op->layer));
     ORT_TRY(ort_flag(base, info, "interleaved", &a->interleaved));
+    ORT_TRY(ort_flag(base, info, "norm_after", &a->norm_after));
+    ORT_TRY(ort_flag(base, info, "value_norm", &a->value_norm));
     a->heads = narrow(heads), a->kv_heads = narrow(kv_heads), a->key_size = narrow(key), a->value_size = narrow(value);
     a->rotary = narrow(ort_int_or_zero(base, info, "rotary_dim"));
     a->window = ort_int_or_zero(base, info, "window");
@@ -153,6 +156,7 @@ static OrtStatus *read_norms(const node *op, const OrtKernelContext *context, pa
         return ort_fail(&op->base, "q_norm and k_norm must have %lld elements, or %lld and %lld", (long long)size,
                         (long long)(a->heads * size), (long long)(a->kv_heads * size));
     a->norm_whole = !heads_fit;
+    if (a->norm_whole && a->norm_after) return ort_fail(&op->base, "norms after the rotation must be of each head");
     const void *sinks;
     ORT_TRY(ort_read(&op->base, context, SINKS, a->heads, &sinks));
     a->sinks = sinks;

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.runtime.native.binding import AttentionPass, Binding, PackedMatrix
+from edgeinfer.runtime.native.binding import ACTIVATIONS, AttentionPass, Binding, PackedMatrix
 
 __all__ = ["agrees_with_portable", "portable_is_right"]
 
@@ -37,6 +37,8 @@ _HEADS, _KEY, _VALUE, _BEHIND, _PAGE, _PAGE_BYTES = 3, 12, 20, 70, 64, 16384
 _ROTARY, _SOFTCAP = 8, 5.0
 # What float32, float16, int8 and int4 may lose of a value, which lies between -0.5 and 0.5.
 _ROUNDING = (1e-6, 5e-4, 1e-2, 1e-1)
+# From values whose exponential is next to nothing to those whose is next to infinite; no whole vectors.
+_ACTIVATED = np.linspace(-9, 9, 37, dtype=np.float32)
 
 Floats = NDArray[np.float32]
 
@@ -53,14 +55,23 @@ def agrees_with_portable(binding: Binding, isa: str) -> bool:
     """Whether an instruction set gives the bits of the portable path, for every number of rows."""
     if not all(_same(binding, isa, case) for case in _cases()):
         return False
-    return all(_attends_alike(binding, isa, given, pool) for given, pool, _ in _attention_cases())
+    if not all(_attends_alike(binding, isa, given, pool) for given, pool, _ in _attention_cases()):
+        return False
+    return all(np.array_equal(_activated(binding, isa, n), _activated(binding, "portable", n)) for n in ACTIVATIONS)
 
 
 def portable_is_right(binding: Binding) -> bool:
     """Whether the portable path gives what numpy does, up to the rounding of sums."""
     if not all(_close(binding, case) for case in _cases()):
         return False
-    return all(_attends(binding, given, pool, loss) for given, pool, loss in _attention_cases())
+    if not all(_attends(binding, given, pool, loss) for given, pool, loss in _attention_cases()):
+        return False
+    wanted = _ACTIVATED / (1 + np.exp(-_ACTIVATED)) * _ACTIVATED[::-1]
+    return bool(np.abs(_activated(binding, "portable", "silu") - wanted).max() <= 1e-5)
+
+
+def _activated(binding: Binding, isa: str, name: str) -> Floats:
+    return binding.activate(isa, name, _ACTIVATED, np.ascontiguousarray(_ACTIVATED[::-1]), (0.8, 0.6))
 
 
 def _same(binding: Binding, isa: str, case: _Case) -> bool:

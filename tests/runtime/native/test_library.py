@@ -128,7 +128,7 @@ class Wrong:
     """A binding whose results are a little off, but for the instruction sets that are said to be right.
 
     Args:
-        function: whose results: "multiply" or "attend".
+        function: whose results: "multiply", "attend" or "activate".
     """
 
     def __init__(self, binding: Binding, right: set[str], function: str) -> None:
@@ -142,6 +142,9 @@ class Wrong:
 
     def attend(self, isa: str, *given: Any, jobs: int) -> object:
         return self._off("attend", isa, self._binding.attend(isa, *given, jobs=jobs))
+
+    def activate(self, isa: str, *given: Any) -> object:
+        return self._off("activate", isa, self._binding.activate(isa, *given))
 
     def _off(self, function: str, isa: str, y: NDArray[np.float32]) -> object:
         right = isa in self._right or function != self._function
@@ -168,7 +171,7 @@ def test_a_wrong_instruction_set_gives_way_to_the_next(
     best, second, *_ = binding.isas()
     if second == "portable":
         pytest.skip("this machine has only one fast path")
-    for function in ("multiply", "attend"):
+    for function in ("multiply", "attend", "activate"):
         caplog.clear()
         only_right({second, "portable"}, function)
         assert load_kernel(kernel.path).isa == second
@@ -191,7 +194,7 @@ def test_a_processor_without_a_fast_path_goes_without_the_kernel(
 
 
 def test_a_wrong_portable_path_rules_the_library_out(kernel: NativeKernel, only_right: Broken) -> None:
-    for function in ("multiply", "attend"):
+    for function in ("multiply", "attend", "activate"):
         only_right(set(), function)
         with pytest.raises(NativeUnavailableError, match="fails its self-test: its portable path is wrong"):
             load_kernel(kernel.path)
