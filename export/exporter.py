@@ -20,7 +20,7 @@ from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec
+from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.options.config import ExportConfig
@@ -76,6 +76,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
         spec = read_spec(hf_config, family, checkpoint)
+        require_graphs(spec)
         stored = describe(spec, hf_config, family, checkpoint)
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans

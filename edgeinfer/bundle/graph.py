@@ -11,7 +11,10 @@ of the paged cache B bytes of the pool, N sequences of a pass, G pages of the lo
 inputs of every graph
   input_ids              int64   (1, S)
   position_ids           int64   (1, S)          rotary position of each new token
-  cos_cache, sin_cache   float32 (P, rope.dim/2) rotary tables; made by the runtime for the context it planned
+  cos_cache, sin_cache   float32 (P, rope.dim/2) rotary tables; made by the runtime for the context it planned. Further
+                                                 rotations of the decoder have cos_cache.1, sin_cache.1 and so on
+  query_factors          float32 (P, 1)          what queries are multiplied by at each position, an input only of
+                                                 decoders that have such factors (RopeSpec.query_beta)
   layer_mask             bool    (2 L,)          [2i] attention of layer i runs, [2i+1] its MLP runs
   hidden_in              float32 (1, Sh, D)      enters the first layer instead of the embeddings when use_hidden
   use_hidden             bool    (1,)            Sh = S when true; Sh is free when false
@@ -77,6 +80,7 @@ __all__ = [
     "PATH_SLOTS",
     "PLANES",
     "POSITION_IDS",
+    "QUERY_FACTORS",
     "ROWS",
     "SEQLENS_K",
     "SIN_CACHE",
@@ -86,6 +90,7 @@ __all__ = [
     "WINDOW_BIAS",
     "past_names",
     "present_names",
+    "rotary_names",
     "scale_names",
 ]
 
@@ -93,6 +98,7 @@ INPUT_IDS = "input_ids"
 POSITION_IDS = "position_ids"
 COS_CACHE = "cos_cache"
 SIN_CACHE = "sin_cache"
+QUERY_FACTORS = "query_factors"
 ATTENTION_BIAS = "attention_bias"
 WINDOW_BIAS = "window_bias"
 SEQLENS_K = "seqlens_k"
@@ -119,6 +125,12 @@ PAGE_SLOTS = 64
 # Rows of the cache and positions differ by as much as a draft tree has rows beside a path. The operator's own window,
 # counted in rows, is wider than the model's by this much, so that `window_bias` alone decides.
 TREE_ROWS = 256
+
+
+def rotary_names(index: int) -> tuple[str, str]:
+    """Names of the tables of a rotation, of DecoderSpec.ropes."""
+    suffix = f".{index}" if index else ""
+    return f"{COS_CACHE}{suffix}", f"{SIN_CACHE}{suffix}"
 
 
 def past_names(layer: int) -> tuple[str, str]:

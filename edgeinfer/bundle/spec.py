@@ -171,6 +171,11 @@ class MoESpec:
         _require(self.scale > 0, "the scale of the experts must be positive")
 
     @property
+    def by_shares(self) -> bool:
+        """Whether weights are shares that were made before experts are chosen, by something else than these shares."""
+        return self.router == "sigmoid" or self.choice_bias or (self.groups > 1 and not self.renormalize)
+
+    @property
     def draft_count(self) -> int:
         """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
         return max(1, self.top_k // 2)

@@ -12,18 +12,18 @@ import dataclasses
 import fnmatch
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec"]
+__all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec", "require_graphs", "require_plain"]
 
 # What the kernel's heads are a multiple of.
 _MULTIPLE = 8
@@ -72,40 +72,48 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
         # The description's own checks speak of bundles; here the checkpoint is at fault.
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError(f"config.json: {error.message}", hint) from error
-    _refuse_unwritten(spec)
     return spec
 
 
-# Parts of a DecoderSpec, and of its mixture and rotations, that graphs and GGUF files are not written of.
-_UNWRITTEN: tuple[str, ...] = (
-    "activation",
-    "norm",
-    "norm_bias",
-    "pre_norm",
-    "post_norm",
-    "inner_norms",
-    "parallel",
-    "gated",
-)
-_UNWRITTEN += ("head_bias", "logit_softcap", "attention_softcap", "attention_scale", "sinks", "norm_after_rope")
-_UNWRITTEN += ("value_norm", "output_gate", "more_ropes", "rope_layers", "latent")
-_UNWRITTEN_OF_ROPES = ("interleaved", "query_beta")
-_UNWRITTEN_OF_MIXTURES = ("router_bias", "choice_bias", "expert_bias", "groups", "scale")
+# Later parts of a DecoderSpec, of its rotations and of its mixture, that the graphs of a bundle are not written of.
+_NOT_IN_GRAPHS = {"latent", "expert_bias"}
 
 
-def _refuse_unwritten(spec: DecoderSpec) -> None:
-    """Refuses a decoder with a part that would be left out of what is written."""
-    parts: list[tuple[Any, tuple[str, ...]]] = [(spec, _UNWRITTEN)]
-    parts += [(rope, _UNWRITTEN_OF_ROPES) for rope in spec.ropes]
-    if spec.moe is not None:
-        parts.append((spec.moe, _UNWRITTEN_OF_MIXTURES))
-    for part, names in parts:
-        defaults = {f.name: f.default for f in dataclasses.fields(part)}
-        for name in names:
-            value = getattr(part, name)
-            if value != defaults[name]:
-                message = f"A decoder with {name}={value!r} is not supported yet."
-                raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
+def require_graphs(spec: DecoderSpec) -> None:
+    """Refuses a decoder with a part that a bundle's graphs would leave out.
+
+    Raises:
+        UnsupportedArchitectureError: it has one.
+    """
+    _refuse(spec, _NOT_IN_GRAPHS, OPTIMUM_HINT)
+    if spec.moe is not None and spec.activation != "silu":
+        message = f"Experts with the activation {spec.activation} are not supported yet."
+        raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
+
+
+def require_plain(spec: DecoderSpec, what: str, hint: str) -> None:
+    """Refuses a decoder with any part that came later than what Llama, Qwen and their mixtures have.
+
+    Args:
+        what: is written, at the beginning of the message: "Static bundles".
+
+    Raises:
+        UnsupportedArchitectureError: it has one.
+    """
+    _refuse(spec, None, hint, what)
+    odd = [f"activation={spec.activation}"] if spec.activation != "silu" else []
+    odd += ["router=sigmoid"] if spec.moe is not None and spec.moe.router == "sigmoid" else []
+    if odd:
+        raise UnsupportedArchitectureError(f"{what} of a decoder with {odd[0]} are not supported yet.", hint)
+
+
+def _refuse(spec: DecoderSpec, names: set[str] | None, hint: str, what: str = "Bundles") -> None:
+    parts: list[DecoderSpec | RopeSpec | MoESpec] = [spec, *spec.ropes, *([spec.moe] if spec.moe else [])]
+    for part in parts:
+        given = [name for name in later_fields(part) if names is None or name in names]
+        if given:
+            message = f"{what} of a decoder with {given[0]}={getattr(part, given[0])!r} are not supported yet."
+            raise UnsupportedArchitectureError(message, hint)
 
 
 def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:

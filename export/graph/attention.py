@@ -14,8 +14,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
+from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
@@ -63,6 +64,22 @@ class Attention(ABC):
         """What a layer's block hands on beside the hidden states; outputs of the graph."""
         return ()
 
+    def _tables(self, layer: int) -> list[str]:
+        """Inputs with the tables of a layer's rotation; empty names where it does not rotate."""
+        index = self._spec.rope_index(layer)
+        return ["", ""] if index < 0 else list(io.rotary_names(index))
+
+    def _factored(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
+        """Queries, keys and values, the queries times the factors of their positions where the rotation has some."""
+        rope, prefix, spec = self._spec.rope_of(layer), f"layers.{layer}.attn", self._spec
+        if rope is None or not rope.query_beta:
+            return qkv
+        factors = graph.op("Gather", [io.QUERY_FACTORS, io.POSITION_IDS], f"{prefix}.factors", axis=0)  # (1, S, 1)
+        queries, rest = f"{prefix}.queries", f"{prefix}.keys_and_values"
+        graph.ops("Split", [qkv, graph.constant([spec.q_size, 2 * spec.kv_size])], [queries, rest], axis=-1)
+        scaled = graph.op("Mul", [queries, factors], f"{prefix}.scaled_queries")
+        return graph.op("Concat", [scaled, rest], f"{prefix}.qkv.factored", axis=-1)
+
 
 @dataclass(frozen=True)
 class PagedLayer:
@@ -76,6 +93,8 @@ class PagedLayer:
         interleaved: neighbouring channels are rotated as pairs, instead of one of each half.
         scale: of the scores; 0: one over the square root of the key size.
         softcap: scores are softcap * tanh(score / softcap); 0: as they are.
+        norm_after: queries and keys are normalised after the rotation, not before it.
+        value_norm: values are normalised too, without a weight.
     """
 
     num_heads: int
@@ -90,10 +109,13 @@ class PagedLayer:
     interleaved: int = 0
     scale: float = 0.0
     softcap: float = 0.0
+    norm_after: int = 0
+    value_norm: int = 0
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
         """Those of a decoder's layer."""
+        rope = spec.rope_of(layer)
         return cls(
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
@@ -101,9 +123,14 @@ class PagedLayer:
             value_size=spec.head_dim,
             layer=layer,
             part=2 * layer,
-            rotary_dim=spec.rope.dim,
+            rotary_dim=0 if rope is None else rope.dim,
             norm_epsilon=spec.norm_eps,
             window=spec.window(layer),
+            interleaved=int(rope is not None and rope.interleaved),
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
+            norm_after=int(spec.norm_after_rope),
+            value_norm=int(spec.value_norm),
         )
 
 
@@ -122,15 +149,28 @@ class _PagedAttention(Attention):
         """See `Attention.attend`."""
         prefix, attributes = f"layers.{layer}.attn", PagedLayer.of(self._spec, layer)
         pages = [io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS]
-        tables = [io.COS_CACHE, io.SIN_CACHE] if attributes.rotary_dim else ["", ""]
-        weights = [self._weight(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
-        inputs = [qkv, *pages, io.POSITION_IDS, *tables, *weights, io.LAYER_MASK]
+        weights = [self._ops.vector(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
+        qkv = self._factored(graph, layer, self._centred(graph, layer, qkv))
+        inputs = [qkv, *pages, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
-    def _weight(self, graph: GraphBuilder, name: str) -> str:
-        """The initializer of a vector; empty where the model has none."""
-        entry = self._tensors.get(name)
-        return "" if entry is None else graph.weight(name, entry.data)
+    def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
+        """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.
+
+        A norm of all heads together takes the mean of all.
+        """
+        spec, prefix = self._spec, f"layers.{layer}.attn"
+        if not spec.qk_norm or spec.norm != "layer":
+            return qkv
+        parts = [f"{prefix}.{name}" for name in ("q", "k", "v")]
+        graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=-1)
+        for index, size in enumerate((spec.q_size, spec.kv_size)):
+            wide = size if spec.whole_norm else spec.head_dim
+            heads = graph.op("Reshape", [parts[index], graph.constant([0, 0, -1, wide])], f"{parts[index]}.heads")
+            mean = graph.op("ReduceMean", [heads, graph.constant([-1])], f"{parts[index]}.mean", keepdims=1)
+            centred = graph.op("Sub", [heads, mean], f"{parts[index]}.centred_heads")
+            parts[index] = graph.op("Reshape", [centred, graph.constant([0, 0, size])], f"{parts[index]}.centred")
+        return graph.op("Concat", parts, f"{prefix}.qkv.centred", axis=-1)
 
 
 class _BufferedAttention(Attention):
@@ -157,19 +197,28 @@ class _BufferedAttention(Attention):
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """See `Attention.attend`."""
         prefix, spec, window = f"layers.{layer}.attn", self._spec, self._spec.window(layer)
-        query, key, value = self._heads(graph, qkv, prefix)
-        lengths = [io.SEQLENS_K, io.TOTAL_LENGTH]
-        rotary = [io.COS_CACHE, io.SIN_CACHE, io.POSITION_IDS] if self._fused_rotation else ["", "", ""]
+        query, key, value = self._heads(graph, layer, self._factored(graph, layer, qkv))
+        lengths, rope = [io.SEQLENS_K, io.TOTAL_LENGTH], spec.rope_of(layer)
+        fused = rope is not None and self._fuses_rotation(rope)
+        rotary = [*self._tables(layer), io.POSITION_IDS] if fused else ["", "", ""]
         bias = io.WINDOW_BIAS if window else io.ATTENTION_BIAS
+        further: dict[str, float] = {}
+        if spec.attention_scale:
+            further["scale"] = spec.attention_scale
+        if spec.attention_softcap:
+            further["softcap"] = spec.attention_softcap
+        sinks = self._ops.vector(graph, f"{prefix}.sinks")
         graph.ops(
             "GroupQueryAttention",
-            [query, key, value, *io.past_names(layer), *lengths, *rotary, bias],
+            [query, key, value, *io.past_names(layer), *lengths, *rotary, bias, sinks],
             [f"{prefix}.heads", *(each.inside for each in self.carried(layer))],
             domain=MICROSOFT,
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
             local_window_size=window + io.TREE_ROWS if window else -1,
-            do_rotary=int(self._fused_rotation),
+            do_rotary=int(fused),
+            **({"rotary_interleaved": 1} if fused and rope is not None and rope.interleaved else {}),
+            **further,
         )
         return f"{prefix}.heads"
 
@@ -177,26 +226,32 @@ class _BufferedAttention(Attention):
     def _cache_shape(self) -> tuple[int | str, ...]:
         return (1, self._spec.num_kv_heads, "C", self._spec.head_dim)
 
-    @property
-    def _fused_rotation(self) -> bool:
+    def _fuses_rotation(self, rope: RopeSpec) -> bool:
         """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
-        return self._spec.rope.dim % 16 == 0
+        return rope.dim % 16 == 0 and not self._spec.norm_after_rope
 
-    def _heads(self, graph: GraphBuilder, qkv: str, prefix: str) -> tuple[str, str, str]:
+    def _heads(self, graph: GraphBuilder, layer: int, qkv: str) -> tuple[str, str, str]:
         """Queries, keys and values as GroupQueryAttention takes them: packed, unless something is done before it."""
-        spec = self._spec
-        if self._fused_rotation and not spec.qk_norm:
+        spec, prefix, rope = self._spec, f"layers.{layer}.attn", self._spec.rope_of(layer)
+        apart = rope is not None and not self._fuses_rotation(rope)
+        if not apart and not spec.qk_norm and not spec.value_norm:
             return qkv, "", ""
         query, key, value = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
         sizes = graph.constant([spec.q_size, spec.kv_size, spec.kv_size])
         graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
-        if spec.qk_norm:
-            query = self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size)
-            key = self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size)
-        if not self._fused_rotation:
-            query = self._rotate(graph, query, spec.num_heads)
-            key = self._rotate(graph, key, spec.num_kv_heads)
-        return query, key, value
+        steps = [self._norm_both] if spec.qk_norm else []
+        if apart:
+            steps.insert(0 if spec.norm_after_rope else len(steps), self._rotate_both)
+        for step in steps:
+            query, key = step(graph, layer, query, key)
+        return query, key, self._norm_values(graph, value) if spec.value_norm else value
+
+    def _norm_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
+        prefix, spec = f"layers.{layer}.attn", self._spec
+        return (
+            self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size),
+            self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size),
+        )
 
     def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
         if self._spec.whole_norm:
@@ -205,9 +260,23 @@ class _BufferedAttention(Attention):
         normed = self._ops.norm(graph, heads, norm)
         return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
 
-    def _rotate(self, graph: GraphBuilder, value: str, heads: int) -> str:
-        inputs = [value, io.POSITION_IDS, io.COS_CACHE, io.SIN_CACHE]
-        attributes = {"num_heads": heads, "rotary_embedding_dim": self._spec.rope.dim}
+    def _norm_values(self, graph: GraphBuilder, value: str) -> str:
+        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
+        ones = graph.ones("value_norm", self._spec.head_dim)
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": self._spec.norm_eps, "stash_type": 1}
+        normed = graph.op("RMSNormalization", [heads, ones], f"{value}.scaled", **attributes)
+        return graph.op("Reshape", [normed, graph.constant([0, 0, self._spec.kv_size])], f"{value}.normed")
+
+    def _rotate_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
+        spec = self._spec
+        return self._rotate(graph, layer, query, spec.num_heads), self._rotate(graph, layer, key, spec.num_kv_heads)
+
+    def _rotate(self, graph: GraphBuilder, layer: int, value: str, heads: int) -> str:
+        rope = self._spec.rope_of(layer)
+        assert rope is not None, "who asks rotates"
+        inputs = [value, io.POSITION_IDS, *self._tables(layer)]
+        attributes = {"num_heads": heads, "rotary_embedding_dim": rope.dim}
+        attributes |= {"interleaved": 1} if rope.interleaved else {}
         return graph.op("RotaryEmbedding", inputs, f"{value}.rotated", domain=MICROSOFT, **attributes)
 
 

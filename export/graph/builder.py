@@ -84,6 +84,11 @@ class GraphBuilder:
         self._root._initializers.setdefault(name, numpy_helper.from_array(np.asarray(value, np.float32), name))
         return name
 
+    def ones(self, name: str, count: int) -> str:
+        """A float32 vector of ones, stored in the main graph under its name."""
+        self._root._initializers.setdefault(name, numpy_helper.from_array(np.ones(count, np.float32), name))
+        return name
+
     def table(self, name: str, rows: Sequence[Sequence[int]]) -> str:
         """A table of int64, stored in the main graph under its name."""
         self._root._initializers.setdefault(name, numpy_helper.from_array(np.asarray(rows, np.int64), name))

@@ -6,7 +6,9 @@ and drops the raw pages.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import onnx
 
@@ -16,15 +18,9 @@ from edgeinfer.bundle.layouts import model_name, weights_name
 from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
-from edgeinfer.export.graph.operators import (
-    NO_EXPERTS,
-    Experts,
-    Operators,
-    declare_choice,
-    mixture,
-    runs_few,
-    runs_many,
-)
+from edgeinfer.export.graph.experts import Experts
+from edgeinfer.export.graph.mixture import NO_EXPERTS, Entering, declare_choice, mixture, runs_few, runs_many
+from edgeinfer.export.graph.operators import Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 
 __all__ = ["build_decoder_graph", "decoder_graphs"]
@@ -62,6 +58,13 @@ def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: 
     return graphs
 
 
+class _Value(NamedTuple):
+    """A value that products read, and the norm that each of them applies to it; empty where there is none."""
+
+    name: str
+    norm: str
+
+
 class _DecoderGraph:
     def __init__(
         self,
@@ -89,9 +92,8 @@ class _DecoderGraph:
             declare_choice(graph, spec, spec.moe, by_count=several)
         hidden = self._enter()
         for layer in range(spec.num_layers):
-            hidden = self._attention(layer, hidden, runs[2 * layer])
-            last = layer == spec.num_layers - 1
-            hidden = self._mlp(layer, hidden, runs[2 * layer + 1], io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
+            last, parts = layer == spec.num_layers - 1, (runs[2 * layer], runs[2 * layer + 1])
+            hidden = self._layer(layer, hidden, parts, io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
         self._head(hidden)
         if spec.moe is not None:
             graph.op("Concat", self._ids, io.EXPERT_IDS, axis=0)
@@ -109,12 +111,15 @@ class _DecoderGraph:
         spec, graph = self._spec, self._graph
         graph.input(io.INPUT_IDS, "int64", (1, "S"))
         graph.input(io.POSITION_IDS, "int64", (1, "S"))
-        graph.input(io.COS_CACHE, "float32", ("P", spec.rope.dim // 2))
-        graph.input(io.SIN_CACHE, "float32", ("P", spec.rope.dim // 2))
+        for index, rope in enumerate(spec.ropes):
+            for name in io.rotary_names(index):
+                graph.input(name, "float32", ("P", rope.dim // 2))
         graph.input(io.LAYER_MASK, "bool", (2 * spec.num_layers,))
         graph.input(io.HIDDEN_IN, "float32", (1, "Sh", spec.hidden_size))
         graph.input(io.USE_HIDDEN, "bool", (1,))
         graph.input(io.LOGIT_ROWS, "int64", ("R",))
+        if any(rope.query_beta for rope in spec.ropes):
+            graph.input(io.QUERY_FACTORS, "float32", ("P", 1))
         self._attend.declare_inputs(graph)
         self._ops.declare_inputs(graph)
 
@@ -141,12 +146,34 @@ class _DecoderGraph:
         self._graph.choose(io.USE_HIDDEN, resume, embed, ["hidden"])
         return "hidden"
 
-    def _attention(self, layer: int, hidden: str, runs: str) -> str:
+    def _layer(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
+        """A layer's two blocks, one after the other, or side by side over one norm."""
+        entering = _Value(hidden, self._norm(layer, "attn"))
+        if self._shares_norm:
+            entering = _Value(self._ops.norm(self._graph, hidden, entering.norm), "")
+        attended = self._attention(layer, hidden, entering, runs[0])
+        if self._spec.parallel:
+            into = Entering(entering.name, "", attended, self._norm(layer, "mlp", after=True))
+        else:
+            into = Entering(attended, self._norm(layer, "mlp"), attended, self._norm(layer, "mlp", after=True))
+        return self._mlp(layer, into, runs[1], result)
+
+    @property
+    def _shares_norm(self) -> bool:
+        """Whether more than one product reads what a layer's first norm gives."""
+        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate))
+
+    def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
+        """The norm of what enters a block, or of what it gives; empty where there is none."""
+        there = self._spec.post_norm if after else self._spec.pre_norm
+        return f"layers.{layer}.{part}{'_post' if after else ''}_norm" if there else ""
+
+    def _attention(self, layer: int, hidden: str, entering: _Value, runs: str) -> str:
         prefix, carried = f"layers.{layer}.attn", self._attend.carried(layer)
         if self._ops.masked:
-            return self._attention_block(self._graph, layer, hidden, f"{prefix}.hidden", 2 * layer)
+            return self._attention_block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
-        added = self._attention_block(graph, layer, hidden, f"{prefix}.added")
+        added = self._attention_block(graph, layer, hidden, entering, f"{prefix}.added")
         graph.output(added, "float32", self._hidden_shape)
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         for each in carried:
@@ -156,42 +183,63 @@ class _DecoderGraph:
         return f"{prefix}.hidden"
 
     def _attention_block(
-        self, graph: GraphBuilder, layer: int, hidden: str, result: str, part: int | None = None
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
     ) -> str:
-        prefix, norm = f"layers.{layer}.attn", f"layers.{layer}.attn_norm"
-        qkv = self._ops.linear(graph, hidden, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
+        prefix, ops = f"layers.{layer}.attn", self._ops
+        value, norm = entering.name, entering.norm
+        qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
         heads = self._attend.attend(graph, layer, qkv)
-        return self._ops.linear(graph, heads, f"{prefix}.out", result, residual=hidden, part=part)
+        if self._spec.output_gate:
+            gate = ops.linear(graph, value, f"{prefix}.gate", f"{prefix}.gate.result", norm=norm, part=part)
+            heads = ops.gate(graph, gate, heads, f"{prefix}.gated")
+        if self._spec.inner_norms:
+            heads = ops.norm(graph, heads, f"{prefix}.inner_norm")
+        return self._leave(graph, heads, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
-    def _mlp(self, layer: int, hidden: str, runs: str, result: str) -> str:
+    def _leave(
+        self, graph: GraphBuilder, value: str, name: str, residual: str, norm: str, result: str, part: int | None
+    ) -> str:
+        """A block's last product, normalised where a norm is named, added to the residual."""
+        if not norm:
+            return self._ops.linear(graph, value, name, result, residual=residual, part=part)
+        # A norm of the zeros that a masked operator gives is zeros, as it has no bias.
+        product = self._ops.linear(graph, value, name, f"{name}.product", part=part)
+        return self._ops.add_normed(graph, residual, product, norm, result)
+
+    def _mlp(self, layer: int, entering: Entering, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
         if moe is not None:
-            return self._mixture(Experts(layer, moe, self._tensors), hidden, runs, result)
+            return self._mixture(Experts(layer, moe, self._tensors), entering, runs, result)
         self._ids.append(NO_EXPERTS)
         prefix = f"layers.{layer}.mlp"
         if self._ops.masked:
-            return self._mlp_block(self._graph, layer, hidden, result, 2 * layer + 1)
+            return self._mlp_block(self._graph, layer, entering, result, 2 * layer + 1)
         graph, skip = self._graph.branch(), self._graph.branch()
-        added = self._mlp_block(graph, layer, hidden, f"{prefix}.added")
+        added = self._mlp_block(graph, layer, entering, f"{prefix}.added")
         graph.output(added, "float32", self._hidden_shape)
-        skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
+        skip.output(skip.op("Identity", [entering.residual], f"{prefix}.skipped"), "float32", self._hidden_shape)
         self._graph.choose(runs, graph, skip, [result])
         return result
 
-    def _mlp_block(self, graph: GraphBuilder, layer: int, hidden: str, result: str, part: int | None = None) -> str:
+    def _mlp_block(
+        self, graph: GraphBuilder, layer: int, entering: Entering, result: str, part: int | None = None
+    ) -> str:
         prefix = f"layers.{layer}.mlp"
-        product = self._ops.gated(graph, hidden, prefix, f"layers.{layer}.mlp_norm", part)
-        return self._ops.linear(graph, product, f"{prefix}.down", result, residual=hidden, part=part)
+        product = self._ops.inner(graph, entering.value, prefix, entering.norm, part)
+        if self._spec.inner_norms:
+            product = self._ops.norm(graph, product, f"{prefix}.inner_norm")
+        return self._leave(graph, product, f"{prefix}.down", entering.residual, entering.post_norm, result, part)
 
-    def _mixture(self, experts: Experts, hidden: str, runs: str, result: str) -> str:
+    def _mixture(self, experts: Experts, entering: Entering, runs: str, result: str) -> str:
         """One `If` for each operator of the experts; at most one of them runs, and the others pass on what there is."""
         prefix, layer, ids = f"layers.{experts.layer}.mlp", experts.layer, NO_EXPERTS
         counts = self._ops.expert_counts(experts)
+        hidden = entering.residual
         conditions = [runs] if len(counts) == 1 else [runs_few(layer), runs_many(layer)]
         for count, condition in zip(counts, conditions, strict=True):
             graph, skip = self._graph.branch(), self._graph.branch()
             for branch, values in (
-                (graph, mixture(self._ops, graph, experts, count, hidden)),
+                (graph, mixture(self._ops, graph, experts, count, self._again(entering, hidden))),
                 (skip, [skip.op("Identity", [v], f"{prefix}.kept_{i}") for i, v in enumerate((hidden, ids))]),
             ):
                 branch.output(values[0], "float32", self._hidden_shape)
@@ -203,9 +251,17 @@ class _DecoderGraph:
         self._ids.append(ids)
         return hidden
 
+    def _again(self, entering: Entering, hidden: str) -> Entering:
+        """What enters where the hidden states have passed an operator that did not run."""
+        value = entering.value if self._spec.parallel else hidden
+        return dataclasses.replace(entering, value=value, residual=hidden)
+
     def _head(self, hidden: str) -> None:
         """Normalises the wanted rows only and multiplies them by the head; no rows give no logits."""
         graph = self._graph
         flat = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
         wanted = graph.op("Gather", [flat, io.LOGIT_ROWS], "wanted", axis=0)
-        self._ops.linear(graph, wanted, "head", io.LOGITS, norm="final_norm")
+        cap = self._spec.logit_softcap
+        logits = self._ops.linear(graph, wanted, "head", "uncapped" if cap else io.LOGITS, norm="final_norm")
+        if cap:
+            self._ops.softcap(graph, logits, cap, io.LOGITS)

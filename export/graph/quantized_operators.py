@@ -13,6 +13,9 @@ LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up
 LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part; rows have the
 same bits in any company, which those of MatMul and Gemm do not
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
+Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
+F that they multiply), cap (of softcap); rows have the same bits in any company
+  0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
 MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
@@ -27,12 +30,15 @@ from collections.abc import Mapping
 from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
-from edgeinfer.export.graph.operators import Experts, Mixing, Operators, quantized_experts
+from edgeinfer.export.graph.experts import Experts, Mixing, quantized_experts
+from edgeinfer.export.graph.operators import Operators
 
 __all__ = ["NativeOperators", "PortableOperators"]
 
 # MatMulNBits: activations are quantized to int8 per block, the only level with fast kernels for all widths.
 _INT8_ACTIVATIONS = 4
+# Attribute `kind` of Activation.
+_KINDS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
 
 class NativeOperators(Operators):
@@ -77,15 +83,54 @@ class NativeOperators(Operators):
         """See `Operators.linear`."""
         if not self._mixed:
             return super().linear(graph, value, name, result, norm=norm, residual=residual)
+        value, norm = self._entering(graph, value, norm)
         linear = self._floats if self._tensors[name].bits == 32 else self._fused
         return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
 
-    def gated(self, graph: GraphBuilder, value: str, prefix: str, norm: str = "", part: int | None = None) -> str:
-        """See `Operators.gated`."""
+    def inner(
+        self,
+        graph: GraphBuilder,
+        value: str,
+        prefix: str,
+        norm: str = "",
+        part: int | None = None,
+        *,
+        gated: bool | None = None,
+    ) -> str:
+        """See `Operators.inner`: SwiGLU of a quantized matrix is part of its product."""
         name = f"{prefix}.gate_up"
-        if self._tensors[name].bits == 32:
-            return super().gated(graph, value, prefix, norm, part)
+        fuses = name in self._tensors and self._tensors[name].bits < 32 and self._spec.activation == "silu"
+        if not fuses:
+            return super().inner(graph, value, prefix, norm, part, gated=gated)
+        value, norm = self._entering(graph, value, norm)
         return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True, part=part)
+
+    def activation(self, graph: GraphBuilder, name: str, value: str, result: str) -> str:
+        """See `Operators.activation`."""
+        return self._activation(graph, name, [value], result)
+
+    def gate(self, graph: GraphBuilder, gate: str, value: str, result: str) -> str:
+        """See `Operators.gate`."""
+        return self._activation(graph, "sigmoid", [gate, value], result)
+
+    def softcap(self, graph: GraphBuilder, value: str, cap: float, result: str) -> str:
+        """See `Operators.softcap`."""
+        return self._activation(graph, "softcap", [value], result, cap=cap)
+
+    def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool) -> str:
+        constants, result = self.vector(graph, f"{prefix}.xielu"), f"{prefix}.product"
+        return self._activation(graph, self._spec.activation, [product, "", constants], result, gated=gated)
+
+    def _activation(
+        self, graph: GraphBuilder, name: str, inputs: list[str], result: str, *, gated: bool = False, cap: float = 0.0
+    ) -> str:
+        attributes = {"kind": _KINDS.index(name), "paired": int(gated), "cap": cap}
+        return graph.op("Activation", inputs, result, domain=io.NATIVE_DOMAIN, **attributes)
+
+    def _entering(self, graph: GraphBuilder, value: str, norm: str) -> tuple[str, str]:
+        """What enters a product, and the norm that is left to the product's own operator."""
+        fuses = self._spec.norm == "rms" and not self._spec.norm_bias
+        return (value, norm) if fuses or not norm else (self.norm(graph, value, norm), "")
 
     def expert_counts(self, experts: Experts) -> tuple[int, ...]:
         """See `Operators.expert_counts`: ours takes any."""

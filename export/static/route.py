@@ -26,7 +26,7 @@ from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
-from edgeinfer.export.architectures.described import Described, describe, read_spec
+from edgeinfer.export.architectures.described import Described, describe, read_spec, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -58,6 +58,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
         spec = read_spec(hf_config, family, checkpoint)
+        require_plain(spec, "Static bundles", "Leave out --static.")
         if spec.moe is not None:
             message = "Mixtures of experts cannot be exported with static shapes: which experts run is not fixed."
             raise UsageError(message, "Leave --static out.")

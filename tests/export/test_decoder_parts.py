@@ -17,9 +17,10 @@ from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, TensorPlan, common_spec
-from edgeinfer.export.architectures.described import describe, read_spec
+from edgeinfer.export.architectures.described import describe, read_spec, require_graphs, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
@@ -191,8 +192,14 @@ def test_sinks_take_their_share_of_the_softmax() -> None:
     np.testing.assert_allclose(ours.reshape(4, 5, 8).swapaxes(0, 1), expected.numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "part"), [("Olmo2", "pre_norm=False"), ("Gemma2", "gelu_tanh")])
-def test_parts_that_no_graph_is_written_of_are_refused_by_name(name: str, part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "part"), [("Olmo2", "pre_norm=False"), ("Cohere2", "norm='layer'")])
+def test_parts_that_are_not_written_are_refused_by_name(name: str, part: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, name, **SETTINGS[name])
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(UnsupportedArchitectureError, match=part):
-        read_spec(read_config(tmp_path), _family(name), checkpoint)
+    with Checkpoint(tmp_path) as checkpoint:
+        spec = read_spec(read_config(tmp_path), _family(name), checkpoint)
+    require_graphs(spec)
+    with pytest.raises(UnsupportedArchitectureError, match=f"Static bundles of a decoder with {part}"):
+        require_plain(spec, "Static bundles", "Leave out --static.")
+    latent = LatentSpec(query_rank=0, rank=16, plain_size=8, rotary_size=8, value_size=16)
+    with pytest.raises(UnsupportedArchitectureError, match="latent"):
+        require_graphs(dataclasses.replace(spec, latent=latent))

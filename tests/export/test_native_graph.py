@@ -166,6 +166,15 @@ class QuickGelu(OpRun):
         return (silu(x),)
 
 
+class Activation(OpRun):
+    op_domain = graph.NATIVE_DOMAIN
+
+    def _run(self, x: Array, times: Any = None, constants: Any = None, **a: Any) -> tuple[Array]:
+        assert (a["kind"], a["paired"], times, constants) == (0, 1, None, None)
+        gate, up = np.split(x, 2, axis=-1)
+        return (silu(gate) * up,)
+
+
 class Attention(OpRun):
     """Over float32 pages, which it alone reads and writes: in a layer's part keys and values by slot, head, channel."""
 
@@ -213,7 +222,7 @@ def stored(pool: Array, layout: Array, layer: int, heads: int, width: int) -> Ar
     return part.reshape(-1, 2, graph.PAGE_SLOTS, heads, width)
 
 
-OPERATORS = [EmbeddingLowBit, LinearLowBit, LinearFloat, MoELowBit, QuickGelu, Attention]
+OPERATORS = [EmbeddingLowBit, LinearLowBit, LinearFloat, MoELowBit, QuickGelu, Activation, Attention]
 
 
 def make(folder: Path, arch: str, config: ExportConfig, settings: dict[str, Any]) -> None:

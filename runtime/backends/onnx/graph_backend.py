@@ -7,14 +7,15 @@ those of each backend.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, graph
-from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
+from edgeinfer.bundle.arithmetic import query_factors, rope_tables
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -92,8 +93,7 @@ class GraphBackend(ABC):
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)
         self._looked_up = self._watch_embedding()
-        tables = rope_tables(decoder.rope, places, capacity)
-        self._tables = [device_value(np.ascontiguousarray(t), device) for t in tables]
+        self._tables = {name: device_value(table, device) for name, table in _tables(decoder, places, capacity)}
         self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
         self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._layer_mask = self._all_layers.copy()
@@ -184,8 +184,8 @@ class GraphBackend(ABC):
             inputs |= {graph.EXPERT_COUNT: self._experts.count, graph.EXPERT_BIAS: self._experts.bias}
         for name, array in inputs.items():
             bind_input(step.binding, name, array)
-        step.binding.bind_ortvalue_input(graph.COS_CACHE, self._tables[0])
-        step.binding.bind_ortvalue_input(graph.SIN_CACHE, self._tables[1])
+        for name, table in self._tables.items():
+            step.binding.bind_ortvalue_input(name, table)
         self._bind_cache(step)
         step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
@@ -205,7 +205,7 @@ class GraphBackend(ABC):
     @property
     def _buffer_bytes(self) -> int:
         """Bytes of inputs and outputs of passes."""
-        return self._buffers.nbytes + sum(int(t.tensor_size_in_bytes()) for t in self._tables)
+        return self._buffers.nbytes + sum(int(t.tensor_size_in_bytes()) for t in self._tables.values())
 
     def close(self) -> None:
         """Drops the session and all buffers."""
@@ -215,6 +215,16 @@ class GraphBackend(ABC):
         # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
         del self._session, self._buffers, self._tables
         self._graph.close()
+
+
+def _tables(decoder: DecoderSpec, rows: int, capacity: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """What positions mean to attention, by input: the tables of all rotations, and factors of queries."""
+    for index, rope in enumerate(decoder.ropes):
+        for name, table in zip(graph.rotary_names(index), rope_tables(rope, rows, capacity), strict=True):
+            yield name, np.ascontiguousarray(table)
+    factored = [rope for rope in decoder.ropes if rope.query_beta]
+    if factored:
+        yield graph.QUERY_FACTORS, query_factors(factored[0], np.arange(rows))[:, None]
 
 
 def bind_input(binding: Binding, name: str, array: NDArray[Any]) -> None:

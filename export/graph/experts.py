@@ -1,0 +1,160 @@
+"""The experts of a layer: their matrices, and what runs those that a router chose, in ONNX Runtime's operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgeinfer.bundle import Blob, MoESpec, TensorEntry
+from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
+
+__all__ = ["Experts", "Mixing", "Routing", "float_experts", "quantized_experts"]
+
+# Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.
+_INT8_ACTIVATIONS = 4
+# silu(gate) * up, with the rows of gate and up by turns; other constants than these two bend the curve.
+_SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Names of what a router chose, by token and slot; a slot whose weight is zero has the id -1 in `ids`.
+
+    Attributes:
+        chosen: ids as chosen, whatever their weight.
+    """
+
+    ids: str
+    chosen: str
+    weights: str
+    scores: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer: a table of one format, or in the native layout of many."""
+
+    layer: int
+    moe: MoESpec
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the experts are quantized, which holds for all of a layer or none."""
+        return self.entry(0, "down").bits < 32
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of experts of a token that there are operators for where an operator has a number of its own."""
+        counts = {self.moe.draft_count, self.moe.top_k}
+        return tuple(sorted(counts)) if self.moe.gated or self.quantized else (self.moe.top_k,)
+
+    @property
+    def into(self) -> str:
+        """The part that the hidden states enter."""
+        return "gate_up" if self.moe.gated else "up"
+
+    def entry(self, expert: int, part: str) -> TensorEntry:
+        """A matrix of an expert."""
+        return self.tensors[expert_tensor(self.layer, expert, part)]
+
+    def stacked(self, graph: GraphBuilder, part: str, blob: str = "data") -> str:
+        """The initializer of what lies together: a part of all experts; empty where they have none."""
+        first = getattr(self.entry(0, part), blob)
+        if first is None:
+            return ""
+        rows, *rest = first.shape
+        whole = Blob(first.offset, first.dtype, (self.moe.experts, rows, math.prod(rest)))
+        suffix = "" if blob == "data" else f".{blob}"
+        return graph.weight(f"layers.{self.layer}.mlp.experts.{part}{suffix}", whole)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What an operator of experts adds to what.
+
+    Attributes:
+        count: most experts of a token.
+        value: what enters them, normalised.
+        residual: what the results of the chosen experts, times their weights, are added to; empty for nothing.
+        result: name of the sum.
+    """
+
+    experts: Experts
+    count: int
+    value: str
+    routing: Routing
+    residual: str
+    result: str
+
+
+def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
+    """Experts of float32: ONNX Runtime's MoE where they are gated, else all of them, multiplied by their weights.
+
+    MoE takes what its own softmax makes weights of: their logarithms, which give them divided by their sum.
+    """
+    experts, routing = mixing.experts, mixing.routing
+    prefix = f"layers.{experts.layer}.mlp.experts"
+    dense = _dense_weights(graph, routing, prefix)
+    if not experts.moe.gated:
+        mixed = _all_experts(graph, experts, mixing.value, dense)
+    else:
+        logarithms = graph.op("Log", [dense], f"{prefix}.logarithms")
+        inputs = [mixing.value, logarithms, experts.stacked(graph, "gate_up"), "", experts.stacked(graph, "down")]
+        sizes = {"k": mixing.count, "normalize_routing_weights": 1}
+        mixed = graph.op("MoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, **sizes, **_SWIGLU)
+        if not experts.moe.renormalize or experts.moe.scale != 1:
+            total = graph.op("ReduceSum", [routing.weights, graph.constant([-1])], f"{prefix}.total", keepdims=1)
+            mixed = graph.op("Mul", [mixed, total], f"{prefix}.weighted")
+    return _added(graph, mixing, mixed)
+
+
+def _added(graph: GraphBuilder, mixing: Mixing, mixed: str) -> str:
+    inputs = [mixing.residual, mixed]
+    return graph.op("Add", inputs, mixing.result) if mixing.residual else graph.op("Identity", [mixed], mixing.result)
+
+
+def _dense_weights(graph: GraphBuilder, routing: Routing, prefix: str) -> str:
+    """The weight of every expert for every token (S, E), zero for those that were not chosen."""
+    shape = graph.op("Shape", [routing.scores], f"{prefix}.shape")
+    zeros = graph.op("ConstantOfShape", [shape], f"{prefix}.zeros")
+    inputs = [zeros, routing.chosen, routing.weights]
+    scattered = graph.op("ScatterElements", inputs, f"{prefix}.scattered", axis=-1)
+    return graph.op("Squeeze", [scattered, graph.constant([0])], f"{prefix}.weights")
+
+
+def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) -> str:
+    """The results of all experts, which are not gated, times their weights (S, E)."""
+    prefix, moe = f"layers.{experts.layer}.mlp.experts", experts.moe
+    up, down = experts.stacked(graph, "up"), experts.stacked(graph, "down")
+    tokens = graph.op("Squeeze", [value, graph.constant([0])], f"{prefix}.tokens")
+    columns = graph.op("Transpose", [tokens], f"{prefix}.columns", perm=[1, 0])
+    inner = graph.op("MatMul", [up, columns], f"{prefix}.inner")  # (E, F, S)
+    activated = graph.op("QuickGelu", [inner], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
+    turned = graph.op("Transpose", [dense], f"{prefix}.turned", perm=[1, 0])
+    each = graph.op("Reshape", [turned, graph.constant([moe.experts, 1, -1])], f"{prefix}.each")
+    weighted = graph.op("Mul", [activated, each], f"{prefix}.weighted")
+    results = graph.op("MatMul", [down, weighted], f"{prefix}.results")  # (E, D, S)
+    total = graph.op("ReduceSum", [results, graph.constant([0])], f"{prefix}.total", keepdims=1)
+    return graph.op("Transpose", [total], f"{prefix}.mixed", perm=[0, 2, 1])
+
+
+def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
+    """Experts of the portable layout: QMoE, whose weights are handed to it.
+
+    Experts that are not gated are all computed by the whole model: their router may choose any number of them.
+    """
+    experts, routing = mixing.experts, mixing.routing
+    prefix, into = f"layers.{experts.layer}.mlp.experts", experts.into
+    dense = _dense_weights(graph, routing, prefix)
+    # Weights of a norm may be negative: not the highest are chosen then, but those farthest from zero.
+    judged = dense if experts.moe.router == "softmax" else graph.op("Abs", [dense], f"{prefix}.distances")
+    first, last = ([experts.stacked(graph, p, b) for b in ("data", "scales", "zero_points")] for p in (into, "down"))
+    inputs = [mixing.value, judged, *first[:2], "", *last[:2], "", "", "", "", first[2], last[2], "", dense]
+    entry = experts.entry(0, into)
+    activation = _SWIGLU if experts.moe.gated else {"activation_type": "silu"}
+    formats = {"expert_weight_bits": entry.bits, "block_size": entry.block_size, "accuracy_level": _INT8_ACTIVATIONS}
+    mixed = graph.op("QMoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, k=mixing.count, **formats, **activation)
+    return _added(graph, mixing, mixed)
