@@ -19,6 +19,8 @@ from unittest import mock
 
 import pytest
 
+from edgeinfer.runtime.native.binding import VERSION
+
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "runtime" / "native"
 LOADER = ROOT / "tests" / "runtime" / "native" / "loader.c"
