@@ -50,6 +50,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3": {},
 }
 _HALF_HEAD = 8
+# Configurations whose class is not named after the model's.
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 # What the families differ in among themselves: (architecture, configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in ARCHITECTURES},
@@ -146,7 +148,7 @@ def make_checkpoint(
         overrides: fields of the model's configuration.
     """
     name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
-    config_class = getattr(transformers, f"{name}Config")
+    config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
     config = config_class(**(_COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
     config.architectures = [f"{name}ForCausalLM"]
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()

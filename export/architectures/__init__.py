@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
+from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE
+from edgeinfer.export.architectures.near_llama import (
+    APERTUS,
+    ARCEE,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    GRANITE,
+    HELIUM,
+    HUNYUAN,
+    MINISTRAL,
+    MINISTRAL3,
+    SEED_OSS,
+    SMOLLM3,
+)
+from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4)
+_NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN, APERTUS)
+_LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN)
-ARCHITECTURES = (*_DENSE, *_MIXTURES)
+ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

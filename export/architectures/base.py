@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Source:
         joined: of a matrix, the axis along which they follow one another instead.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
+        softplus: log(1 + exp(x)) of them is taken before all else.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Source:
     joined: int | None = None
     scale: float = 1.0
     offset: float = 0.0
+    softplus: bool = False
 
     @property
     def stored_shape(self) -> Shape:
@@ -88,6 +91,11 @@ class TensorPlan:
 
     name: str
     sources: tuple[Source, ...]
+
+    def changed(self, *, scale: float = 1.0, offset: float = 0.0) -> TensorPlan:
+        """The same with other values: what is stored plus the offset, times the scale."""
+        changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
+        return TensorPlan(self.name, tuple(changed))
 
     @property
     def shape(self) -> Shape:
@@ -226,6 +234,7 @@ class Naming:
     mlp_inner_norm: str = "mlp.ffn_sub_norm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    xielu: tuple[str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
 
 
@@ -315,6 +324,8 @@ class Architecture:
             linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
         else:
             linear("mlp.up", (names.up,), (wide,), hidden, spec.mlp_bias)
+        if spec.activation == "xielu":
+            plans.append(_xielu_plan(f"{prefix}.mlp.xielu", [root + each for each in names.xielu]))
         if spec.inner_norms:
             norm("mlp.inner_norm", names.mlp_inner_norm, wide)
         linear("mlp.down", (names.down,), (hidden,), wide, spec.mlp_bias)
@@ -328,6 +339,15 @@ def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> lis
     if spec.norm_bias:
         plans.append(plan(f"{name}_bias", (source.removesuffix("weight") + "bias", shape)))
     return plans
+
+
+# Source: transformers' XIELUActivation: alpha_n is the softplus of what is stored plus beta.
+_XIELU_BETA = 0.5
+
+
+def _xielu_plan(name: str, sources: list[str]) -> TensorPlan:
+    positive, negative = (Source(each, (1,), softplus=True) for each in sources)
+    return TensorPlan(name, (positive, dataclasses.replace(negative, offset=_XIELU_BETA)))
 
 
 def common_spec(

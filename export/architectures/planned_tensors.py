@@ -68,6 +68,8 @@ class PlannedRows:
         if not np.isfinite(values).all():
             hint = "The checkpoint is damaged or its training diverged."
             raise CheckpointError(f"Tensor {source.name!r} contains values that are not finite.", hint)
+        if source.softplus:
+            values = np.logaddexp(values, np.float32(0))
         if source.offset:
             values += np.float32(source.offset)
         if source.scale != 1:

@@ -203,7 +203,7 @@ class _DecoderGraph:
         if not norm:
             return self._ops.linear(graph, value, name, result, residual=residual, part=part)
         # A norm of the zeros that a masked operator gives is zeros, as it has no bias.
-        product = self._ops.linear(graph, value, name, f"{name}.product", part=part)
+        product = self._ops.linear(graph, value, name, f"{name}.given", part=part)
         return self._ops.add_normed(graph, residual, product, norm, result)
 
     def _mlp(self, layer: int, entering: Entering, runs: str, result: str) -> str:

@@ -25,6 +25,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -99,11 +100,17 @@ class HFConfig:
             raise _wrong("hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
         return self.integer("head_dim", hidden // heads)
 
-    def rope(self, head_dim: int) -> RopeSpec:
-        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    def rope(self, head_dim: int, layers: str = "") -> RopeSpec:
+        """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+        Args:
+            layers: type of the layers, such as "full_attention", whose rotation it is where the types have their own.
+        """
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
-        if not isinstance(given, dict):
-            raise _wrong("rope_parameters", given, "an object")
+        if isinstance(given, dict) and layers and isinstance(given.get(layers), dict):
+            given = given[layers]
+        if not isinstance(given, dict) or any(isinstance(each, dict) for each in given.values()):
+            raise _wrong("rope_parameters", given, "an object with the constants of one rotation")
         kind = given.get("rope_type", given.get("type", "default"))
         theta = _number(given, "rope_theta", self.number("rope_theta", 10000.0))
         partial = _number(given, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
@@ -134,7 +141,7 @@ class HFConfig:
     def _yarn(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
         longest = self.integer("max_position_embeddings")
         original = int(_number(given, "original_max_position_embeddings", longest))
-        factor = _number(given, "factor")
+        factor = _number(given, "factor", longest / original)
         # Source: the YaRN paper and transformers' _compute_yarn_parameters.
         mscales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(mscales):
@@ -155,6 +162,7 @@ class HFConfig:
             beta_fast=_number(given, "beta_fast", 32.0),
             beta_slow=_number(given, "beta_slow", 1.0),
             truncate=truncate is not False,
+            query_beta=0.0 if not given.get("llama_4_scaling_beta") else _number(given, "llama_4_scaling_beta"),
         )
 
     def _longrope(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
@@ -175,6 +183,38 @@ class HFConfig:
             attention_factor=_number(given, "attention_factor", derived),
         )
 
+    def local_rope(self, head_dim: int) -> RopeSpec:
+        """The rotation of layers with a sliding window: one of their own, else a plain one, whatever others have.
+
+        Its base is `rope_local_base_freq` where transformers 4 wrote that.
+        """
+        given = self._values.get("rope_parameters")
+        if isinstance(given, dict) and isinstance(given.get("sliding_attention"), dict):
+            return self.rope(head_dim, "sliding_attention")
+        nested = given.get("rope_theta") if isinstance(given, dict) else None
+        theta = self.number("rope_theta", 10000.0) if nested is None else _number({"rope_theta": nested}, "rope_theta")
+        return RopeSpec("default", self.number("rope_local_base_freq", theta), head_dim)
+
+    def slides(self, pattern: int = 0) -> list[bool]:
+        """Which layers have a sliding window, by `layer_types`, or all but each `sliding_window_pattern`th.
+
+        Args:
+            pattern: of a config that says neither; 0 is no sliding layer.
+        """
+        layers, kinds = self.integer("num_hidden_layers"), self._values.get("layer_types")
+        if kinds is None:
+            given = self._values.get("sliding_window_pattern")
+            step = pattern if given is None else self.integer("sliding_window_pattern")
+            return [bool(step) and (layer + 1) % step != 0 for layer in range(layers)]
+        known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+        if not known or len(kinds) != layers:
+            raise _wrong("layer_types", kinds, f"full_attention or sliding_attention for each of {layers} layers")
+        return [kind == "sliding_attention" for kind in kinds]
+
+    def windows_of(self, slides: list[bool]) -> tuple[int, ...]:
+        """The window of each layer: `sliding_window` of those that slide, 0 of the others; empty where none has one."""
+        return self._windows(slides)
+
     def uniform_windows(self) -> tuple[int, ...]:
         """One sliding window for all layers, where `sliding_window` gives one."""
         return self._windows([True] * self.integer("num_hidden_layers"))
@@ -184,14 +224,10 @@ class HFConfig:
         layers = self.integer("num_hidden_layers")
         if not self.flag("use_sliding_window"):
             return ()
-        kinds = self._values.get("layer_types")
-        if kinds is None:
+        if self._values.get("layer_types") is None:
             first = self._values.get("max_window_layers", 0)
             return self._windows([layer >= first for layer in range(layers)])
-        known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
-        if not known or len(kinds) != layers:
-            raise _wrong("layer_types", kinds, f"full_attention or sliding_attention for each of {layers} layers")
-        return self._windows([kind == "sliding_attention" for kind in kinds])
+        return self._windows(self.slides())
 
     def _windows(self, slides: list[bool]) -> tuple[int, ...]:
         given = self._values.get("sliding_window")

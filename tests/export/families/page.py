@@ -1,0 +1,64 @@
+"""Writes docs/families.md: every family of the table, with how far its logits are from transformers'.
+
+python -m tests.export.families.page
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from edgeinfer.apps.bench.render import markdown_table
+from edgeinfer.bundle import open_bundle
+from edgeinfer.export import ExportConfig, export_checkpoint
+from tests.export.families.table import FAMILIES, Family
+from tests.export.families.test_families import ROOT, backends, branches, chunks, run
+from tests.export.passes import TOKENS, expected_logits
+from tests.factories import make_checkpoint
+
+_LEAD = """\
+# Families
+
+These are the checkpoints that edgeinfer converts by itself, with transformers' names of their classes. Small random
+checkpoints of each are exported in float32, run, and compared with transformers. The numbers are the largest
+difference of any logit, in one pass, in chunks and on a draft tree, over all configurations that the tests try:
+`native` by our own kernel, `portable` by the operators of ONNX Runtime. [BlockFFN](guide/models.md) runs too;
+transformers does not have it.
+
+`python -m tests.export.families.page` writes this page, and the tests hold every family to 1e-4.
+
+"""
+
+
+def _differences(family: Family) -> tuple[str, ...]:
+    """The largest difference of each layout, over all configurations."""
+    found: dict[str, float] = {}
+    for settings in family.settings:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            model = make_checkpoint(folder / "checkpoint", family.name, **settings)
+            expected = expected_logits(model, TOKENS)
+            bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(bits=32)))
+            for backend, layout in zip(backends(bundle, family), ("native", "portable"), strict=False):
+                seen = [chunks(backend) - expected, branches(backend) - expected[7:10]]
+                backend.cache.clear()
+                most = max(float(np.abs(each).max()) for each in (*seen, run(backend, TOKENS) - expected))
+                found[layout] = max(most, found.get(layout, 0.0))
+    return tuple(f"{found[layout]:.1e}" if layout in found else "" for layout in ("native", "portable"))
+
+
+def main() -> None:
+    """Measures all families and writes the page."""
+    rows = [
+        (family.title, *_differences(family), str(len(family.settings)), f"`{family.name}ForCausalLM`")
+        for family in FAMILIES
+    ]
+    header = ("family", "native", "portable", "configurations", "class")
+    text = _LEAD + markdown_table(header, rows, left=(0, 4))
+    (ROOT / "docs" / "families.md").write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

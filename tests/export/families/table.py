@@ -1,0 +1,142 @@
+"""The families of checkpoints that are exported, with small configurations of each; docs/families.md lists them.
+
+A family is added by a line here: transformers' name of its classes, and what its configurations set. The sizes that
+all share are those of `tests.factories`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.factories import MIXTURES, VARIANTS
+
+__all__ = ["FAMILIES", "Family", "cases"]
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family.
+
+    Attributes:
+        title: as its makers call it.
+        name: of transformers' classes, without what follows it.
+        settings: of the configurations that are tried; the fast tier tries the first.
+        portable: whether ONNX Runtime's own operators can compute it too.
+    """
+
+    title: str
+    name: str
+    settings: tuple[Settings, ...]
+    portable: bool = True
+
+
+def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
+    """A family whose other configurations are the first with something else."""
+    return Family(title, name, (first, *({**first, **settings} for settings in more)))
+
+
+# Rotations whose factors change with a text's length have tests of their own.
+_LONG = {"original_max_position_embeddings"}
+
+
+def _known(title: str, name: str) -> Family:
+    """A family whose configurations other tests share."""
+    known = (VARIANTS | MIXTURES).values()
+    return Family(
+        title, name, tuple(settings for class_, settings in known if class_ == name and not _LONG & set(settings))
+    )
+
+
+def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
+
+
+_TIED = {"tie_word_embeddings": True}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_LOCAL = {"rope_type": "default", "rope_theta": 1e3}
+_BY_TYPE = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "sliding_attention": _LOCAL}
+_GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5}
+_WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
+
+FAMILIES: tuple[Family, ...] = (
+    _known("Llama, SmolLM", "Llama"),
+    _known("Mistral", "Mistral"),
+    _known("Qwen2, Qwen2.5", "Qwen2"),
+    _known("Qwen3", "Qwen3"),
+    _known("Phi-3, Phi-4-mini", "Phi3"),
+    _family("Gemma", "Gemma", _TIED | {"head_dim": 32}, {"num_key_value_heads": 1}),
+    _family(
+        "Gemma 2",
+        "Gemma2",
+        _TIED | _WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 24},
+        {"final_logit_softcapping": None},
+    ),
+    _family(
+        "Gemma 3",
+        "Gemma3",
+        _TIED | _WINDOWS | {"head_dim": 32, "rope_parameters": _BY_TYPE},
+        {"query_pre_attn_scalar": 24},
+    ),
+    _family("OLMo 2", "Olmo2", {}, {"attention_bias": True}, {"rope_parameters": _YARN}),
+    _family(
+        "OLMo 3", "Olmo3", _WINDOWS | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL}}, _TIED
+    ),
+    _family("EXAONE 4", "Exaone4", _WINDOWS, {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    _family(
+        "SmolLM3", "SmolLM3", {"no_rope_layers": [1, 1, 0]}, _TIED, {"use_sliding_window": True, "sliding_window": 5}
+    ),
+    _family("Ministral", "Ministral", _WINDOWS | {"head_dim": 32}, {"head_dim": 16}),
+    _family(
+        "Ministral 3",
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4},
+        },
+    ),
+    _family("Granite", "Granite", _GRANITE, _TIED | _BIASES),
+    _family("GLM", "Glm", {"attention_bias": True, "head_dim": 32, **_default(partial_rotary_factor=0.5)}),
+    _family("GLM 4", "Glm4", {"attention_bias": True, "head_dim": 32, **_default(partial_rotary_factor=0.5)}),
+    _family("ERNIE 4.5", "Ernie4_5", {}, _TIED | {"use_bias": True, "head_dim": 32}),
+    _family("Helium", "Helium", {"head_dim": 16}, {"head_dim": 16, "num_key_value_heads": 4}),
+    _family("Arcee AFM", "Arcee", {}, _BIASES | {"head_dim": 32}),
+    _family(
+        "Seed-OSS", "SeedOss", {"attention_bias": True, "attention_out_bias": True, "head_dim": 32}, {"mlp_bias": True}
+    ),
+    _family(
+        "Hunyuan",
+        "HunYuanDenseV1",
+        {"head_dim": 32},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
+    ),
+    _family("Apertus", "Apertus", {}, {"attention_bias": True}),
+    _family("Phi-1 to Phi-2", "Phi", _default(partial_rotary_factor=0.5), {"num_key_value_heads": 4}),
+    _family(
+        "StableLM",
+        "StableLm",
+        _default(partial_rotary_factor=0.25),
+        {"use_qkv_bias": True},
+        {"use_parallel_residual": True},
+    ),
+    _family("StarCoder 2", "Starcoder2", {"sliding_window": 5}, {"use_bias": False}),
+    _family("Nemotron", "Nemotron", _default(partial_rotary_factor=0.5), _BIASES),
+    _family("Command R", "Cohere", _TIED, {"attention_bias": True}),
+    _family("Command R7B", "Cohere2", _TIED | _WINDOWS, {"logit_scale": 0.25}),
+    _known("Mixtral", "Mixtral"),
+    _known("Qwen2-MoE", "Qwen2Moe"),
+    _known("Qwen3-MoE", "Qwen3Moe"),
+    _known("OLMoE", "Olmoe"),
+    _known("Granite 3 MoE", "GraniteMoe"),
+    _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
+)
+
+
+def cases() -> list[tuple[Family, int]]:
+    """Every configuration of every family."""
+    return [(family, index) for family in FAMILIES for index in range(len(family.settings))]

@@ -1,0 +1,120 @@
+"""Every family of checkpoints, exported and run, against transformers: chunks, rollback, trees, replies, few bits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from edgeinfer.runtime.native.library import LIBRARY
+from tests.export.families.table import FAMILIES, Family, cases
+from tests.export.passes import TOKENS, expected_logits
+from tests.factories import make_checkpoint
+
+ROOT = Path(__file__).parents[3]
+TOLERANCE = 1e-4
+# Activations are rounded to int8 before every product: of the norm of logits that weights of 4 bits give.
+ROUNDED = 0.06
+CONTEXT, REPLY = 48, 24
+Floats = NDArray[np.float32]
+
+
+def run(backend: Backend, tokens: Any, tree: list[int] | None = None, places: list[int] | None = None) -> Floats:
+    start, size = backend.cache.length, len(tokens)
+    positions = np.arange(start, start + size) if places is None else np.array(places)
+    parents = None if tree is None else np.array(tree)
+    given = ForwardInput(np.asarray(tokens, np.int64), positions, np.arange(size), tree=parents)
+    return backend.forward(given).logits.copy()
+
+
+def backends(bundle: Bundle, family: Family) -> Iterator[Backend]:
+    """Those of both layouts, as far as they run here."""
+    if LIBRARY.is_file():
+        yield PagedBackend(bundle, CONTEXT)
+    if family.portable:
+        yield OnnxBackend(bundle, CONTEXT, layout=PORTABLE)
+
+
+def chunks(backend: Backend) -> Floats:
+    return np.concatenate([run(backend, part) for part in (TOKENS[:7], TOKENS[7:8], TOKENS[8:])])
+
+
+def branches(backend: Backend) -> Floats:
+    """The last three tokens but one as a chain in a tree with siblings; of those rows."""
+    backend.cache.trim(7)
+    return run(backend, [TOKENS[7], 9, TOKENS[8], 11, TOKENS[9]], [-1, -1, 0, 0, 2], [7, 7, 8, 8, 9])[[0, 2, 4]]
+
+
+def reply(backend: Backend) -> list[int]:
+    """What is decoded greedily after TOKENS, whose last rows a rollback dropped."""
+    backend.cache.trim(4)
+    tokens = [int(run(backend, TOKENS[4:])[-1].argmax())]
+    while len(tokens) < REPLY:
+        tokens.append(int(run(backend, tokens[-1:])[0].argmax()))
+    return tokens
+
+
+def check(family: Family, settings: Any, folder: Path) -> None:
+    model = make_checkpoint(folder / "checkpoint", family.name, **settings)
+    expected = expected_logits(model, TOKENS)
+    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "floats", ExportConfig(bits=32)))
+    assert np.abs(run(ReferenceBackend(bundle, CONTEXT), TOKENS) - expected).max() <= TOLERANCE
+    for backend in backends(bundle, family):
+        assert np.abs(chunks(backend) - expected).max() <= TOLERANCE
+        assert np.abs(branches(backend) - expected[7:10]).max() <= TOLERANCE
+        said = reply(backend)
+        theirs = expected_logits(model, np.array([*TOKENS, *said[:-1]]))[len(TOKENS) - 1 :]
+        # A tie may be decided otherwise.
+        assert (theirs.max(axis=1) - theirs[range(REPLY), said] <= TOLERANCE).all()
+    check_few_bits(family, folder)
+
+
+def check_few_bits(family: Family, folder: Path) -> None:
+    config = ExportConfig(bits=4, group_size=32, keep_small=False)
+    bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "few-bits", config))
+    wanted = run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+    assert bundle.manifest.decoder is not None
+    # Experts that no group divides stay floats, which ONNX Runtime multiplies.
+    float_experts = any(t.bits == 32 and find_expert(t.name) for t in bundle.manifest.tensors)
+    for backend in backends(bundle, family):
+        whole = run(backend, TOKENS)
+        # Where a router's scores are nearly even, rounding chooses other experts for a token: most rows are near then.
+        error = np.linalg.norm(whole - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert np.median(error) <= ROUNDED and (bundle.manifest.decoder.moe or error.max() <= 2 * ROUNDED)
+        if isinstance(backend, PagedBackend) and not float_experts:
+            backend.cache.clear()
+            assert np.array_equal(chunks(backend), whole)
+            assert np.array_equal(branches(backend), whole[7:10])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_family_computes_what_transformers_does(family: Family, tmp_path: Path) -> None:
+    check(family, family.settings[0], tmp_path)
+
+
+FURTHER = [pytest.param(family, place, id=f"{family.name}-{place}") for family, place in cases() if place]
+
+
+@pytest.mark.parametrize(("family", "place"), FURTHER)
+def test_its_other_configurations_do_too(family: Family, place: int, tmp_path: Path) -> None:
+    check(family, family.settings[place], tmp_path)
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (ROOT / "docs" / "families.md").read_text("utf-8")
+    listed = re.findall(r"^\| ([^|]+?) +\| [\d.]+e-\d\d", page, re.MULTILINE)
+    assert listed == [family.title for family in FAMILIES], "run: python -m tests.export.families.page"
+    assert NATIVE in page
