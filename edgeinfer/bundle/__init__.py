@@ -1,10 +1,11 @@
 """The bundle format: all that export and runtime share."""
 
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
-from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec, RopeSpec
+from edgeinfer.bundle.spec import DecoderSpec, MoESpec, RopeSpec
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.bundle.writing import MANIFEST, seal, write_bundle, write_file
 
@@ -22,6 +23,7 @@ __all__ = [
     "DecoderSpec",
     "FileEntry",
     "Geometry",
+    "KVLayer",
     "KVScales",
     "Layout",
     "Manifest",

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
-from edgeinfer.bundle.spec import Geometry
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 

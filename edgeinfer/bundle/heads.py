@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import ArrayFileError, Arrays, decode_arrays, encode_arrays
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.opening import add_file, open_bundle
-from edgeinfer.bundle.spec import Geometry
 from edgeinfer.bundle.store import Bundle, reading
 from edgeinfer.bundle.writing import MANIFEST, write_bundle
 from edgeinfer.errors import BundleError, StorageError

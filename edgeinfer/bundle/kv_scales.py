@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.bundle.opening import add_file, open_bundle
-from edgeinfer.bundle.spec import Geometry
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UsageError
 

@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
 from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.plan_record import PlanRecord
-from edgeinfer.bundle.spec import DecoderSpec, Geometry, MoESpec
+from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.errors import BundleError
@@ -339,6 +340,7 @@ class Manifest:
     def to_json(self) -> str:
         """The text of `edgeinfer.json`."""
         data = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
+        data["geometry"] = self.geometry.description()
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"

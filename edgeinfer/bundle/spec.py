@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
-from edgeinfer.errors import BundleError
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.geometry import require_described as _require
 
 __all__ = [
     "Activation",
     "DecoderSpec",
-    "Geometry",
     "LatentSpec",
     "MoESpec",
     "NormKind",
@@ -28,11 +27,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"
 NormKind = Literal["rms", "layer"]
 Router = Literal["softmax", "relu", "sigmoid"]
 OutputGate = Literal["", "channel", "head"]
-
-
-def _require(condition: bool, what: str) -> None:
-    if not condition:
-        raise BundleError(f"Model description: {what}.", "The bundle is damaged or made by another program.")
 
 
 @dataclass(frozen=True)
@@ -82,32 +76,6 @@ class RopeSpec:
             sizes = {len(self.short_factors), len(self.long_factors)}
             _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
             _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _require(value > 0, f"{name} must be positive")
-        # Ten times the deepest models: a runtime that makes something for each layer must come to an end.
-        _require(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
-
-    def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
-        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.kv_types.
-
-        Raises:
-            UsageError: there is no such type.
-        """
-        return 2 * self.num_layers * self.num_kv_heads * find_kv_type(kv).row_bytes(self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
@@ -21,7 +21,6 @@ __all__ = [
     "ObservedCache",
     "SharingCache",
     "check_edit",
-    "check_edit_sizes",
     "check_length",
     "check_snapshot",
     "row_range",
@@ -29,6 +28,10 @@ __all__ = [
 
 # Takes a layer's number and float32 copies of its keys and values, (H, n, h); returns as many or fewer rows of each.
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
+
+
+# Items of a stored row by its channels.
+_Width = Callable[[int], int]
 
 
 class CacheSnapshot(Protocol):
@@ -48,7 +51,7 @@ class CacheSnapshot(Protocol):
 
     @property
     def keys(self) -> Sequence[NDArray[Any]]:
-        """Keys of each layer as they are stored, (kv_heads, length, width); copied each time where they are held."""
+        """Keys of each layer as they are stored, (heads, length, width); copied each time where they are held."""
 
     @property
     def values(self) -> Sequence[NDArray[Any]]:
@@ -199,8 +202,7 @@ def check_snapshot(
     """
     check_type(snapshot, capacity, kv, scales)
     kind = find_kv_type(kv)
-    width = kind.width(geometry.head_dim)
-    check_rows(snapshot, geometry.num_layers, geometry.num_kv_heads, (width, width), kind.dtype)
+    check_rows(snapshot, geometry.kept, (kind.width, kind.width), kind.dtype)
 
 
 def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> None:
@@ -216,18 +218,22 @@ def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> 
         raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
 
 
-def check_rows(snapshot: CacheSnapshot, layers: int, heads: int, widths: tuple[int, int], dtype: str) -> None:
-    """Refuses rows of other shapes than a model's: its layers, heads, and items of a stored key and value.
+def check_rows(snapshot: CacheSnapshot, kept: Sequence[KVLayer], widths: tuple[_Width, _Width], dtype: str) -> None:
+    """Refuses rows of other shapes than a model's.
+
+    Args:
+        kept: of each layer of the model.
+        widths: items of a stored key, and of a stored value, by its channels.
 
     Raises:
         BackendError: they have others.
     """
-    kinds = zip((snapshot.keys, snapshot.values), widths, strict=True)
-    fit = all(
-        len(arrays) == layers and all(a.shape == (heads, snapshot.length, width) and a.dtype == dtype for a in arrays)
-        for arrays, width in kinds
-    )
-    if not fit:
+    key_width, value_width = widths
+    sizes = [key_width(each.key_size) if each.heads else 0 for each in kept]
+    sizes += [value_width(each.value_size) if each.heads else 0 for each in kept]
+    arrays = (*snapshot.keys, *snapshot.values)
+    shapes = [(each.heads, snapshot.length, size) for each, size in zip((*kept, *kept), sizes, strict=True)]
+    if [a.shape for a in arrays] != shapes or any(a.dtype != dtype for a in arrays):
         raise BackendError("The snapshot belongs to another model.")
 
 
@@ -263,18 +269,7 @@ def row_range(start: int, stop: int | None, rows: int) -> tuple[int, int]:
 
 
 def check_edit(
-    geometry: Geometry,
-    layer: int,
-    edited: tuple[Floats, Floats],  # (H, n, h) each
-    rows: int,
-    left: int | None,
-) -> int:
-    """As `check_edit_sizes`, of a model whose keys and values have heads of one size."""
-    return check_edit_sizes((geometry.num_kv_heads, geometry.head_dim, geometry.head_dim), layer, edited, rows, left)
-
-
-def check_edit_sizes(
-    sizes: tuple[int, int, int],
+    kept: KVLayer,
     layer: int,
     edited: tuple[Floats, Floats],  # (H, n, h), (H, n, v)
     rows: int,
@@ -283,15 +278,15 @@ def check_edit_sizes(
     """How many rows an edit of `rows` rows left in a layer.
 
     Args:
-        sizes: heads, and channels of a key's and of a value's.
+        kept: by the layer.
         left: in the layers before; None in the first.
 
     Raises:
         BackendError: more than there were, or not `left`.
     """
-    (keys, values), (heads, key_size, value_size) = edited, sizes
+    keys, values = edited
     found = keys.shape[1] if left is None else left
-    fit = keys.shape == (heads, found, key_size) and values.shape == (heads, found, value_size)
+    fit = keys.shape == (kept.heads, found, kept.key_size) and values.shape == (kept.heads, found, kept.value_size)
     if not fit or found > rows:
         message = f"An edit of {rows} rows returned shapes {keys.shape} and {values.shape} in layer {layer}."
         raise BackendError(message)

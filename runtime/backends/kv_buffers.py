@@ -30,8 +30,7 @@ _FIRST_ROWS = 256
 
 
 class KVBuffers:
-    """Implements `KVCache`: keys and values of every layer, (1, kv_heads, rows, width), in place for
-    GroupQueryAttention.
+    """Implements `KVCache`: keys and values of every layer, (1, heads, rows, width), in place for GroupQueryAttention.
 
     Args:
         geometry: sizes of the model.
@@ -103,11 +102,12 @@ class KVBuffers:
         if self.unbind is not None:
             self.unbind()
         wanted = min(max(rows, 2 * self.rows, self._least), self._most)
-        g = self._geometry
-        shape = (1, g.num_kv_heads, wanted, self._kind.width(g.head_dim))
+        kept = self._geometry.kept
+        keys, values = [each.key_size for each in kept], [each.value_size for each in kept]
         try:
-            for arrays in (self.keys, self.values):
-                for layer in range(g.num_layers):
+            for arrays, sizes in ((self.keys, keys), (self.values, values)):
+                for layer, size in enumerate(sizes):
+                    shape = (1, kept[layer].heads, wanted, self._kind.width(size) if size else 0)
                     # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
                     grown = (self._zeros or np.zeros)(shape, self._kind.dtype)
                     if layer < len(arrays):
@@ -190,7 +190,7 @@ class KVBuffers:
         self.length = 0
         for layer in range(self._geometry.num_layers):
             edited = edit(layer, *(floats.copy() for floats in self.read(layer, 0, rows)))
-            left = check_edit(self._geometry, layer, edited, rows, left)
+            left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
             self.write(layer, 0, *edited)
         self.length = left or 0
 

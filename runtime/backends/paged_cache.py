@@ -14,7 +14,7 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
-    check_edit_sizes,
+    check_edit,
     check_length,
     check_rows,
     check_type,
@@ -68,12 +68,12 @@ class PageSnapshot:
     @property
     def keys(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
         """A copy of the keys of each layer as they are stored."""
-        return tuple(self.pool.rows.stored_keys(self.places))
+        return self.pool.rows.stored_keys(self.places)
 
     @property
     def values(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
         """A copy of the values of each layer as they are stored."""
-        return tuple(self.pool.rows.stored_values(self.places))
+        return self.pool.rows.stored_values(self.places)
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +224,7 @@ class PagedCache:
         last = pages_for(stop)
         if not self._can_share(start // PAGE, last):
             rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
-            keys, values = tuple(rows.stored_keys(places)), tuple(rows.stored_values(places))
+            keys, values = rows.stored_keys(places), rows.stored_values(places)
             return CopiedRows(stop - start, keys, values, layout.kv, layout.scales)
         self._shared = max(self._shared, last)
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start)
@@ -242,13 +242,12 @@ class PagedCache:
 
     def rewrite(self, edit: Edit) -> None:
         """Replaces the rows in use."""
-        layout, rows, left = self.pool.layout, self.length, None
+        rows, left = self.length, None
         self.length = 0
         self._own(0, rows)
-        sizes = layout.kv_heads, layout.key_size, layout.value_size
-        for layer in range(layout.layers):
+        for layer, kept in enumerate(self.pool.layout.layers):
             edited = edit(layer, *self.read(layer, 0, rows))
-            left = check_edit_sizes(sizes, layer, edited, rows, left)
+            left = check_edit(kept, layer, edited, rows, left)
             self.write(layer, 0, *edited)
         self.length = left or 0
 
@@ -295,7 +294,7 @@ class PagedCache:
         self.prepare(snapshot.length)
         for at in range(0, snapshot.length, _PIECE):
             stop = min(at + _PIECE, snapshot.length)
-            both = (np.stack([layer[:, at:stop] for layer in rows]) for rows in (keys, values))
+            both = ([layer[:, at:stop] for layer in rows] for rows in (keys, values))
             self.pool.rows.put_stored(self._places(start + at, start + stop), *both)
         self.length = start + snapshot.length
 
@@ -304,8 +303,7 @@ class PagedCache:
         check_type(snapshot, room, layout.kv, layout.scales)
         if isinstance(snapshot, PageSnapshot) and snapshot.pool is self.pool:
             return
-        widths = layout.keys.width(layout.key_size), layout.values.width(layout.value_size)
-        check_rows(snapshot, layout.layers, layout.kv_heads, widths, layout.keys.dtype)
+        check_rows(snapshot, layout.layers, (layout.keys.width, layout.values.width), layout.keys.dtype)
 
     def _can_share(self, first: int, last: int) -> bool:
         """Whether the pool has pages for all of this cache's rows without those at these places of the table."""

@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origi
     manifest = bundle.manifest
     opaque = [name for name in manifest.files if name.startswith("model") or name.endswith(".gguf")]
     weights = [WEIGHTS] if manifest.tensors else opaque
-    spec = asdict(manifest.geometry) if manifest.decoder is None else manifest.decoder.description()
+    spec = manifest.geometry.description() if manifest.decoder is None else manifest.decoder.description()
     model = [{name: manifest.files[name].sha256 for name in weights}, spec]
     run = [layout, engine, exact, VERSION]
     return Origin(*(hashlib.sha256(json.dumps(each, sort_keys=True).encode()).hexdigest() for each in (model, run)))

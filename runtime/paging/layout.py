@@ -1,8 +1,8 @@
 """Where keys and values lie in a page: the sizes and places that graph, kernel and numpy share.
 
-A page holds 64 positions of one sequence over all layers: the layers one behind the other, in each its heads, in each
-the keys and then the values. Keys lie in tiles of 16 positions, channel by channel, so that one channel of a query
-meets 16 keys at once; values lie row by row, padded to 16 channels.
+A page holds 64 positions of one sequence over all layers: the layers one behind the other, those with heads of one size
+together, in each its heads, in each the keys and then the values. Keys lie in tiles of 16 positions, channel by
+channel, so that one channel of a query meets 16 keys at once; values lie row by row, padded to 16 channels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
-__all__ = ["PAGE", "TILE", "PageLayout", "pages_for"]
+__all__ = ["PAGE", "TILE", "LayerGroup", "PageLayout", "pages_for"]
 
 PAGE = 64
 TILE = 16
@@ -33,32 +33,86 @@ def pages_for(rows: int) -> int:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Layers of a model whose heads are of one size: they lie side by side in a page.
+
+    Attributes:
+        layers: of the model, ascending.
+        kept: by each of them.
+        offset: where the first begins in a page.
+        keys, values: how their rows are stored.
+    """
+
+    layers: tuple[int, ...]
+    kept: KVLayer
+    offset: int
+    keys: RowCodec
+    values: RowCodec
+
+    @cached_property
+    def key_bytes(self) -> int:
+        """Of a head's keys in a page."""
+        shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.kept.key_size)
+        return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
+
+    @cached_property
+    def value_bytes(self) -> int:
+        """Of a head's values in a page."""
+        shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.kept.value_size)
+        return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
+
+    @property
+    def key_shape(self) -> tuple[int, int, int, int]:
+        """Of a head's keys without their scales: tiles, groups of channels, positions, items of a group."""
+        channels = self.keys.lanes * self.keys.packed
+        return PAGE // TILE, -(-self.kept.key_size // channels), TILE, self.keys.lanes
+
+    @property
+    def value_shape(self) -> tuple[int, int]:
+        """Of a head's values without their scales: positions, items of a row."""
+        padded = -(-self.kept.value_size // _VALUE_CHANNELS) * _VALUE_CHANNELS
+        return PAGE, padded // self.values.packed
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's part of a page."""
+        return self.kept.heads * (self.key_bytes + self.value_bytes)
+
+    @property
+    def end(self) -> int:
+        """Where the last layer's part of a page ends."""
+        return self.offset + len(self.layers) * self.layer_bytes
+
+    def head_parts(self, pages: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:  # (pages, bytes)
+        """The bytes of every head's keys and values, as views: (pages, layers, H, bytes) each."""
+        heads = pages[:, self.offset : self.end].reshape(
+            len(pages), len(self.layers), self.kept.heads, self.key_bytes + self.value_bytes
+        )
+        return heads[..., : self.key_bytes], heads[..., self.key_bytes :]
+
+
+@dataclass(frozen=True)
 class PageLayout:
     """The pages of one model's cache.
 
     Attributes:
-        layers: that have keys and values.
-        kv_heads: of each layer.
-        key_size, value_size: channels of a head.
+        layers: what each keeps of a position.
         keys, values: how their rows are stored.
     """
 
-    layers: int
-    kv_heads: int
-    key_size: int
-    value_size: int
+    layers: tuple[KVLayer, ...]
     keys: RowCodec
     values: RowCodec
 
     @classmethod
     def of(cls, geometry: Geometry, kv: str) -> PageLayout:
-        """The pages of a model whose keys and values have heads of one size, stored as one type.
+        """The pages of a model whose keys and values are stored as one type.
 
         Raises:
             UsageError: there is no such type.
         """
-        codec, size = find_row_codec(kv), geometry.head_dim
-        return cls(geometry.num_layers, geometry.num_kv_heads, size, size, codec, codec)
+        codec = find_row_codec(kv)
+        return cls(geometry.kept, codec, codec)
 
     @property
     def kv(self) -> str:
@@ -71,54 +125,35 @@ class PageLayout:
         return self.keys.scales or self.values.scales
 
     @cached_property
-    def key_bytes(self) -> int:
-        """Of a head's keys in a page."""
-        shape, scales = self.key_shape, PAGE * _scale_bytes(self.keys, self.key_size)
-        return _aligned(int(np.prod(shape)) * _item_bytes(self.keys) + scales)
-
-    @cached_property
-    def value_bytes(self) -> int:
-        """Of a head's values in a page."""
-        shape, scales = self.value_shape, PAGE * _scale_bytes(self.values, self.value_size)
-        return _aligned(int(np.prod(shape)) * _item_bytes(self.values) + scales)
-
-    @property
-    def key_shape(self) -> tuple[int, int, int, int]:
-        """Of a head's keys without their scales: tiles, groups of channels, positions, items of a group."""
-        channels = self.keys.lanes * self.keys.packed
-        return PAGE // TILE, -(-self.key_size // channels), TILE, self.keys.lanes
-
-    @property
-    def value_shape(self) -> tuple[int, int]:
-        """Of a head's values without their scales: positions, items of a row."""
-        padded = -(-self.value_size // _VALUE_CHANNELS) * _VALUE_CHANNELS
-        return PAGE, padded // self.values.packed
-
-    @property
-    def layer_bytes(self) -> int:
-        """Of one layer's part of a page."""
-        return self.kv_heads * (self.key_bytes + self.value_bytes)
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers that keep rows, those with heads of one size together."""
+        groups: list[LayerGroup] = []
+        for kept in dict.fromkeys(self.layers):
+            if kept.heads:
+                alike = tuple(layer for layer, each in enumerate(self.layers) if each == kept)
+                offset = groups[-1].end if groups else 0
+                groups.append(LayerGroup(alike, kept, offset, self.keys, self.values))
+        return tuple(groups)
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of a page."""
-        return -(-self.layers * self.layer_bytes // _UNIT) * _UNIT
+        """Of a page; of a model whose layers keep no rows the least there may be."""
+        used = self.groups[-1].end if self.groups else 1
+        return -(-used // _UNIT) * _UNIT
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each layer's part of a page begins."""
-        return tuple(layer * self.layer_bytes for layer in range(self.layers))
+        """Where each layer's part of a page begins; 0 for a layer that keeps no rows."""
+        offsets = [0] * len(self.layers)
+        for group in self.groups:
+            for place, layer in enumerate(group.layers):
+                offsets[layer] = group.offset + place * group.layer_bytes
+        return tuple(offsets)
 
     @property
     def array(self) -> Ints:
         """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
         return np.array([self.keys.code, self.values.code, self.page_bytes, *self.offsets], np.int64)
-
-    def head_parts(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The bytes of every head's keys and values in the memory of pages, as views: (pages, L, H, bytes) each."""
-        pages = memory.reshape(-1, self.page_bytes)[:, : self.layers * self.layer_bytes]
-        heads = pages.reshape(len(pages), self.layers, self.kv_heads, self.key_bytes + self.value_bytes)
-        return heads[..., : self.key_bytes], heads[..., self.key_bytes :]
 
 
 def _item_bytes(codec: RowCodec) -> int:

@@ -1,12 +1,13 @@
 """Rows in and out of pages: stored rows of every layer at once, wherever in the pool their slots lie.
 
-The memory of the pool is seen as arrays, so that a number of rows is one indexed read or write each for keys, values
-and what scales them.
+The memory of the pool is seen as arrays, so that a number of rows of layers with heads of one size is one indexed read
+or write each for keys, values and what scales them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,41 +36,62 @@ class PageRows:
     """
 
     def __init__(self, layout: PageLayout, memory: NDArray[np.uint8]) -> None:
-        keys, values = layout.head_parts(memory)
-        self._keys = _Keys(layout.keys, layout.key_size, layout.key_shape, keys)
-        self._values = _Values(layout.values, layout.value_size, layout.value_shape, values)
+        self._layout = layout
+        self._keys: list[_Part] = []  # of each group of layers
+        self._values: list[_Part] = []
+        self._found: dict[int, tuple[int, int]] = {}  # group of a layer that keeps rows, and place in it
+        for index, group in enumerate(layout.groups):
+            keys, values = group.head_parts(memory.reshape(-1, layout.page_bytes))
+            self._keys.append(_Keys(group.keys, group.kept.key_size, group.key_shape, keys))
+            self._values.append(_Values(group.values, group.kept.value_size, group.value_shape, values))
+            self._found |= {layer: (index, place) for place, layer in enumerate(group.layers)}
 
     def copy(self, sources: Ints, targets: Ints) -> None:  # (n,) each
         """Copies rows of all layers as they are stored; all are read before the first is written."""
-        for part in (self._keys, self._values):
+        for part in (*self._keys, *self._values):
             part.put(targets, part.get(sources))
 
-    def stored_keys(self, places: Ints) -> NDArray[Any]:  # (n,) -> (L, H, n, width)
+    def stored_keys(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
         """Keys of all layers as snapshots carry them."""
-        return self._keys.joined(self._keys.get(places)).transpose(1, 2, 0, 3)
+        return self._stored(self._keys, places, self._layout.keys)
 
-    def stored_values(self, places: Ints) -> NDArray[Any]:  # (n,) -> (L, H, n, width)
+    def stored_values(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
         """Values of all layers as snapshots carry them."""
-        return self._values.joined(self._values.get(places)).transpose(1, 2, 0, 3)
+        return self._stored(self._values, places, self._layout.values)
 
-    def put_stored(self, places: Ints, keys: NDArray[Any], values: NDArray[Any]) -> None:  # (n,), (L, H, n, width) each
+    def _stored(self, parts: list[_Part], places: Ints, codec: RowCodec) -> tuple[NDArray[Any], ...]:
+        groups = [part.joined(part.get(places)).transpose(1, 2, 0, 3) for part in parts]  # (layers, H, n, width) each
+        nothing = np.zeros((0, len(places), 0), codec.dtype)
+        found = [self._found.get(layer) for layer in range(len(self._layout.layers))]
+        return tuple(nothing if at is None else groups[at[0]][at[1]] for at in found)
+
+    def put_stored(
+        self, places: Ints, keys: Sequence[NDArray[Any]], values: Sequence[NDArray[Any]]
+    ) -> None:  # (n,), L of (H, n, width) each
         """Writes rows of all layers as snapshots carry them."""
-        for part, rows in ((self._keys, keys), (self._values, values)):
-            part.put(places, part.split(rows.transpose(2, 0, 1, 3)))
+        for parts, rows in ((self._keys, keys), (self._values, values)):
+            for part, group in zip(parts, self._layout.groups, strict=True):
+                stored = np.stack([rows[layer] for layer in group.layers])  # (layers, H, n, width)
+                part.put(places, part.split(stored.transpose(2, 0, 1, 3)))
 
     def read(self, layer: int, places: Ints) -> tuple[Floats, Floats]:  # (n,) -> (H, n, h), (H, n, v)
-        """What rows of one layer stand for."""
-        keys, values = (part.read(layer, places) for part in (self._keys, self._values))
-        return keys, values
+        """What rows of one layer stand for; nothing where it keeps none."""
+        if layer not in self._found:
+            nothing = np.zeros((0, len(places), 0), np.float32)
+            return nothing, nothing
+        group, place = self._found[layer]
+        return self._keys[group].read(place, places), self._values[group].read(place, places)
 
     def write(self, layer: int, places: Ints, keys: Floats, values: Floats) -> None:  # (n,), (H, n, h), (H, n, v)
-        """Stores rows of one layer."""
-        self._keys.write(layer, places, keys)
-        self._values.write(layer, places, values)
+        """Stores rows of one layer; nothing where it keeps none."""
+        if layer in self._found:
+            group, place = self._found[layer]
+            self._keys[group].write(place, places, keys)
+            self._values[group].write(place, places, values)
 
 
 class _Part(ABC):
-    """The keys or the values of all pages.
+    """The keys or the values of a group of layers in all pages.
 
     Args:
         codec: how they are stored.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import Bundle, KVLayer, open_bundle
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import Backend
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_kept_from_its_beginning() -> None:
 def test_of_a_paged_cache_it_holds_pages_within_its_cap() -> None:
     """Conversations come back in any order, with the rows they had; a page that two of them share is counted once."""
     codec, rng = find_row_codec("float32"), np.random.default_rng(0)
-    layout = PageLayout(LAYERS, HEADS, HEAD, HEAD, codec, codec)
+    layout = PageLayout((KVLayer(HEADS, HEAD, HEAD),) * LAYERS, codec, codec)
     most = 9
     pool, kept = PagePool(layout, 6 + most), PrefixCache(most * layout.page_bytes + 4 * 64 * most)
     cache, current, back = PagedCache(pool, 6 * PAGE), list[int](), 0

@@ -19,7 +19,7 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import Bundle, KVLayer, open_bundle
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
@@ -100,7 +100,7 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
     chance = np.random.default_rng(5)
     for codec in ROW_CODECS.values():
-        layout = PageLayout(2, 3, 24, 24, codec, codec)
+        layout = PageLayout((KVLayer(3, 24, 24),) * 2, codec, codec)
         cache, other = PagedCache(PagePool(layout, 4), 200), PagedCache(PagePool(layout, 4), 200)
         cache.prepare(150)
         for layer in range(2):

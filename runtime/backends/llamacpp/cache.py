@@ -224,7 +224,7 @@ class LlamaCache:
                 self._codec.load(copied.values[layer], keys=False),
             )
             edited = edit(layer, *floats)
-            left = check_edit(self._geometry, layer, edited, copied.length, left)
+            left = check_edit(self._geometry.kept[layer], layer, edited, copied.length, left)
             keys.append(self._codec.store(edited[0], keys=True))
             values.append(self._codec.store(edited[1], keys=False))
         self.append(CopiedRows(left or 0, tuple(keys), tuple(values), self._kv))

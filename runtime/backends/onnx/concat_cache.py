@@ -120,7 +120,7 @@ class ConcatCache:
         for layer in range(self._geometry.num_layers):
             keys, values = (a[0, :, :rows].copy() for a in read[2 * layer : 2 * layer + 2])
             edited = edit(layer, keys, values)
-            left = check_edit(self._geometry, layer, edited, rows, left)
+            left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
             for mine, new in zip(self._views(self._write[2 * layer : 2 * layer + 2], left), edited, strict=True):
                 mine[0] = new
         self.swap(left or 0)

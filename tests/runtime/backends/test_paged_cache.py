@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from edgeinfer.bundle import KVLayer
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
@@ -23,7 +24,7 @@ NUMBERS = np.float32(1.0) + np.arange(64, dtype=np.float32)
 
 def pool_of(kv: str, pages: int = 40) -> PagePool:
     codec = find_row_codec(kv)
-    return PagePool(PageLayout(LAYERS, HEADS, SIZE, SIZE, codec, codec), pages)
+    return PagePool(PageLayout((KVLayer(HEADS, SIZE, SIZE),) * LAYERS, codec, codec), pages)
 
 
 def rows_of(numbers: list[int], layer: int) -> Floats:  # (H, n, h)

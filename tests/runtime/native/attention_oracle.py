@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle import KVLayer
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
@@ -74,7 +75,7 @@ class Tables:
 def make_layout(shape: Shape, keys: str, values: str, layers: int = 1) -> PageLayout:
     """Pages for layers of a shape."""
     codecs = (find_row_codec(keys), find_row_codec(values))
-    return PageLayout(layers, shape.kv_heads, shape.key_size, shape.value_size, *codecs)
+    return PageLayout((KVLayer(shape.kv_heads, shape.key_size, shape.value_size),) * layers, *codecs)
 
 
 def _normed(rows: Doubles, weight: Floats | None, epsilon: float) -> Doubles:  # (heads, h)

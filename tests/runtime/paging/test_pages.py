@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
+from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.errors import BackendError, BudgetError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, RowCodec, find_row_codec, turn, turn_width
-from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.layout import PAGE, LayerGroup, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 
@@ -125,8 +125,14 @@ def layouts() -> list[PageLayout]:
     """Each type with heads of all sizes, keys and values alike and not."""
     kinds = list(ROW_CODECS.values())
     pairs = [(size, size) for size in SIZES] + [(96, 64), (20, 48)]
-    made = [PageLayout(2, 3, *sizes, kind, kind) for kind in kinds for sizes in pairs]
-    return [*made, PageLayout(1, 2, 64, 40, find_row_codec("int8"), find_row_codec("float16"))]
+    made = [PageLayout((KVLayer(3, *sizes),) * 2, kind, kind) for kind in kinds for sizes in pairs]
+    return [*made, PageLayout((KVLayer(2, 64, 40),), find_row_codec("int8"), find_row_codec("float16"))]
+
+
+def alike(layout: PageLayout) -> tuple[int, LayerGroup]:
+    """How many layers there are, and what they are where all have heads of one size."""
+    (group,) = layout.groups
+    return len(layout.layers), group
 
 
 def number(codec: RowCodec, part: NDArray[Any], channel: int, at: int, size: int, keys: bool) -> Any:
@@ -152,23 +158,24 @@ def test_rows_lie_where_the_contract_says() -> None:
     rng = np.random.default_rng(4)
     for layout in layouts():
         pool = PagePool(layout, 3)
-        places = np.array([130, 5, 64, 77])
+        (layers, group), places = alike(layout), np.array([130, 5, 64, 77])
+        key_size, value_size = group.kept.key_size, group.kept.value_size
         stored = [
-            codec.encode(rng.standard_normal((layout.layers, layout.kv_heads, 4, size)).astype(np.float32))
-            for codec, size in ((layout.keys, layout.key_size), (layout.values, layout.value_size))
+            codec.encode(rng.standard_normal((layers, group.kept.heads, 4, size)).astype(np.float32))
+            for codec, size in ((layout.keys, key_size), (layout.values, value_size))
         ]
-        pool.rows.put_stored(places, stored[0], stored[1])
+        pool.rows.put_stored(places, list(stored[0]), list(stored[1]))
         assert np.array_equal(pool.rows.stored_keys(places), stored[0])
         assert np.array_equal(pool.rows.stored_values(places), stored[1])
-        layer, head, row = layout.layers - 1, 1, 3
+        layer, head, row = layers - 1, 1, 3
         page, at = divmod(int(places[row]), PAGE)
-        head_bytes = layout.key_bytes + layout.value_bytes
+        head_bytes = group.key_bytes + group.value_bytes
         start = page * layout.page_bytes + int(layout.array[3 + layer]) + head * head_bytes
         memory = pool.memory[start : start + head_bytes]
-        halves = (layout.keys, layout.key_size, memory[: layout.key_bytes], stored[0], True)
+        halves = (layout.keys, key_size, memory[: group.key_bytes], stored[0], True)
         for codec, size, part, rows, keys in (
             halves,
-            (layout.values, layout.value_size, memory[layout.key_bytes :], stored[1], False),
+            (layout.values, value_size, memory[group.key_bytes :], stored[1], False),
         ):
             levels, scales = codec.split(rows[layer, head, row], size)
             assert [number(codec, part, c, at, size, keys) for c in range(size)] == levels.tolist()
@@ -190,29 +197,50 @@ def test_padding_is_zero_and_rows_are_copied_as_they_are() -> None:
     for layout in layouts():
         pool = PagePool(layout, 2)
         pool.memory[:] = 255
-        heads, n = layout.kv_heads, 2 * PAGE
+        layers, group = alike(layout)
+        heads, sizes, n = group.kept.heads, (group.kept.key_size, group.kept.value_size), 2 * PAGE
         places = np.arange(n)
-        for layer in range(layout.layers):
-            keys = np.zeros((heads, n, layout.key_size), np.float32)
-            pool.rows.write(layer, places, keys, np.zeros((heads, n, layout.value_size), np.float32))
-        keys_of, values_of = layout.head_parts(pool.memory)
+        for layer in range(layers):
+            pool.rows.write(layer, places, *(np.zeros((heads, n, size), np.float32) for size in sizes))
+        keys_of, values_of = group.head_parts(pool.memory.reshape(-1, layout.page_bytes))
         for part, shape, codec, size in (
-            (keys_of, layout.key_shape, layout.keys, layout.key_size),
-            (values_of, layout.value_shape, layout.values, layout.value_size),
+            (keys_of, group.key_shape, layout.keys, sizes[0]),
+            (values_of, group.value_shape, layout.values, sizes[1]),
         ):
             used = int(np.prod(shape)) * np.dtype(codec.level_dtype).itemsize
             if codec.scale_dtype:
                 used += PAGE * int(np.prod(codec.scale_shape(size))) * np.dtype(codec.scale_dtype).itemsize
             assert not part[..., :used].any()
         rng = np.random.default_rng(5)
-        sizes = layout.key_size, layout.value_size
-        for layer in range(layout.layers):
+        for layer in range(layers):
             pool.rows.write(layer, places[:6], *(rng.standard_normal((heads, 6, s)).astype(np.float32) for s in sizes))
         both = (pool.rows.stored_keys, pool.rows.stored_values)
         before = [stored(places[:6]) for stored in both]
         pool.rows.copy(places[[1, 3, 5]], places[[0, 1, 100]])
         for stored, old in zip(both, before, strict=True):
-            assert np.array_equal(stored(places[[0, 1, 100, 2, 3, 4, 5]]), old[:, :, [1, 3, 5, 2, 3, 4, 5]])
+            for now, then in zip(stored(places[[0, 1, 100, 2, 3, 4, 5]]), old, strict=True):
+                assert np.array_equal(now, then[:, [1, 3, 5, 2, 3, 4, 5]])
+
+
+def test_layers_of_unequal_heads_lie_beside_each_other() -> None:
+    kinds, codec = (KVLayer(2, 48, 20), KVLayer(0, 0, 0), KVLayer(1, 96, 96)), find_row_codec("int8")
+    layout = PageLayout((kinds[0], kinds[1], kinds[2], kinds[0]), codec, codec)
+    pool, rng, places = PagePool(layout, 2), np.random.default_rng(6), np.array([70, 3])
+    given = [
+        [codec.encode(rng.standard_normal((kept.heads, 2, size)).astype(np.float32)) for size in sizes]
+        if kept.heads
+        else [np.zeros((0, 2, 0), np.int8)] * 2
+        for kept in layout.layers
+        for sizes in [(kept.key_size, kept.value_size)]
+    ]
+    pool.rows.put_stored(places, [layer[0] for layer in given], [layer[1] for layer in given])
+    for part, stored in enumerate((pool.rows.stored_keys(places), pool.rows.stored_values(places))):
+        for rows, layer in zip(stored, given, strict=True):
+            assert np.array_equal(rows, layer[part])
+    keys, values = pool.rows.read(1, places)
+    assert keys.shape == values.shape == (0, 2, 0)
+    pool.rows.write(3, places, np.zeros((2, 2, 48), np.float32), np.zeros((2, 2, 20), np.float32))
+    assert np.array_equal(pool.rows.stored_keys(places)[2], given[2][0]) and not pool.rows.stored_keys(places)[3].any()
 
 
 def test_a_pool_loses_no_page_and_counts_its_holders() -> None:

@@ -1,0 +1,86 @@
+"""The sizes that a runtime drives any decoder by, and what each layer keeps of a token."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.errors import BundleError
+
+__all__ = ["Geometry", "KVLayer", "require_described"]
+
+
+def require_described(condition: bool, what: str) -> None:
+    """Raises BundleError about a model's description unless the condition holds."""
+    if not condition:
+        raise BundleError(f"Model description: {what}.", "The bundle is damaged or made by another program.")
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """What a layer keeps of every token.
+
+    Attributes:
+        heads: of keys and values; 0 where the layer keeps none, and so are the others then.
+        key_size, value_size: channels of one.
+    """
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.key_size, self.value_size)
+        require_described(min(sizes) > 0 or max(sizes) == 0, "the heads of a layer need keys and values")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache.
+
+    Attributes:
+        kv_layers: of each layer; empty where all have `num_kv_heads` heads of `head_dim` channels.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    kv_layers: tuple[KVLayer, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_described(name == "kv_layers" or value > 0, f"{name} must be positive")
+        require_described(len(self.kv_layers) in (0, self.num_layers), "kv_layers must name every layer or none")
+        # One description of one thing: manifests are compared by it.
+        require_described(self.kv_layers != self._alike, "kv_layers are for layers that differ")
+        # Ten times the deepest models: a runtime that makes something for each layer must come to an end.
+        require_described(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
+
+    @property
+    def _alike(self) -> tuple[KVLayer, ...]:
+        return (KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+
+    @property
+    def kept(self) -> tuple[KVLayer, ...]:
+        """What each layer keeps of a token."""
+        return self.kv_layers or self._alike
+
+    def description(self) -> dict[str, Any]:
+        """The fields as JSON's types, as manifests hold them; without `kv_layers` where there are none."""
+        described = asdict(self)
+        if not self.kv_layers:
+            del described["kv_layers"]
+        return described
+
+    def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:
+        """Bytes of keys and values of one token over all layers, cached in a type of edgeinfer.bundle.kv_types.
+
+        Raises:
+            UsageError: there is no such type.
+        """
+        row_bytes = find_kv_type(kv).row_bytes
+        return sum(each.heads * (row_bytes(each.key_size) + row_bytes(each.value_size)) for each in self.kept)
