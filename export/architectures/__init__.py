@@ -28,12 +28,14 @@ from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
+from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN, APERTUS)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN)
-ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES)
+_SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
+ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

@@ -127,6 +127,7 @@ class MixtureNaming:
     are accepted.
 
     Attributes:
+        choice_bias_stacked: how many the tensor stacks along a first axis of its own; 0 where it is a vector.
         router_norm: of a "relu" router.
         gate_up: tensors whose rows, in this order, are gate and up of expert `{expert}`; one where there is no gate.
         stacked_gate_up, stacked_down: names of the stacked tensors, where they are stacked.
@@ -136,6 +137,7 @@ class MixtureNaming:
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.bias"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_bias_stacked: int = 0
     router_norm: str = ""
     gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
     down: str = "mlp.experts.{expert}.down_proj.weight"
@@ -161,7 +163,8 @@ def mixture_plans(
     if moe.router_bias:
         plans.append(plan(f"{prefix}.router_bias", (root + names.router_bias, (experts,))))
     if moe.choice_bias:
-        plans.append(plan(f"{prefix}.choice_bias", (root + names.choice_bias, (experts,))))
+        bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
+        plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
     if moe.router == "relu":
         plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
     stacked = root + names.stacked_down in stored

@@ -100,11 +100,12 @@ class HFConfig:
             raise _wrong("hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
         return self.integer("head_dim", hidden // heads)
 
-    def rope(self, head_dim: int, layers: str = "") -> RopeSpec:
+    def rope(self, head_dim: int, layers: str = "", *, partial: float = 1.0) -> RopeSpec:
         """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
 
         Args:
             layers: type of the layers, such as "full_attention", whose rotation it is where the types have their own.
+            partial: share of a head that is rotated where the config does not say.
         """
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         if isinstance(given, dict) and layers and isinstance(given.get(layers), dict):
@@ -113,7 +114,7 @@ class HFConfig:
             raise _wrong("rope_parameters", given, "an object with the constants of one rotation")
         kind = given.get("rope_type", given.get("type", "default"))
         theta = _number(given, "rope_theta", self.number("rope_theta", 10000.0))
-        partial = _number(given, "partial_rotary_factor", self.number("partial_rotary_factor", 1.0))
+        partial = _number(given, "partial_rotary_factor", self.number("partial_rotary_factor", partial))
         dim = int(head_dim * partial)
         if kind in ("su", "longrope"):
             return self._longrope(given, theta, dim)

@@ -231,7 +231,10 @@ class ReferenceBackend:
         bias = None if choice is None or choice.bias is None else choice.bias[layer]
         scores, norm = self._linear(f"{prefix}.router", x), self._weights.get(f"{prefix}.router_norm")
         count = None if choice is None else choice.count
-        chosen, weights = route(scores, moe, count=count, bias=bias, norm=norm, eps=self._spec.norm_eps)
+        judging = self._weights.get(f"{prefix}.choice_bias")
+        chosen, weights = route(
+            scores, moe, count=count, bias=bias, choice_bias=judging, norm=norm, eps=self._spec.norm_eps
+        )
         used = np.where(weights != 0, chosen, -1)
         mixed = np.zeros_like(x)
         for expert in np.unique(used[used >= 0]).tolist():

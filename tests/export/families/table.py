@@ -63,6 +63,9 @@ _LOCAL = {"rope_type": "default", "rope_theta": 1e3}
 _BY_TYPE = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "sliding_attention": _LOCAL}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5}
 _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
+_ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
+_ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 
 FAMILIES: tuple[Family, ...] = (
     _known("Llama, SmolLM", "Llama"),
@@ -134,6 +137,11 @@ FAMILIES: tuple[Family, ...] = (
     _known("OLMoE", "Olmoe"),
     _known("Granite 3 MoE", "GraniteMoe"),
     _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
+    _family("GLM 4.5", "Glm4Moe", _ROUTED | {"attention_bias": True}, {"use_qk_norm": True, "n_group": 2}),
+    _family("dots.llm1", "Dots1", _ROUTED, _WINDOWS | {"norm_topk_prob": True, "n_group": 3, "topk_group": 2}),
+    _family("ERNIE 4.5 MoE", "Ernie4_5_Moe", _ERNIE, {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
+    _family("Hunyuan MoE", "HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    _family("FlexOLMo", "FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}, {"norm_topk_prob": True}),
 )
 
 

@@ -1,0 +1,146 @@
+"""Mixtures of experts beside a shared expert: GLM-4.5, dots.llm1, ERNIE 4.5 and Hunyuan; and FlexOLMo, without one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.export.architectures.base import Architecture, MixtureNaming, Naming, common_spec
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+
+__all__ = ["DOTS1", "ERNIE4_5_MOE", "FLEX_OLMO", "GLM4_MOE", "HUNYUAN_MOE"]
+
+_SHARED_EXPERTS = MixtureNaming(
+    shared_gate_up=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    shared_down="mlp.shared_experts.down_proj.weight",
+)
+
+
+def _by_sigmoid(config: HFConfig) -> MoESpec:
+    """DeepSeek-V3's mixture: shares by the logistic function, chosen with a bias among the best groups."""
+    layers, size = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
+    dense = config.get("first_k_dense_replace") or 0
+    shared = config.get("n_shared_experts") or 0
+    return MoESpec(
+        experts=config.integer("n_routed_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=size,
+        shared_size=size * config.integer("n_shared_experts") if shared else 0,
+        router="sigmoid",
+        renormalize=config.flag("norm_topk_prob"),
+        dense_layers=tuple(range(min(config.integer("first_k_dense_replace"), layers))) if dense else (),
+        choice_bias=True,
+        groups=config.integer("n_group", 1),
+        group_top_k=config.integer("topk_group", 1),
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _read_glm4_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """GLM-4.5 and 4.6: half of each head is rotated, in some models after norms of queries and keys."""
+    moe, norms = _by_sigmoid(config), config.flag("use_qk_norm")
+    rope = config.rope(config.head_dim(), partial=0.5)
+    return common_spec(config, tied, qkv_bias=config.flag("attention_bias"), qk_norm=norms, rope=rope, moe=moe)
+
+
+GLM4_MOE = Architecture(
+    classes=("Glm4MoeForCausalLM",),
+    model_types=("glm4_moe",),
+    read=_read_glm4_moe,
+    naming=Naming(mixture=_SHARED_EXPERTS),
+    # The layer behind the last, of the published models, which predicts a further token.
+    ignorable=("*.rotary_emb.inv_freq", "model.layers.46.*", "model.layers.92.*"),
+)
+
+
+def _read_dots1(config: HFConfig, tied: bool) -> DecoderSpec:
+    """dots.llm1: norms of queries and keys, in some models windows."""
+    bias, slides = config.flag("attention_bias"), config.slides()
+    windows = config.windows_of(slides) if any(slides) else ()
+    return common_spec(
+        config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, moe=_by_sigmoid(config)
+    )
+
+
+DOTS1 = Architecture(
+    classes=("Dots1ForCausalLM",), model_types=("dots1",), read=_read_dots1, naming=Naming(mixture=_SHARED_EXPERTS)
+)
+
+
+def _read_ernie_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """ERNIE 4.5 MoE: neighbours are rotated as pairs; experts are chosen by biased shares of a softmax."""
+    layers, size = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
+    first, step = config.get("moe_layer_start_index") or 0, config.integer("moe_layer_interval", 1)
+    last = config.get("moe_layer_end_index")
+    last = layers - 1 if last in (None, -1) else last
+    shared = config.get("moe_num_shared_experts") or 0
+    moe = MoESpec(
+        experts=config.integer("moe_num_experts"),
+        top_k=config.integer("moe_k"),
+        expert_size=size,
+        shared_size=size * config.integer("moe_num_shared_experts") if shared else 0,
+        dense_layers=tuple(i for i in range(layers) if (i + 1) % step or not first <= i <= last),
+        choice_bias=True,
+    )
+    bias = config.flag("use_bias")
+    rope = dataclasses.replace(config.rope(config.head_dim()), interleaved=True)
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=bias, rope=rope, moe=moe)
+
+
+ERNIE4_5_MOE = Architecture(
+    classes=("Ernie4_5_MoeForCausalLM",),
+    model_types=("ernie4_5_moe",),
+    read=_read_ernie_moe,
+    naming=Naming(
+        mixture=dataclasses.replace(
+            _SHARED_EXPERTS, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_stacked=1
+        )
+    ),
+)
+
+
+def _read_hunyuan_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Hunyuan's mixtures: queries and keys are normed after their rotation; the shared expert is no wider."""
+    experts, count, size = config.get("num_experts"), config.get("moe_topk"), config.integer("intermediate_size")
+    if isinstance(experts, list) or (isinstance(count, list) and len(set(count)) > 1):
+        message = "Layers with different numbers of experts are not supported."
+        raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
+    top_k = count[0] if isinstance(count, list) and count else config.integer("moe_topk")
+    moe = MoESpec(experts=config.integer("num_experts"), top_k=top_k, expert_size=size, shared_size=size)
+    bias = config.flag("attention_bias")
+    norms: dict[str, Any] = {"qk_norm": True, "norm_after_rope": True}
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe, **norms)
+
+
+HUNYUAN_MOE = Architecture(
+    classes=("HunYuanMoEV1ForCausalLM",),
+    model_types=("hunyuan_v1_moe",),
+    read=_read_hunyuan_moe,
+    naming=Naming(
+        q_norm="self_attn.query_layernorm.weight",
+        k_norm="self_attn.key_layernorm.weight",
+        mixture=MixtureNaming(
+            router="mlp.gate.wg.weight",
+            shared_gate_up=("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
+            shared_down="mlp.shared_mlp.down_proj.weight",
+        ),
+    ),
+)
+
+
+def _read_flex_olmo(config: HFConfig, tied: bool) -> DecoderSpec:
+    """FlexOLMo: OLMo 2's norms, with experts that are as wide as its MLP."""
+    moe = MoESpec(
+        experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("intermediate_size"),
+        renormalize=config.flag("norm_topk_prob"),
+    )
+    bias = config.flag("attention_bias")
+    norms: dict[str, Any] = {"pre_norm": False, "post_norm": True, "qk_norm": True, "whole_norm": True}
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe, **norms)
+
+
+FLEX_OLMO = Architecture(classes=("FlexOlmoForCausalLM",), model_types=("flex_olmo",), read=_read_flex_olmo)
