@@ -6,6 +6,7 @@ What the reference backend computes with and what calibration computes with are 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ __all__ = [
     "rms_norm",
     "rope_tables",
     "rotate",
+    "rotation_border",
     "route",
     "silu",
     "softcapped",
@@ -155,8 +157,7 @@ def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
     """Radians per position of each rotated pair.
 
     Args:
-        context: tokens the cache may hold; LongRoPE takes its long factors above the original maximum. The choice is
-            made once per load, so that keys already in the cache never change their meaning.
+        context: tokens of the text; LongRoPE takes its long factors above the original maximum.
     """
     exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
     plain: Floats = (1.0 / np.power(np.float32(spec.theta), exponents)).astype(np.float32)
@@ -202,8 +203,14 @@ def _llama3(spec: RopeSpec, plain: Floats) -> Floats:  # (dim / 2,)
     return np.where(medium, blended, scaled).astype(np.float32)
 
 
+def rotation_border(ropes: Sequence[RopeSpec], capacity: int) -> int | None:
+    """Tokens of the longest text that LongRoPE rotates by its short factors; None where no text outgrows that."""
+    borders = [rope.original_max_positions for rope in ropes if rope.type == "longrope"]
+    return borders[0] if borders and capacity > borders[0] else None
+
+
 def rope_tables(spec: RopeSpec, rows: int, context: int) -> tuple[Floats, Floats]:  # 2 x (rows, dim / 2)
-    """Cosine and sine for positions 0 .. rows - 1 of a cache planned for `context` tokens."""
+    """Cosine and sine for positions 0 .. rows - 1 of a text of `context` tokens."""
     angles = np.arange(rows, dtype=np.float32)[:, None] * inverse_frequencies(spec, context)
     scale = np.float32(spec.attention_factor)
     return np.cos(angles) * scale, np.sin(angles) * scale

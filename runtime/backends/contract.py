@@ -25,6 +25,7 @@ __all__ = [
     "ForwardInput",
     "ForwardOutput",
     "PassCancelledError",
+    "RotatingBackend",
     "TogetherBackend",
     "check_pass",
     "require",
@@ -161,6 +162,22 @@ class TogetherBackend(Protocol):
             CapabilityError, BackendError: as `Backend.forward`; or a sequence is named twice, is of another backend, or
                 is to be evaluated in another way than the others (layers, planes, experts, hidden states).
         """
+
+
+@runtime_checkable
+class RotatingBackend(Protocol):
+    """What a backend can do besides whose model rotates long texts otherwise than short ones (LongRoPE).
+
+    Attributes:
+        rotation_border: tokens of the longest text that is rotated as a short one; None where a context is no longer.
+        rotates_long: whether passes rotate as in longer texts; rows in the cache are to be rotated alike.
+    """
+
+    rotation_border: int | None
+    rotates_long: bool
+
+    def rotate_long(self, long: bool) -> None:
+        """Rotates as in texts beyond the border from the next pass on, or as in those within it."""
 
 
 def require(able: bool, backend: Backend, what: str, hint: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
@@ -69,6 +69,9 @@ class Engine:
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
         self.context_shift = context_shift
+        border = backend.rotation_border if isinstance(backend, RotatingBackend) and context_shift is None else None
+        self._rotating = backend if isinstance(backend, RotatingBackend) and border is not None else None
+        self._border = border or 0
         self.prefill = Prefill(0, 0, 0.0)
         self.lost = Lost()
         self.chunk = chunk
@@ -112,7 +115,10 @@ class Engine:
         self._cancelled.clear()
         self.prefill = Prefill(0, 0, 0.0)
         left = self.allowance(len(prompt), max_tokens)
-        return self._steps(prompt, left, stop_ids, strategy or DecodingStrategy(self.backend, sampler))
+        strategy = strategy or DecodingStrategy(self.backend, sampler)
+        # Branches of a search do not stop at the border between short and long texts.
+        self.begin(len(prompt) + (left if strategy.searches else 0))
+        return self._steps(prompt, left, stop_ids, strategy)
 
     def allowance(self, prompt: int, max_tokens: int | None) -> int:
         """Counts the tokens that the reply to a prompt of so many tokens may have."""
@@ -133,6 +139,7 @@ class Engine:
         self.check(prompt)
         self._cancelled.clear()
         try:
+            self.begin(len(prompt))
             # Fewer are not kept when another text comes in between, and would be evaluated again and again.
             self._evaluate(prompt, len(prompt) - 1, max(most, _FEW + 1))
         except PassCancelledError:
@@ -158,7 +165,7 @@ class Engine:
                 if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                     return
                 self._make_room()
-                tokens = _until(strategy.next(left, self.lost.tokens), stop_ids)
+                tokens = _until(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
                 ahead += tokens
                 fed = self.backend.cache.length + self.lost.tokens - len(self._tokens)
                 self._tokens += ahead[:fed]
@@ -175,6 +182,34 @@ class Engine:
             strategy.leave()
             # A stop id inside a round, or a reader who left: rows of tokens that were never yielded.
             self._truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
+
+    def begin(self, length: int) -> None:
+        """Prepares for a text of so many tokens: empties the cache of rows that such a text rotates otherwise.
+
+        LongRoPE's factors follow the length of the text. What is kept of other conversations goes too.
+        """
+        if self._rotating is None or self._rotating.rotates_long == (length > self._border):
+            return
+        self.evict_prefixes()
+        self.forget()
+        self._rotating.rotate_long(length > self._border)
+
+    def _until_border(self) -> int:
+        """Tokens that the next passes may feed before the text is rotated otherwise, at least one.
+
+        A text that has come to the border is evaluated again, as transformers does (models/phi3/modeling_phi3.py).
+        """
+        if self._rotating is None or self._rotating.rotates_long:
+            return self.backend.cache.capacity
+        if (left := self._border - self.backend.cache.length) > 0:
+            return left
+        tokens = self._tokens.copy()
+        self.begin(len(tokens) + 1)
+        for start in range(0, len(tokens), self.chunk):
+            if self._cancelled.is_set():
+                raise PassCancelledError("Cancelled between two chunks of the text.")
+            self.feed(tokens[start : start + self.chunk], np.zeros(0, np.int64))
+        return self.backend.cache.capacity
 
     def forget(self) -> None:
         """Empties the cache."""
@@ -262,8 +297,10 @@ class Engine:
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows."""
-        return () if self.lost.tokens else tuple(self._tokens)
+        """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows, or where a
+        text of that length would be rotated otherwise."""
+        odd = self._rotating is not None and self._rotating.rotates_long != (len(self._tokens) > self._border)
+        return () if self.lost.tokens or odd else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
@@ -273,6 +310,7 @@ class Engine:
         """
         self._keep(0, tokens)
         self.forget()
+        self.begin(len(tokens))
         try:
             self._append(tokens, pieces)
         except BaseException:

@@ -240,6 +240,7 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
     if engine.context_shift is None:
         _require_room(engine, len(tokens))
     engine.forget()
+    engine.begin(len(tokens))
     return _logit_chunks(engine, np.array(tokens, np.int64))
 
 

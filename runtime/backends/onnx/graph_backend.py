@@ -15,7 +15,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
-from edgeinfer.bundle.arithmetic import query_factors, rope_tables
+from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -93,7 +93,10 @@ class GraphBackend(ABC):
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)
         self._looked_up = self._watch_embedding()
-        self._tables = {name: device_value(table, device) for name, table in _tables(decoder, places, capacity)}
+        self.rotation_border = rotation_border(decoder.ropes, capacity)
+        self.rotates_long = self.rotation_border is not None
+        self._decoder, self._places = decoder, places
+        self._tables = self._rotary_tables(capacity)
         self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
         self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._layer_mask = self._all_layers.copy()
@@ -112,6 +115,19 @@ class GraphBackend(ABC):
         file = MappedFile(self._graph.weights)
         file.release()
         return LookedUp(file if self.pages is None else self.pages.embedding())
+
+    def rotate_long(self, long: bool) -> None:
+        """See `contract.RotatingBackend.rotate_long`."""
+        if self.rotation_border is None or long == self.rotates_long:
+            return
+        self.rotates_long = long
+        self._tables = self._rotary_tables(self._places if long else self.rotation_border)
+        self._passes.clear()
+
+    def _rotary_tables(self, context: int) -> dict[str, ort.OrtValue]:
+        """The inputs that say what positions mean, for texts of so many tokens."""
+        tables = _tables(self._decoder, self._places, context)
+        return {name: device_value(table, self._device) for name, table in tables}
 
     @property
     def run_ns(self) -> int:
@@ -217,10 +233,10 @@ class GraphBackend(ABC):
         self._graph.close()
 
 
-def _tables(decoder: DecoderSpec, rows: int, capacity: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+def _tables(decoder: DecoderSpec, rows: int, context: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """What positions mean to attention, by input: the tables of all rotations, and factors of queries."""
     for index, rope in enumerate(decoder.ropes):
-        for name, table in zip(graph.rotary_names(index), rope_tables(rope, rows, capacity), strict=True):
+        for name, table in zip(graph.rotary_names(index), rope_tables(rope, rows, context), strict=True):
             yield name, np.ascontiguousarray(table)
     factored = [rope for rope in decoder.ropes if rope.query_beta]
     if factored:

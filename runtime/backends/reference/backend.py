@@ -20,6 +20,7 @@ from edgeinfer.bundle.arithmetic import (
     rms_norm,
     rope_tables,
     rotate,
+    rotation_border,
     route,
     softcapped,
 )
@@ -69,7 +70,10 @@ class ReferenceBackend:
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
-        self._tables = [rope_tables(rope, capacity, capacity) for rope in self._spec.ropes]
+        self._capacity = capacity
+        self.rotation_border = rotation_border(self._spec.ropes, capacity)
+        self.rotates_long = self.rotation_border is not None
+        self._tables = self._rotary_tables(capacity)
         self.geometry: Geometry = self._spec.geometry
         self.cache = self._new_cache(capacity, kv, kv_scales)
         two_planes = bool(_two_plane_weights(bundle))
@@ -81,6 +85,15 @@ class ReferenceBackend:
             return KVBuffers(self.geometry, capacity, kv=kv, scales=scales)
         pool = PagePool(PageLayout.of(self.geometry, kv), pages_for(capacity) + 1)
         return PagedCache(pool, capacity)
+
+    def rotate_long(self, long: bool) -> None:
+        """See `contract.RotatingBackend.rotate_long`."""
+        if self.rotation_border is not None and long != self.rotates_long:
+            self.rotates_long = long
+            self._tables = self._rotary_tables(self._capacity if long else self.rotation_border)
+
+    def _rotary_tables(self, context: int) -> list[tuple[Floats, Floats]]:
+        return [rope_tables(rope, self._capacity, context) for rope in self._spec.ropes]
 
     def _reserve(self, rows: int) -> None:
         if isinstance(self.cache, PagedCache):
