@@ -76,7 +76,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
         spec = read_spec(hf_config, family, checkpoint)
-        require_graphs(spec)
+        require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans
@@ -111,9 +111,10 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
 
 
 def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[tuple[TensorEntry, ...], Layout]:
-    """The tensor table and its layout; what is not quantized at all counts as portable."""
+    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written."""
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
-    layout = requested if any(o.quantized for o in outlines) else PORTABLE
+    native = any(o.quantized for o in outlines) or described.spec.mixers
+    layout = requested if native else PORTABLE
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
     return lay_out(outlines, layout), layout

@@ -23,7 +23,8 @@ class KVLayer:
 
     Attributes:
         heads: of keys and values; 0 where the layer keeps none, and so are the others then.
-        key_size, value_size: channels of one.
+        key_size, value_size: channels of one. Without keys, the values are what a recurrence reads of a token: they are
+            float32 whatever the type of the cache.
     """
 
     heads: int
@@ -32,7 +33,13 @@ class KVLayer:
 
     def __post_init__(self) -> None:
         sizes = (self.heads, self.key_size, self.value_size)
-        require_described(min(sizes) > 0 or max(sizes) == 0, "the heads of a layer need keys and values")
+        kept = self.heads > 0 and self.value_size > 0 and self.key_size >= 0
+        require_described(kept or sizes == (0, 0, 0), "the heads of a layer need values")
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether it is what a recurrence reads of a token."""
+        return self.heads > 0 and self.key_size == 0
 
 
 @dataclass(frozen=True)
@@ -82,5 +89,8 @@ class Geometry:
         Raises:
             UsageError: there is no such type.
         """
-        row_bytes = find_kv_type(kv).row_bytes
-        return sum(each.heads * (row_bytes(each.key_size) + row_bytes(each.value_size)) for each in self.kept)
+        total, floats, kind = 0, find_kv_type(FLOAT32), find_kv_type(kv)
+        for each in self.kept:
+            row_bytes = (floats if each.recurrent else kind).row_bytes
+            total += each.heads * (row_bytes(each.key_size) + row_bytes(each.value_size))
+        return total

@@ -118,7 +118,7 @@ EXPERT_BIAS = "expert_bias"
 EXPERT_IDS = "expert_ids"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
-# Operators of the native layout, LinearLowBit, EmbeddingLowBit, MoELowBit and Attention, version 1.
+# Operators of the native layout, version 1.
 NATIVE_DOMAIN = "edgeinfer"
 # Slots of a page.
 PAGE_SLOTS = 64

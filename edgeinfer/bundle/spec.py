@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.bundle.recurrence import ConvSpec, Mixer
 
 __all__ = [
     "Activation",
@@ -204,6 +205,8 @@ class DecoderSpec:
         rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
             where all layers have `rope`.
         latent: of multi-head latent attention; head sizes are those of its queries then.
+        mixers: what mixes the tokens of each layer; empty where all have attention.
+        conv: of the layers whose mixer is "conv".
     """
 
     vocab_size: int
@@ -243,6 +246,8 @@ class DecoderSpec:
     more_ropes: tuple[RopeSpec, ...] = ()
     rope_layers: tuple[int, ...] = ()
     latent: LatentSpec | None = None
+    mixers: tuple[Mixer, ...] = ()
+    conv: ConvSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -263,6 +268,13 @@ class DecoderSpec:
         dense = () if self.moe is None else self.moe.dense_layers
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
         self._check_ropes()
+        self._check_mixers()
+
+    def _check_mixers(self) -> None:
+        _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
+        _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
+        _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
+        _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -306,6 +318,16 @@ class DecoderSpec:
         """Sliding window of a layer in tokens; 0 is full attention."""
         return self.windows[layer] if self.windows else 0
 
+    def mixer(self, layer: int) -> Mixer:
+        """What mixes the tokens of a layer."""
+        return self.mixers[layer] if self.mixers else "attention"
+
+    @property
+    def _kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each layer keeps of a token; empty where all keep the same."""
+        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
+        return tuple(attends if mixer == "attention" else reads for mixer in self.mixers)
+
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
 
@@ -325,6 +347,7 @@ class DecoderSpec:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             max_positions=self.max_positions,
+            kv_layers=self._kv_layers,
         )
 
 

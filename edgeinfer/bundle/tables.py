@@ -217,10 +217,10 @@ def check_tensors(manifest: Manifest) -> None:
     decoder = manifest.decoder
     if decoder is None:
         raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
-    vocabulary, qkv = (decoder.vocab_size, decoder.hidden_size), decoder.q_size + 2 * decoder.kv_size
+    vocabulary = (decoder.vocab_size, decoder.hidden_size)
     wanted = itertools.chain(
         (("embed", vocabulary), ("head", vocabulary)),
-        ((f"layers.{i}.attn.qkv", (qkv, decoder.hidden_size)) for i in range(decoder.num_layers)),
+        _mixer_shapes(decoder),
         itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
     )
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
@@ -248,6 +248,17 @@ def check_graphs(manifest: Manifest) -> None:
     if (len(static.layers), static.context) != (decoder.num_layers, decoder.max_positions):
         message = f"The static graphs have {len(static.layers)} layers and a context of {static.context} tokens"
         raise BundleError(f"{message}; the decoder has {decoder.num_layers} and {decoder.max_positions}.", _AGAIN)
+
+
+def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
+    hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
+    for layer in range(decoder.num_layers):
+        if decoder.mixer(layer) == "attention":
+            yield f"layers.{layer}.attn.qkv", (qkv, hidden)
+        elif decoder.conv is not None:
+            yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
+            yield f"layers.{layer}.mixer.conv", (hidden, 1, decoder.conv.width)
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = [
@@ -212,6 +213,7 @@ class Naming:
         gate_up: modules whose rows, in this order, are gate and up.
         attn_post_norm, mlp_post_norm: of what attention and MLP give, where they are normed.
         gate: of what heads give; see DecoderSpec.output_gate.
+        mixer: of a layer with a recurrence in the place of attention.
         up: of an MLP without a gate.
 
     A norm's bias is named after its weight.
@@ -233,6 +235,7 @@ class Naming:
     gate: str = "self_attn.gate_proj"
     attn_inner_norm: str = "self_attn.attn_sub_norm.weight"
     out: str = "self_attn.o_proj"
+    mixer: str = "conv"
     up: str = "mlp.up_proj"
     mlp_inner_norm: str = "mlp.ffn_sub_norm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -301,18 +304,21 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm:
             norm("attn_norm", names.attn_norm)
-        linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
-        if spec.qk_norm:
-            plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
-            plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
-        if spec.sinks:
-            plans.append(vector("attn.sinks", names.sinks, spec.num_heads))
-        if spec.output_gate:
-            rows = spec.q_size if spec.output_gate == "channel" else spec.num_heads
-            linear("attn.gate", (names.gate,), (rows,), hidden, False)
-        if spec.inner_norms:
-            norm("attn.inner_norm", names.attn_inner_norm, spec.q_size)
-        linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
+        for name, source, shape in recurrent_tensors(spec, layer):
+            plans.append(plan(f"{prefix}.mixer.{name}", (f"{root}{names.mixer}.{source}", shape)))
+        if spec.mixer(layer) == "attention":
+            linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
+            if spec.qk_norm:
+                plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
+                plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
+            if spec.sinks:
+                plans.append(vector("attn.sinks", names.sinks, spec.num_heads))
+            if spec.output_gate:
+                rows = spec.q_size if spec.output_gate == "channel" else spec.num_heads
+                linear("attn.gate", (names.gate,), (rows,), hidden, False)
+            if spec.inner_norms:
+                norm("attn.inner_norm", names.attn_inner_norm, spec.q_size)
+            linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
         if spec.pre_norm and not spec.parallel:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
+from edgeinfer.bundle import PORTABLE, DecoderSpec, Layout, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
@@ -79,13 +79,19 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
 _NOT_IN_GRAPHS = {"latent", "expert_bias"}
 
 
-def require_graphs(spec: DecoderSpec) -> None:
+def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     """Refuses a decoder with a part that a bundle's graphs would leave out.
+
+    Args:
+        layout: of the weights that is asked for.
 
     Raises:
         UnsupportedArchitectureError: it has one.
     """
     _refuse(spec, _NOT_IN_GRAPHS, OPTIMUM_HINT)
+    if spec.mixers and layout == PORTABLE:
+        message = "Portable bundles of a decoder with recurrent layers are not supported."
+        raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
     if spec.moe is not None and spec.activation != "silu":
         message = f"Experts with the activation {spec.activation} are not supported yet."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)

@@ -7,6 +7,11 @@ and values into the pool, and attends. Its inputs beside those of the graph that
   root-mean-square norm of each head, as wide as all heads for one of all together
   11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
   written and the output is zeros
+
+`edgeinfer.ShortConv`, version 1, attributes channels (D), width, layer, part: C * conv(B * x) over a row's path. B * x
+of every row lies in the pool as a value of one head without keys, in float32 whatever `kv_layout` says.
+  0 B, C and x side by side float32 (1, S, 3 D) · 1 to 5 as above · 6 weights float32 (D, 1, width), the latest token's
+  last · 7 bias float32 (D,) (optional) · 8 layer_mask (optional)
 """
 
 from __future__ import annotations
@@ -22,6 +27,9 @@ from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
 
 __all__ = ["ATTENTIONS", "Attention", "Carried", "PagedLayer"]
+
+
+_PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class Attention(ABC):
     @abstractmethod
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Adds the nodes from a layer's queries, keys and values to what its heads give."""
+
+    def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
+        """Adds the nodes from the first product of a layer with a short convolution to what its last one reads."""
+        raise NotImplementedError("What convolutions keep lies in pages.")
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
         """What a layer's block hands on beside the hidden states; outputs of the graph."""
@@ -135,7 +147,7 @@ class PagedLayer:
 
 
 class _PagedAttention(Attention):
-    """One operator of ours, which normalises, rotates, writes and attends."""
+    """One operator of ours, which normalises, rotates, writes and attends, and one for short convolutions."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
         """See `Attention.declare_inputs`."""
@@ -148,11 +160,19 @@ class _PagedAttention(Attention):
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """See `Attention.attend`."""
         prefix, attributes = f"layers.{layer}.attn", PagedLayer.of(self._spec, layer)
-        pages = [io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS]
         weights = [self._ops.vector(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
         qkv = self._factored(graph, layer, self._centred(graph, layer, qkv))
-        inputs = [qkv, *pages, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
+        inputs = [qkv, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
+
+    def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
+        """See `Attention.convolve`."""
+        conv, prefix = self._spec.conv, f"layers.{layer}.mixer"
+        assert conv is not None, "a layer with a convolution has its sizes"
+        weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
+        inputs = [read, *_PAGES, weights, self._ops.vector(graph, f"{prefix}.conv_bias"), io.LAYER_MASK]
+        attributes = {"channels": self._spec.hidden_size, "width": conv.width, "layer": layer, "part": 2 * layer}
+        return graph.op("ShortConv", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **attributes)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.

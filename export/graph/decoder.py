@@ -50,7 +50,8 @@ def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: 
         tensors: the table of the stored layout.
     """
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
-    for layout in LAYOUTS:
+    # What recurrences keep lies in pages.
+    for layout in (NATIVE,) if spec.mixers else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
         graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
@@ -169,11 +170,13 @@ class _DecoderGraph:
         return f"layers.{layer}.{part}{'_post' if after else ''}_norm" if there else ""
 
     def _attention(self, layer: int, hidden: str, entering: _Value, runs: str) -> str:
-        prefix, carried = f"layers.{layer}.attn", self._attend.carried(layer)
+        carried = self._attend.carried(layer)
+        prefix = f"layers.{layer}.{'attn' if self._spec.mixer(layer) == 'attention' else 'mixer'}"
+        block = self._attention_block if self._spec.mixer(layer) == "attention" else self._conv_block
         if self._ops.masked:
-            return self._attention_block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
+            return block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
-        added = self._attention_block(graph, layer, hidden, entering, f"{prefix}.added")
+        added = block(graph, layer, hidden, entering, f"{prefix}.added")
         graph.output(added, "float32", self._hidden_shape)
         skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
         for each in carried:
@@ -195,6 +198,14 @@ class _DecoderGraph:
         if self._spec.inner_norms:
             heads = ops.norm(graph, heads, f"{prefix}.inner_norm")
         return self._leave(graph, heads, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
+
+    def _conv_block(
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+    ) -> str:
+        prefix, ops = f"layers.{layer}.mixer", self._ops
+        read = ops.linear(graph, entering.name, f"{prefix}.in", f"{prefix}.in.result", norm=entering.norm, part=part)
+        mixed = self._attend.convolve(graph, layer, read)
+        return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
     def _leave(
         self, graph: GraphBuilder, value: str, name: str, residual: str, norm: str, result: str, part: int | None

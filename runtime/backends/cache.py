@@ -30,10 +30,6 @@ __all__ = [
 Edit = Callable[[int, Floats, Floats], tuple[Floats, Floats]]
 
 
-# Items of a stored row by its channels.
-_Width = Callable[[int], int]
-
-
 class CacheSnapshot(Protocol):
     """Rows of a cache as they were when it was asked for them: copied, or held where they lie."""
 
@@ -201,8 +197,10 @@ def check_snapshot(
         BackendError: it belongs to another model or type of cache, or is longer than the cache.
     """
     check_type(snapshot, capacity, kv, scales)
-    kind = find_kv_type(kv)
-    check_rows(snapshot, geometry.kept, (kind.width, kind.width), kind.dtype)
+    kind, kept = find_kv_type(kv), geometry.kept
+    heads = [each.heads for each in kept] * 2
+    sizes = [each.key_size for each in kept] + [each.value_size for each in kept]
+    check_rows(snapshot, [(h, kind.width(s) if s else 0, kind.dtype) for h, s in zip(heads, sizes, strict=True)])
 
 
 def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> None:
@@ -218,22 +216,17 @@ def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> 
         raise BackendError(f"{snapshot.length} rows do not fit a cache of {capacity} tokens.")
 
 
-def check_rows(snapshot: CacheSnapshot, kept: Sequence[KVLayer], widths: tuple[_Width, _Width], dtype: str) -> None:
+def check_rows(snapshot: CacheSnapshot, stored: Sequence[tuple[int, int, str]]) -> None:
     """Refuses rows of other shapes than a model's.
 
     Args:
-        kept: of each layer of the model.
-        widths: items of a stored key, and of a stored value, by its channels.
+        stored: heads, items of each and their type, of the keys of each layer and then of the values.
 
     Raises:
         BackendError: they have others.
     """
-    key_width, value_width = widths
-    sizes = [key_width(each.key_size) if each.heads else 0 for each in kept]
-    sizes += [value_width(each.value_size) if each.heads else 0 for each in kept]
-    arrays = (*snapshot.keys, *snapshot.values)
-    shapes = [(each.heads, snapshot.length, size) for each, size in zip((*kept, *kept), sizes, strict=True)]
-    if [a.shape for a in arrays] != shapes or any(a.dtype != dtype for a in arrays):
+    found = [(a.shape, str(a.dtype)) for a in (*snapshot.keys, *snapshot.values)]
+    if found != [((heads, snapshot.length, width), dtype) for heads, width, dtype in stored]:
         raise BackendError("The snapshot belongs to another model.")
 
 

@@ -303,7 +303,7 @@ class PagedCache:
         check_type(snapshot, room, layout.kv, layout.scales)
         if isinstance(snapshot, PageSnapshot) and snapshot.pool is self.pool:
             return
-        check_rows(snapshot, layout.layers, (layout.keys.width, layout.values.width), layout.keys.dtype)
+        check_rows(snapshot, layout.stored)
 
     def _can_share(self, first: int, last: int) -> bool:
         """Whether the pool has pages for all of this cache's rows without those at these places of the table."""

@@ -3,7 +3,9 @@
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`
 holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), and "sha256", of the whole
-file with the digits of that digest as zeros. A few megabytes at a time are copied, whatever the size of the cache.
+file with the digits of that digest as zeros. Where layers differ in what they keep, `rows.{start}` is U8 (n, bytes of a
+token), the arrays one behind the other, and "layers" tells of each [type, heads, width], as JSON. A few megabytes at a
+time are copied, whatever the size of the cache.
 Nothing in a file is trusted: its size comes before any allocation, its digest before any use.
 """
 
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +55,7 @@ _FIELDS = ("format", "version", "model", "run", "kv", "scales", "sha256")
 _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
+_LAYERS = "layers"
 _ELSE = "Give a file written by Chat.save or Model.save_session."
 _COPY = "Use another copy of it, or start the conversation again."
 
@@ -100,17 +103,20 @@ def write_session(
         StorageError: the place cannot be written, or the disk is full.
     """
     kind = copy(0, 0)
-    arrays = (*kind.keys, *kind.values)
-    heads, _, width = arrays[0].shape
-    dtype = arrays[0].dtype
-    size = max(1, _PIECE_BYTES // (len(arrays) * heads * width * dtype.itemsize))
+    layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
+    row_bytes = sum(layer.bytes for layer in layers)
+    size = max(1, _PIECE_BYTES // row_bytes)
     ids, letters = np.array(tokens, "<i4"), np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     spans = [(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
-    shapes = {"tokens": (type_name(ids.dtype), ids.shape)}
-    shapes |= {f"rows.{start}": (type_name(dtype), (len(arrays), heads, stop - start, width)) for start, stop in spans}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": (type_name(ids.dtype), ids.shape)}
+    (dtype, heads, width), alike = layers[0], len(set(layers)) == 1
+    for start, stop in spans:
+        apart = (len(layers), heads, stop - start, width)
+        shapes[f"rows.{start}"] = (type_name(np.dtype(dtype)), apart) if alike else ("U8", (stop - start, row_bytes))
     shapes |= {"text": (type_name(letters.dtype), letters.shape)}
     fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, _BLANK)
-    header = encode_header(shapes, dict(zip(_FIELDS, fields, strict=True)))
+    further = {} if alike else {_LAYERS: json.dumps(layers)}
+    header = encode_header(shapes, dict(zip(_FIELDS, fields, strict=True)) | further)
     digest = hashlib.sha256(header)
     with new_file(path) as file:
         file.write(header)
@@ -146,6 +152,7 @@ class SessionFile:
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]
+        self._layers = self._told_layers(metadata)
         self._check_digest(index.header, metadata["sha256"])
         ids = self._array(self._tensors[0])
         self._require(ids.size == 0 or int(ids.min()) >= 0, "it holds negative token ids")
@@ -155,15 +162,29 @@ class SessionFile:
     def pieces(self) -> Iterator[CacheSnapshot]:
         """The rows of all tokens, a few megabytes at a time."""
         for tensor in self._tensors[1:-1]:
-            arrays = self._array(tensor)
-            half = len(arrays) // 2
-            yield CopiedRows(tensor.shape[2], tuple(arrays[:half]), tuple(arrays[half:]), self.kv, self.scales)
+            stored = self._array(tensor)
+            arrays = tuple(stored) if self._layers is None else _apart(stored, self._layers)
+            half, length = len(arrays) // 2, tensor.shape[2 if self._layers is None else 0]
+            yield CopiedRows(length, arrays[:half], arrays[half:], self.kv, self.scales)
 
     def _decoded(self, text: bytes) -> str:
         try:
             return text.decode("utf-8", "surrogatepass")
         except UnicodeError as error:
             raise UsageError(f"{self.path} is damaged: its text is not UTF-8.", _COPY) from error
+
+    def _told_layers(self, metadata: Mapping[str, str]) -> list[_LayerRows] | None:
+        """What "layers" says, which must fit the rows; None where all layers keep the same."""
+        if _LAYERS not in metadata:
+            return None
+        try:
+            told = [_LayerRows(*layer) for layer in json.loads(metadata[_LAYERS])]
+            fit = all(layer.sound for layer in told) and len(told) % 2 == 0
+            size = sum(layer.bytes for layer in told) if fit else 0
+        except (ValueError, TypeError, RecursionError):
+            told, fit, size = [], False, 0
+        self._require(fit and all(t.shape[1] == size for t in self._tensors[1:-1]), "its rows are not of these layers")
+        return told
 
     def _require(self, condition: bool, what: str) -> None:
         if not condition:
@@ -187,22 +208,25 @@ class SessionFile:
         if metadata.get("version") != _VERSION:
             hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer."
             raise UsageError(f"{self.path} has version {metadata.get('version')!r}.", hint)
-        strings = metadata.keys() == set(_FIELDS) and all(isinstance(value, str) for value in metadata.values())
+        named = metadata.keys() - {_LAYERS} == set(_FIELDS)
+        strings = named and all(isinstance(value, str) for value in metadata.values())
         dtype = _row_type(metadata["kv"], metadata["scales"]) if strings else None
         self._require(dtype is not None, "its header lacks fields")
-        self._check_tensors(index.arrays, dtype)
+        self._check_tensors(index.arrays, "uint8" if _LAYERS in metadata else dtype, 2 if _LAYERS in metadata else 4)
         return metadata, index.arrays
 
-    def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str | None) -> None:
+    def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str | None, rank: int) -> None:
         ends = [(t.name, t.dtype, len(t.shape)) for t in (tensors[0], tensors[-1])] if tensors else []
         self._require(ends == [("tokens", "I32", 1), ("text", "U8", 1)], "it holds other tensors")
         at = 0
         for tensor in tensors[1:-1]:
-            same = len(tensor.shape) == 4 and tensor.shape[::3] == tensors[1].shape[::3] and min(tensor.shape) > 0
-            same = same and tensor.shape[1] == tensors[1].shape[1] and tensor.shape[0] % 2 == 0
+            same = len(tensor.shape) == rank and min(tensor.shape) > 0
+            tokens = rank - 2 if rank == 4 else 0  # axis
+            others, first = (t.shape[:tokens] + t.shape[tokens + 1 :] for t in (tensor, tensors[1]))
+            same = same and others == first and (rank == 2 or tensor.shape[0] % 2 == 0)
             named = tensor.name == f"rows.{at}" and NUMPY_TYPES.get(tensor.dtype) == dtype
             self._require(same and named, f"{tensor.name!r} does not belong here")
-            at += tensor.shape[2]
+            at += tensor.shape[tokens]
         self._require(at == tensors[0].shape[0], "it has not one row for each token")
 
     def _check_digest(self, header: bytes, claimed: str) -> None:
@@ -221,6 +245,32 @@ class SessionFile:
         except ArrayFileError as error:
             raise UsageError(f"{self.path} is damaged: it {error}.", _COPY) from error
         return array
+
+
+class _LayerRows(NamedTuple):
+    """What the stored keys of a layer, or its values, are."""
+
+    dtype: str
+    heads: int
+    width: int
+
+    @property
+    def sound(self) -> bool:
+        """Whether there can be such rows, which is to be asked before anything else."""
+        sizes = all(type(size) is int and 0 <= size < 1 << 32 for size in (self.heads, self.width))
+        return sizes and self.dtype in {str(each) for each in NUMPY_TYPES.values()}
+
+    @property
+    def bytes(self) -> int:
+        """Of a token."""
+        return int(np.dtype(self.dtype).itemsize) * self.heads * self.width
+
+
+def _apart(stored: NDArray[np.uint8], layers: Sequence[_LayerRows]) -> tuple[NDArray[Any], ...]:  # -> (H, n, w) each
+    """The arrays that lie one behind the other."""
+    ends = np.cumsum([len(stored) * layer.bytes for layer in layers])[:-1]
+    pieces = zip(np.split(stored.reshape(-1), ends), layers, strict=True)
+    return tuple(piece.view(layer.dtype).reshape(layer.heads, len(stored), layer.width) for piece, layer in pieces)
 
 
 def _row_type(kv: str, scales: str) -> str | None:

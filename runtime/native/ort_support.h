@@ -122,6 +122,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
         .GetEndVersion = ort_op_one                                                                              \
     }
 
-extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe, ort_activation;
+extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe, ort_activation, ort_conv;
 
 #endif

@@ -9,27 +9,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
-__all__ = ["PAGE", "TILE", "LayerGroup", "PageLayout", "pages_for"]
+__all__ = ["PAGE", "TILE", "LayerGroup", "PageLayout", "StoredRows", "pages_for"]
 
 PAGE = 64
 TILE = 16
 _VALUE_CHANNELS = 16  # values are padded to a multiple of this
 _ALIGNED = 64  # bytes: keys and values begin at multiples of it
+_FLOATS = find_row_codec(FLOAT32)
 _UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
 
 
 def pages_for(rows: int) -> int:
     """Pages that so many rows of one sequence take."""
     return -(-rows // PAGE)
+
+
+class StoredRows(NamedTuple):
+    """What the stored rows of a layer's keys, or of its values, have: heads, items of each, their type."""
+
+    heads: int
+    width: int
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class PageLayout:
 
     Attributes:
         layers: what each keeps of a position.
-        keys, values: how their rows are stored.
+        keys, values: how their rows are stored; those of recurrences are float32.
     """
 
     layers: tuple[KVLayer, ...]
@@ -132,7 +142,8 @@ class PageLayout:
             if kept.heads:
                 alike = tuple(layer for layer, each in enumerate(self.layers) if each == kept)
                 offset = groups[-1].end if groups else 0
-                groups.append(LayerGroup(alike, kept, offset, self.keys, self.values))
+                codecs = (_FLOATS, _FLOATS) if kept.recurrent else (self.keys, self.values)
+                groups.append(LayerGroup(alike, kept, offset, *codecs))
         return tuple(groups)
 
     @cached_property
@@ -151,9 +162,20 @@ class PageLayout:
         return tuple(offsets)
 
     @property
+    def stored(self) -> tuple[StoredRows, ...]:
+        """The rows of keys of each layer as snapshots carry them, and then those of values."""
+        keys = [_stored(each, each.key_size, self.keys) for each in self.layers]
+        return (*keys, *(_stored(each, each.value_size, self.values) for each in self.layers))
+
+    @property
     def array(self) -> Ints:
         """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
         return np.array([self.keys.code, self.values.code, self.page_bytes, *self.offsets], np.int64)
+
+
+def _stored(kept: KVLayer, size: int, codec: RowCodec) -> StoredRows:
+    codec = _FLOATS if kept.recurrent else codec
+    return StoredRows(kept.heads, codec.width(size) if size else 0, codec.dtype)
 
 
 def _item_bytes(codec: RowCodec) -> int:

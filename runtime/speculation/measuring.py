@@ -107,9 +107,11 @@ def _fill(backend: Backend, length: int) -> None:
 def _blank(backend: Backend, length: int) -> CopiedRows:
     """A cache of zeros, which costs nothing to make and as much as any other to attend to."""
     empty = backend.cache.snapshot(0, 0)
-    nothing = empty.keys[0]  # (H, 0, width)
-    zeros = (np.zeros((len(nothing), length, nothing.shape[2]), nothing.dtype),) * backend.geometry.num_layers
-    return CopiedRows(length, zeros, zeros, empty.kv, empty.scales)
+    # Layers that keep the same share their zeros.
+    kinds = {(len(a), a.shape[2], a.dtype) for a in (*empty.keys, *empty.values)}  # of (H, 0, width)
+    zeros = {kind: np.zeros((kind[0], length, kind[1]), kind[2]) for kind in kinds}
+    keys, values = ([zeros[len(a), a.shape[2], a.dtype] for a in rows] for rows in (empty.keys, empty.values))
+    return CopiedRows(length, keys, values, empty.kv, empty.scales)
 
 
 def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:

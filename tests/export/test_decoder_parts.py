@@ -15,7 +15,7 @@ from transformers import HunYuanDenseV1Config
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
-from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.bundle import NATIVE, Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import UnsupportedArchitectureError
@@ -197,9 +197,9 @@ def test_parts_that_are_not_written_are_refused_by_name(name: str, part: str, tm
     make_checkpoint(tmp_path, name, **SETTINGS[name])
     with Checkpoint(tmp_path) as checkpoint:
         spec = read_spec(read_config(tmp_path), _family(name), checkpoint)
-    require_graphs(spec)
+    require_graphs(spec, NATIVE)
     with pytest.raises(UnsupportedArchitectureError, match=f"Static bundles of a decoder with {part}"):
         require_plain(spec, "Static bundles", "Leave out --static.")
     latent = LatentSpec(query_rank=0, rank=16, plain_size=8, rotary_size=8, value_size=16)
     with pytest.raises(UnsupportedArchitectureError, match="latent"):
-        require_graphs(dataclasses.replace(spec, latent=latent))
+        require_graphs(dataclasses.replace(spec, latent=latent), NATIVE)

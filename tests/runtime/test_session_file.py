@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import stat
@@ -99,12 +100,14 @@ def test_the_library_reads_it(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_pieces")
 def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
     chance = np.random.default_rng(5)
-    for codec in ROW_CODECS.values():
-        layout = PageLayout((KVLayer(3, 24, 24),) * 2, codec, codec)
+    alike, unlike = (KVLayer(3, 24, 24),) * 2, (KVLayer(3, 24, 20), KVLayer(0, 0, 0), KVLayer(1, 0, 40))
+    for codec, layers in itertools.product(ROW_CODECS.values(), (alike, unlike)):
+        layout = PageLayout(layers, codec, codec)
         cache, other = PagedCache(PagePool(layout, 4), 200), PagedCache(PagePool(layout, 4), 200)
         cache.prepare(150)
-        for layer in range(2):
-            cache.write(layer, 0, *chance.standard_normal((2, 3, 150, 24), np.float32))
+        for layer, kept in enumerate(layers):
+            sizes = kept.key_size, kept.value_size
+            cache.write(layer, 0, *(chance.standard_normal((kept.heads, 150, size), np.float32) for size in sizes))
         cache.length = 150
         write_session(tmp_path / "talk", MINE, range(150), cache.snapshot)
         with open_session(tmp_path / "talk") as session:
@@ -114,6 +117,25 @@ def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
         written, found = cache.snapshot(), other.snapshot()
         for mine, theirs in zip((*found.keys, *found.values), (*written.keys, *written.values), strict=True):
             assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "layers", ['[["object", 1, 1], ["object", 1, 1]]', '[["float32", 1.5, 2]]', '[["uint8", 1, 5]]', "[", "[1]"]
+)
+def test_layers_that_the_rows_are_not_of_are_refused(layers: str, tmp_path: Path) -> None:
+    path, arrays = tmp_path / "talk", (np.zeros((1, 4, 2), np.float32), np.zeros((1, 4, 1), np.float32))
+    write_session(path, MINE, range(4), lambda a, b: CopiedRows(b - a, (arrays[0][:, a:b],), (arrays[1][:, a:b],)))
+    told = json.dumps('[["float32", 1, 2], ["float32", 1, 1]]')[1:-1].encode()
+    other = json.dumps(layers)[1:-1].encode()
+    data = path.read_bytes()
+    assert told in data and len(other) <= len(told)
+    data = data.replace(told, other + b" " * (len(told) - len(other)))
+    with safetensors.safe_open(path, framework="numpy") as file:
+        digest = file.metadata()["sha256"].encode()
+    blank = data.replace(digest, b"0" * 64)
+    path.write_bytes(blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1))
+    with pytest.raises(UsageError, match="not of these layers"), open_session(path):
+        pass
 
 
 def test_it_is_copied_piece_by_piece(tmp_path: Path) -> None:

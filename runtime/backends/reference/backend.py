@@ -26,6 +26,7 @@ from edgeinfer.bundle.arithmetic import (
 )
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.recurrence import ConvSpec
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
@@ -66,7 +67,7 @@ class ReferenceBackend:
                 f"{bundle.path} has latent attention, which the reference backend does not compute.", hint
             )
         self.run_ns = 0
-        self._windows = {self._spec.window(layer) for layer in range(self._spec.num_layers)}
+        self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._weights = self._whole  # what the pass that runs reads
@@ -117,7 +118,7 @@ class ReferenceBackend:
         for layer in range(self._spec.num_layers):
             before = x
             if batch.layer_mask is None or batch.layer_mask[2 * layer]:
-                given = self._attention(layer, self._entering(layer, "attn", before), positions, seen)
+                given = self._mixed(layer, self._entering(layer, "attn", before), positions, seen)
                 x = x + self._leaving(layer, "attn", given)
             if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
                 entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
@@ -155,6 +156,31 @@ class ReferenceBackend:
         y = x @ self._weights[name].T
         bias = self._weights.get(f"{name}_bias")
         return y if bias is None else y + bias
+
+    def _mixed(
+        self, layer: int, x: Floats, positions: Ints, seen: dict[int, NDArray[np.bool_]]
+    ) -> Floats:  # (S, D), (S,), (S, T) by window -> (S, D)
+        """What a layer's attention, or what stands in for it, makes of hidden states."""
+        conv = self._spec.conv if self._spec.mixer(layer) == "conv" else None
+        return self._attention(layer, x, positions, seen) if conv is None else self._short_conv(layer, conv, x, seen[0])
+
+    def _short_conv(
+        self, layer: int, conv: ConvSpec, x: Floats, seen: NDArray[np.bool_]
+    ) -> Floats:  # (S, D), (S, T) -> (S, D)
+        """A convolution over what was kept of the last tokens of each row's text."""
+        size, total = seen.shape
+        prefix = f"layers.{layer}.mixer"
+        before, after, values = np.split(self._linear(f"{prefix}.in", x), 3, axis=1)
+        read = before * values
+        self.cache.write(layer, total - size, np.zeros((1, size, 0), np.float32), read[None])
+        _, kept = self.cache.read(layer, 0, total)  # (1, T, D)
+        weights = self._weights[f"{prefix}.conv"][:, 0]  # (D, width)
+        mixed = np.zeros_like(read) + self._weights.get(f"{prefix}.conv_bias", np.float32(0))
+        for row, visible in enumerate(seen):
+            path = np.flatnonzero(visible)[-conv.width :]
+            for place, slot in enumerate(path, conv.width - len(path)):
+                mixed[row] += weights[:, place] * kept[0, slot]
+        return self._linear(f"{prefix}.out", after * mixed)
 
     def _attention(
         self,

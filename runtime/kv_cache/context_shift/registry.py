@@ -55,6 +55,9 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec is None:
         message = f"{bundle.path} does not describe how its keys are rotated, which overflow {name!r} needs to know."
         raise UsageError(message, _STOP + ", or a natively exported bundle.")
+    if spec.mixers:
+        message = f"{bundle.path} has recurrent layers, whose state cannot forget tokens as overflow {name!r} would."
+        raise UsageError(message, _STOP + ".")
     if backend.cache.capacity < _LEAST_CONTEXT:
         message = (
             f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."

@@ -6,6 +6,7 @@ all share are those of `tests.factories`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,11 @@ def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
     return Family(title, name, (first, *({**first, **settings} for settings in more)))
 
 
+def _hybrid(title: str, name: str, *settings: Settings) -> Family:
+    """A family with recurrent layers, as `_family`."""
+    return dataclasses.replace(_family(title, name, *settings), portable=False)
+
+
 # Rotations whose factors change with a text's length have tests of their own.
 _LONG = {"original_max_position_embeddings"}
 
@@ -56,6 +62,7 @@ def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 
 _TIED = {"tie_word_embeddings": True}
+_CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -131,6 +138,13 @@ FAMILIES: tuple[Family, ...] = (
     _family("Nemotron", "Nemotron", _default(partial_rotary_factor=0.5), _BIASES),
     _family("Command R", "Cohere", _TIED, {"attention_bias": True}),
     _family("Command R7B", "Cohere2", _TIED | _WINDOWS, {"logit_scale": 0.25}),
+    _hybrid(
+        "LFM2",
+        "Lfm2",
+        _CONVS | _TIED,
+        {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+        {"layer_types": ["full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),
     _known("Qwen3-MoE", "Qwen3Moe"),

@@ -1,0 +1,68 @@
+"""The Liquid families: LFM2, of short convolutions and attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["LFM2"]
+
+_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "conv"}
+_THETA = 1e6  # where config.json does not say
+_HINT = "Check that config.json is complete and belongs to this model."
+
+
+def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
+    """By `layer_types`, or where older configurations list the layers of attention, by those."""
+    layers, types = config.integer("num_hidden_layers"), config.get("layer_types")
+    if types is None:
+        attends = config.get("full_attn_idxs")
+        indices = range(layers) if attends is None else attends
+        types = ["full_attention" if layer in indices else "conv" for layer in range(layers)]
+    known = isinstance(types, list) and len(types) == layers and all(each in _MIXERS for each in types)
+    if not known:
+        raise CheckpointError(f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", _HINT)
+    mixers = tuple(_MIXERS[each] for each in types)
+    return mixers if "conv" in mixers else ()
+
+
+def _inner_size(config: HFConfig) -> int:
+    """Width of the MLPs; the configured one may be meant for an MLP without a gate."""
+    wide = config.integer("intermediate_size" if config.get("block_ff_dim") is None else "block_ff_dim")
+    if config.get("block_auto_adjust_ff_dim") is not None and not config.flag("block_auto_adjust_ff_dim"):
+        return wide
+    multiple = config.integer("block_multiple_of", 256)
+    wide = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * wide / 3))
+    return multiple * -(-wide // multiple)
+
+
+def _read_lfm2(config: HFConfig, tied: bool) -> DecoderSpec:
+    """LFM2: most layers have a convolution over three tokens, the others attention with normed queries and keys."""
+    mixers, rope = _mixers(config), config.rope(config.head_dim())
+    if config.get("rope_parameters") is None and config.get("rope_theta") is None:
+        rope = dataclasses.replace(rope, theta=_THETA)
+    spec = common_spec(config, tied, norm_eps="norm_eps", qk_norm=True, rope=rope)
+    conv = ConvSpec(config.integer("conv_L_cache", 3), config.flag("conv_bias")) if mixers else None
+    return dataclasses.replace(spec, intermediate_size=_inner_size(config), mixers=mixers, conv=conv)
+
+
+LFM2 = Architecture(
+    classes=("Lfm2ForCausalLM",),
+    model_types=("lfm2",),
+    read=_read_lfm2,
+    naming=Naming(
+        final_norm="model.embedding_norm.weight",
+        attn_norm="operator_norm.weight",
+        mlp_norm="ffn_norm.weight",
+        q_norm="self_attn.q_layernorm.weight",
+        k_norm="self_attn.k_layernorm.weight",
+        out="self_attn.out_proj",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+    ),
+)
