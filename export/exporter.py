@@ -75,6 +75,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
+        family = family.placed(checkpoint.names)
         spec = read_spec(hf_config, family, checkpoint)
         require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)

@@ -19,17 +19,19 @@ from edgeinfer.bundle import MODEL, Capabilities, Geometry, Manifest, concat_gra
 
 __all__ = [
     "ARCHITECTURES",
+    "COMMON",
     "MIXTURES",
     "VARIANTS",
     "make_bigram_bundle",
     "make_block_ffn_checkpoint",
     "make_checkpoint",
     "make_tokenizer",
+    "randomise",
 ]
 
 _VOCABULARY = 320
 _SENTENCES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -149,10 +151,10 @@ def make_checkpoint(
     """
     name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
     config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
-    config = config_class(**(_COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
+    config = config_class(**(COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
     config.architectures = [f"{name}ForCausalLM"]
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    _randomise(model, seed)
+    randomise(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     make_tokenizer(folder, chat_template)
@@ -194,12 +196,12 @@ def make_block_ffn_checkpoint(folder: Path, *, joined: bool, experts: int = 6, s
     Args:
         joined: experts follow one another in one matrix, and are not stacked.
     """
-    config = transformers.LlamaConfig(**_COMMON, rms_norm_eps=1e-6)
+    config = transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-6)
     model: Any = transformers.LlamaForCausalLM(config)
     model.eval()
     for layer in model.model.layers:
         layer.mlp = _BlockMLP(config.hidden_size, experts, size, joined=joined)
-    _randomise(model, seed)
+    randomise(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
     make_tokenizer(folder)
@@ -219,7 +221,7 @@ def make_block_ffn_checkpoint(folder: Path, *, joined: bool, experts: int = 6, s
     return model
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
     """Draws weights wide enough that every part of the model moves the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.export.architectures.base import Architecture, HeadPadding, Source, TensorPlan
+from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
 from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
@@ -24,6 +24,7 @@ from edgeinfer.export.architectures.near_llama import (
     SMOLLM3,
 )
 from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
+from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig

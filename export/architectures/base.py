@@ -3,205 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, MoESpec
-from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
+from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = [
-    "Architecture",
-    "HeadPadding",
-    "MixtureNaming",
-    "Naming",
-    "Shape",
-    "Source",
-    "TensorPlan",
-    "common_spec",
-    "mixture_plans",
-    "plan",
-]
+__all__ = ["SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class HeadPadding:
-    """Zeros after each attention head along one axis; see edgeinfer.export.architectures.described.
-
-    Attributes:
-        axis: 0 for rows, 1 for columns.
-        width, wide: of a head, before and after.
-        scale: multiplies the values.
-    """
-
-    axis: int
-    heads: int
-    width: int
-    wide: int
-    scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
-
-    Attributes:
-        shape: of the one that is taken.
-        index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
-            where it stacks none.
-        joined: of a matrix, the axis along which they follow one another instead.
-        scale: multiplies the values.
-        offset: is added to them before that (norms stored as what is more than one).
-        softplus: log(1 + exp(x)) of them is taken before all else.
-    """
-
-    name: str
-    shape: Shape
-    padding: HeadPadding | None = None
-    index: int = 0
-    stacked: int = 0
-    joined: int | None = None
-    scale: float = 1.0
-    offset: float = 0.0
-    softplus: bool = False
-
-    @property
-    def stored_shape(self) -> Shape:
-        """Shape of the checkpoint's tensor."""
-        if self.joined is not None:
-            return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
-        return (self.stacked, *self.shape) if self.stacked else self.shape
-
-    @property
-    def padded_shape(self) -> Shape:
-        """Shape in the bundle."""
-        if self.padding is None:
-            return self.shape
-        axis, size = self.padding.axis, self.padding.heads * self.padding.wide
-        return (*self.shape[:axis], size, *self.shape[axis + 1 :])
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """One tensor of the bundle: checkpoint tensors put together along the rows."""
-
-    name: str
-    sources: tuple[Source, ...]
-
-    def changed(self, *, scale: float = 1.0, offset: float = 0.0) -> TensorPlan:
-        """The same with other values: what is stored plus the offset, times the scale."""
-        changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
-        return TensorPlan(self.name, tuple(changed))
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the whole."""
-        first = self.sources[0].padded_shape
-        return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
-
-    @property
-    def parameters(self) -> int:
-        """Number of the checkpoint's weights in it; padding does not count."""
-        return sum(math.prod(s.shape) for s in self.sources)
-
-    @property
-    def is_vocabulary(self) -> bool:
-        """Whether this is the embedding or the LM head."""
-        return self.name in ("embed", "head")
-
-
-def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
-    """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""
-    return TensorPlan(name, tuple(Source(*s) for s in sources))
-
-
-@dataclass(frozen=True)
-class MixtureNaming:
-    """Names of the tensors of a mixture, after the layer's own prefix.
-
-    A checkpoint stores every expert's matrices on their own, or one tensor that stacks them along a first axis; both
-    are accepted.
-
-    Attributes:
-        choice_bias_stacked: how many the tensor stacks along a first axis of its own; 0 where it is a vector.
-        router_norm: of a "relu" router.
-        gate_up: tensors whose rows, in this order, are gate and up of expert `{expert}`; one where there is no gate.
-        stacked_gate_up, stacked_down: names of the stacked tensors, where they are stacked.
-        shared_gate_up: tensors whose rows, in this order, are gate and up of the shared expert.
-    """
-
-    router: str = "mlp.gate.weight"
-    router_bias: str = "mlp.gate.bias"
-    choice_bias: str = "mlp.gate.e_score_correction_bias"
-    choice_bias_stacked: int = 0
-    router_norm: str = ""
-    gate_up: tuple[str, ...] = ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight")
-    down: str = "mlp.experts.{expert}.down_proj.weight"
-    stacked_gate_up: str = "mlp.experts.gate_up_proj"
-    stacked_down: str = "mlp.experts.down_proj"
-    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
-    shared_down: str = "mlp.shared_expert.down_proj.weight"
-    shared_gate: str = "mlp.shared_expert_gate.weight"
-
-
-def mixture_plans(
-    names: MixtureNaming, moe: MoESpec, hidden: int, layer: int, root: str, stored: Collection[str]
-) -> list[TensorPlan]:
-    """Plans the tensors of a mixture in the order they are written.
-
-    Args:
-        hidden: hidden size of the model.
-        root: what precedes the names in the checkpoint.
-        stored: names of the checkpoint's tensors.
-    """
-    prefix, experts = f"layers.{layer}.mlp", moe.experts
-    plans = [plan(f"{prefix}.router", (root + names.router, (experts, hidden)))]
-    if moe.router_bias:
-        plans.append(plan(f"{prefix}.router_bias", (root + names.router_bias, (experts,))))
-    if moe.choice_bias:
-        bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
-        plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
-    if moe.router == "relu":
-        plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
-    stacked = root + names.stacked_down in stored
-    for expert in range(experts):
-        into, out = _stacked(names, root, expert, experts) if stacked else _single(names, root, expert)
-        part, rows = ("gate_up", 2 * moe.expert_size) if moe.gated else ("up", moe.expert_size)
-        shape = (rows // len(into), hidden)
-        plans.append(TensorPlan(expert_tensor(layer, expert, part), tuple(_taken(taken, shape) for taken in into)))
-        down = _taken(out, (hidden, moe.expert_size))
-        plans.append(TensorPlan(expert_tensor(layer, expert, "down"), (down,)))
-    if moe.shared_size:
-        rows = 2 * moe.shared_size // len(names.shared_gate_up)
-        plans.append(plan(f"{prefix}.shared.gate_up", *((root + n, (rows, hidden)) for n in names.shared_gate_up)))
-        plans.append(plan(f"{prefix}.shared.down", (root + names.shared_down, (hidden, moe.shared_size))))
-    if moe.shared_gate:
-        plans.append(plan(f"{prefix}.shared.gate", (root + names.shared_gate, (1, hidden))))
-    return plans
-
-
-# A tensor's name, and which of how many are taken of it.
-_Taken = tuple[str, tuple[int, int]]
-
-
-def _taken(taken: _Taken, shape: tuple[int, int]) -> Source:
-    name, (index, stacked) = taken
-    return Source(name, shape, index=index, stacked=stacked)
-
-
-def _single(names: MixtureNaming, root: str, expert: int) -> tuple[list[_Taken], _Taken]:
-    into: list[_Taken] = [(root + name.format(expert=expert), (0, 0)) for name in names.gate_up]
-    return into, (root + names.down.format(expert=expert), (0, 0))
-
-
-def _stacked(names: MixtureNaming, root: str, expert: int, experts: int) -> tuple[list[_Taken], _Taken]:
-    which = (expert, experts)
-    return [(root + names.stacked_gate_up, which)], (root + names.stacked_down, which)
+# Of models that see: what the names of their language model, and of its head, may begin with, and their other tensors.
+SEEING_ROOTS = (("model.", ""), ("language_model.model.", "language_model."), ("model.language_model.", ""))
+SEEING_IGNORABLE = ("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*")
 
 
 @dataclass(frozen=True)
@@ -252,6 +68,8 @@ class Architecture:
         classes: transformers' model classes.
         model_types: transformers' family names, used where config.json names no class.
         read: turns a config into a spec; the flag says whether embedding and head are tied.
+        roots: what takes the place of "model." in names, and what precedes the head's: the first pair by which the
+            embedding is found.
         ignorable: patterns of checkpoint tensors that carry no weights.
         refine: what else a config asks of a tensor, such as a factor.
     """
@@ -260,9 +78,19 @@ class Architecture:
     model_types: tuple[str, ...]
     read: Callable[[HFConfig, bool], DecoderSpec]
     naming: Naming = field(default_factory=Naming)
+    roots: tuple[tuple[str, str], ...] = (("model.", ""),)
     # Old checkpoints store the rotary frequencies, which the config gives.
     ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     refine: Callable[[HFConfig, DecoderSpec, TensorPlan], TensorPlan] | None = None
+
+    def placed(self, stored: Collection[str]) -> Architecture:
+        """The same with the names that a checkpoint's tensors have."""
+        for body, head in self.roots:
+            names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in ("embed", "final_norm", "layer")}
+            names |= {name: head + getattr(self.naming, name) for name in ("head", "head_bias")}
+            if names["embed"] in stored:
+                return dataclasses.replace(self, naming=dataclasses.replace(self.naming, **names))
+        return self
 
     def tensors(self, config: HFConfig, spec: DecoderSpec, stored: Collection[str] = ()) -> tuple[TensorPlan, ...]:
         """Every tensor of the bundle in the order it is written.

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.export.architectures.base import Architecture, Naming, TensorPlan, common_spec
+from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
@@ -74,5 +75,6 @@ GEMMA3 = Architecture(
     read=_read_gemma3,
     naming=_NAMING,
     refine=_refine,
-    ignorable=("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*"),
+    roots=SEEING_ROOTS,
+    ignorable=SEEING_IGNORABLE,
 )

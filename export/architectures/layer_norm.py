@@ -7,7 +7,8 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, TensorPlan, common_spec
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["COHERE", "COHERE2", "NEMOTRON", "PHI", "STABLELM", "STARCODER2"]

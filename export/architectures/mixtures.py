@@ -7,7 +7,9 @@ import math
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, MixtureNaming, Naming, TensorPlan, common_spec
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE"]

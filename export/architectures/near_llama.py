@@ -6,7 +6,8 @@ import dataclasses
 
 from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import Architecture, Naming, TensorPlan, common_spec
+from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = [
@@ -72,7 +73,13 @@ def _read_ministral3(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, windows=config.uniform_windows())
 
 
-MINISTRAL3 = Architecture(classes=("Ministral3ForCausalLM",), model_types=("ministral3",), read=_read_ministral3)
+MINISTRAL3 = Architecture(
+    classes=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    model_types=("ministral3",),
+    read=_read_ministral3,
+    roots=SEEING_ROOTS,
+    ignorable=SEEING_IGNORABLE,
+)
 
 
 def _read_granite(config: HFConfig, tied: bool) -> DecoderSpec:

@@ -7,7 +7,8 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, MixtureNaming, Naming, common_spec
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = ["DOTS1", "ERNIE4_5_MOE", "FLEX_OLMO", "GLM4_MOE", "HUNYUAN_MOE"]

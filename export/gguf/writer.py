@@ -85,7 +85,7 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
         UnsupportedArchitectureError: it has no builder, or llama.cpp cannot express it.
     """
     config = read_config(checkpoint.folder)
-    refined = find_architecture(config)
+    refined = find_architecture(config).placed(checkpoint.names)
     family = dataclasses.replace(refined, refine=None)
     spec = read_spec(config, family, checkpoint)
     require_plain(spec, "GGUF files", ONNX_HINT)

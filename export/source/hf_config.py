@@ -16,6 +16,7 @@ __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
+_TIED = "tie_word_embeddings"
 _MISMATCH = "Check that config.json is complete and belongs to this model."
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -250,7 +251,15 @@ def read_config(folder: Path) -> HFConfig:
     path = folder / _CONFIG
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
-    return HFConfig(parse_object(read_bytes(path), str(path)))
+    values = parse_object(read_bytes(path), str(path))
+    text = values.get("text_config")
+    if isinstance(text, dict):
+        # A model that also sees or hears: what is read of it is its language model, under its own name.
+        whole: dict[str, Any] = {name: values[name] for name in ("architectures", "model_type") if name in values}
+        if len({each.get(_TIED) for each in (values, text)}) > 1:
+            whole[_TIED] = None  # Which of them holds is told by the tensors.
+        values = values | text | whole
+    return HFConfig(values)
 
 
 def _yarn_scale(factor: float, weight: float) -> float:

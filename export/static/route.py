@@ -57,6 +57,7 @@ def export_static(source: Path, out: Path, config: ExportConfig, progress: Progr
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
     with Checkpoint(source) as checkpoint:
+        family = family.placed(checkpoint.names)
         spec = read_spec(hf_config, family, checkpoint)
         require_plain(spec, "Static bundles", "Leave out --static.")
         if spec.moe is not None:

@@ -19,9 +19,10 @@ from edgeinfer.bundle import NATIVE, Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, TensorPlan, common_spec
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.described import describe, read_spec, require_graphs, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.runtime.backends.contract import ForwardInput

@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
+import transformers
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
@@ -21,7 +24,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.families.table import FAMILIES, Family, cases
 from tests.export.passes import TOKENS, expected_logits
-from tests.factories import make_checkpoint
+from tests.factories import COMMON, make_checkpoint, make_tokenizer, randomise
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
@@ -118,3 +121,37 @@ def test_the_page_lists_every_family() -> None:
     listed = re.findall(r"^\| ([^|]+?) +\| [\d.]+e-\d\d", page, re.MULTILINE)
     assert listed == [family.title for family in FAMILIES], "run: python -m tests.export.families.page"
     assert NATIVE in page
+
+
+_EYES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_EYES |= {"image_size": 28, "patch_size": 14}
+# By the name of the class: its language model's family, and what its configuration has besides.
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": ("Gemma3", {}, {"vision_config": _EYES, "mm_tokens_per_image": 1}),
+    "Mistral3": ("Ministral3", {"model_type": "ministral3"}, {"vision_config": _EYES | {"model_type": "pixtral"}}),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("root", ["language_model.model.", "model.language_model."], ids=["outside", "inside"])
+def test_the_language_model_of_one_that_sees(name: str, root: str, tmp_path: Path) -> None:
+    language, kind, further = SEEING[name]
+    family = next(family for family in FAMILIES if family.name == language)
+    text = {**COMMON, **family.settings[0], **kind}
+    config = getattr(transformers, f"{name}Config")(text_config=text, **further)
+    config.architectures = [f"{name}ForConditionalGeneration"]
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    randomise(model, 0)
+    model.save_pretrained(tmp_path / "checkpoint")
+    make_tokenizer(tmp_path / "checkpoint", None)
+    rename(tmp_path / "checkpoint" / "model.safetensors", root)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS)[None]).logits[0].numpy()
+    assert np.abs(run(next(backends(bundle, family)), TOKENS) - expected).max() <= TOLERANCE
+
+
+def rename(file: Path, root: str) -> None:
+    """Puts the language model's tensors where other releases of transformers do."""
+    tensors = {name.replace("language_model.model.", root): t for name, t in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(tensors, file)

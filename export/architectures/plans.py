@@ -1,0 +1,102 @@
+"""Which checkpoint tensors make up each of a bundle's, and what is done to them on their way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HeadPadding:
+    """Zeros after each attention head along one axis; see edgeinfer.export.architectures.described.
+
+    Attributes:
+        axis: 0 for rows, 1 for columns.
+        width, wide: of a head, before and after.
+        scale: multiplies the values.
+    """
+
+    axis: int
+    heads: int
+    width: int
+    wide: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
+
+    Attributes:
+        shape: of the one that is taken.
+        index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
+            where it stacks none.
+        joined: of a matrix, the axis along which they follow one another instead.
+        scale: multiplies the values.
+        offset: is added to them before that (norms stored as what is more than one).
+        softplus: log(1 + exp(x)) of them is taken before all else.
+    """
+
+    name: str
+    shape: Shape
+    padding: HeadPadding | None = None
+    index: int = 0
+    stacked: int = 0
+    joined: int | None = None
+    scale: float = 1.0
+    offset: float = 0.0
+    softplus: bool = False
+
+    @property
+    def stored_shape(self) -> Shape:
+        """Shape of the checkpoint's tensor."""
+        if self.joined is not None:
+            return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
+        return (self.stacked, *self.shape) if self.stacked else self.shape
+
+    @property
+    def padded_shape(self) -> Shape:
+        """Shape in the bundle."""
+        if self.padding is None:
+            return self.shape
+        axis, size = self.padding.axis, self.padding.heads * self.padding.wide
+        return (*self.shape[:axis], size, *self.shape[axis + 1 :])
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the bundle: checkpoint tensors put together along the rows."""
+
+    name: str
+    sources: tuple[Source, ...]
+
+    def changed(self, *, scale: float = 1.0, offset: float = 0.0) -> TensorPlan:
+        """The same with other values: what is stored plus the offset, times the scale."""
+        changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
+        return TensorPlan(self.name, tuple(changed))
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole."""
+        first = self.sources[0].padded_shape
+        return (sum(s.padded_shape[0] for s in self.sources), *first[1:])
+
+    @property
+    def parameters(self) -> int:
+        """Number of the checkpoint's weights in it; padding does not count."""
+        return sum(math.prod(s.shape) for s in self.sources)
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether this is the embedding or the LM head."""
+        return self.name in ("embed", "head")
+
+
+def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
+    """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""
+    return TensorPlan(name, tuple(Source(*s) for s in sources))
