@@ -1,16 +1,18 @@
-"""The Liquid families: LFM2, of short convolutions and attention."""
+"""The Liquid families: LFM2, of short convolutions and attention, and LFM2-MoE, the same with experts."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.recurrence import ConvSpec, Mixer
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["LFM2"]
+__all__ = ["LFM2", "LFM2_MOE"]
 
 _MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "conv"}
 _THETA = 1e6  # where config.json does not say
@@ -41,28 +43,64 @@ def _inner_size(config: HFConfig) -> int:
     return multiple * -(-wide // multiple)
 
 
-def _read_lfm2(config: HFConfig, tied: bool) -> DecoderSpec:
-    """LFM2: most layers have a convolution over three tokens, the others attention with normed queries and keys."""
+def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
+    """Most layers have a convolution over three tokens, the others attention with normed queries and keys."""
     mixers, rope = _mixers(config), config.rope(config.head_dim())
     if config.get("rope_parameters") is None and config.get("rope_theta") is None:
         rope = dataclasses.replace(rope, theta=_THETA)
-    spec = common_spec(config, tied, norm_eps="norm_eps", qk_norm=True, rope=rope)
     conv = ConvSpec(config.integer("conv_L_cache", 3), config.flag("conv_bias")) if mixers else None
-    return dataclasses.replace(spec, intermediate_size=_inner_size(config), mixers=mixers, conv=conv)
+    more: dict[str, Any] = {"qk_norm": True, "rope": rope, "mixers": mixers, "conv": conv}
+    return common_spec(config, tied, norm_eps="norm_eps", **more, **parts)
 
 
-LFM2 = Architecture(
-    classes=("Lfm2ForCausalLM",),
-    model_types=("lfm2",),
-    read=_read_lfm2,
-    naming=Naming(
-        final_norm="model.embedding_norm.weight",
-        attn_norm="operator_norm.weight",
-        mlp_norm="ffn_norm.weight",
-        q_norm="self_attn.q_layernorm.weight",
-        k_norm="self_attn.k_layernorm.weight",
-        out="self_attn.out_proj",
-        gate_up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
+def _read_lfm2(config: HFConfig, tied: bool) -> DecoderSpec:
+    return dataclasses.replace(_hybrid(config, tied), intermediate_size=_inner_size(config))
+
+
+_NAMING = Naming(
+    final_norm="model.embedding_norm.weight",
+    attn_norm="operator_norm.weight",
+    mlp_norm="ffn_norm.weight",
+    q_norm="self_attn.q_layernorm.weight",
+    k_norm="self_attn.k_layernorm.weight",
+    out="self_attn.out_proj",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+LFM2 = Architecture(classes=("Lfm2ForCausalLM",), model_types=("lfm2",), read=_read_lfm2, naming=_NAMING)
+
+
+def _read_lfm2_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """LFM2-MoE: all but the first layers have experts, whose shares are the logistic function of their scores."""
+    layers, first = config.integer("num_hidden_layers"), config.get("num_dense_layers")
+    dense = config.integer("num_dense_layers", 2) if first != 0 else 0
+    biased = config.get("use_expert_bias") is None or config.flag("use_expert_bias")
+    moe = MoESpec(
+        experts=config.experts(),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("moe_intermediate_size"),
+        router="sigmoid",
+        renormalize=config.get("norm_topk_prob") is None or config.flag("norm_topk_prob"),
+        dense_layers=tuple(range(min(dense, layers))),
+        choice_bias=biased,
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+    return _hybrid(config, tied, moe=moe)
+
+
+LFM2_MOE = Architecture(
+    classes=("Lfm2MoeForCausalLM",),
+    model_types=("lfm2_moe",),
+    read=_read_lfm2_moe,
+    naming=dataclasses.replace(
+        _NAMING,
+        mixture=MixtureNaming(
+            router="feed_forward.gate.weight",
+            choice_bias="feed_forward.expert_bias",
+            gate_up=("feed_forward.experts.{expert}.w1.weight", "feed_forward.experts.{expert}.w3.weight"),
+            down="feed_forward.experts.{expert}.w2.weight",
+            stacked_gate_up="feed_forward.experts.gate_up_proj",
+            stacked_down="feed_forward.experts.down_proj",
+        ),
     ),
 )

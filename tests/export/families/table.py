@@ -63,6 +63,7 @@ def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 _CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -144,6 +145,12 @@ FAMILIES: tuple[Family, ...] = (
         _CONVS | _TIED,
         {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
         {"layer_types": ["full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    _hybrid(
+        "LFM2-MoE",
+        "Lfm2Moe",
+        _CONVS | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        _TIED | {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),
