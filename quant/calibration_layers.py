@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import attend, rms_norm, rope_tables, rotate, route, silu
-from edgeinfer.bundle.spec import DecoderSpec, MoESpec, RopeSpec, later_fields
+from edgeinfer.bundle.activations import gate_up, inner_values
+from edgeinfer.bundle.arithmetic import attend, normed, query_factors, rms_norm, rope_tables, rotate, route
+from edgeinfer.bundle.spec import Activation, DecoderSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
@@ -46,6 +48,8 @@ def activate(
     bias: Floats | None = None,  # (2 F,)
     *,
     gated: bool = True,
+    activation: Activation = "silu",
+    xielu: Floats | None = None,  # (2,)
 ) -> Floats:  # (N, F)
     """The inner values of an MLP."""
     inner = np.empty((len(x), len(weight) // (2 if gated else 1)), np.float32)
@@ -54,28 +58,18 @@ def activate(
         product = multiply(x[rows], weight, bias)
         if gated:
             gate, up = np.split(product, 2, axis=1)
-            np.multiply(silu(gate), up, out=inner[rows])
+            inner[rows] = gate_up(activation, gate, up, xielu)
         else:
-            inner[rows] = silu(product)
+            inner[rows] = inner_values(activation, product, xielu)
     return inner
-
-
-# Fields that tell nothing that LayerWalk leaves out: it takes rotation from tables, and other fields than these, where
-# they are not what they are by default, are parts that it does not compute.
-_COMPUTED_OF_ROPES = ("beta_fast", "beta_slow", "truncate")
 
 
 def _refuse_uncomputed(spec: DecoderSpec) -> None:
     """Refuses a decoder with a part that calibration would leave out."""
-    parts: list[DecoderSpec | RopeSpec | MoESpec] = [spec, *spec.ropes]
-    if spec.moe is not None:
-        parts.append(spec.moe)
-    found = [(part, name) for part in parts for name in later_fields(part) if name not in _COMPUTED_OF_ROPES]
-    if spec.activation != "silu":
-        found.append((spec, "activation"))
-    if found:
-        part, name = found[0]
-        message = f"Calibration of a decoder with {name}={getattr(part, name)!r} is not supported yet."
+    found = {"mixers": bool(spec.mixers), "latent": spec.latent is not None}
+    found["expert_bias"] = spec.moe is not None and spec.moe.expert_bias
+    for name in (name for name, there in found.items() if there):
+        message = f"Calibration of a decoder with {name} is not supported yet."
         raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
 
 
@@ -119,19 +113,32 @@ class LayerWalk:
         ends = np.cumsum([0, *lengths])
         self._texts = [slice(int(start), int(stop)) for start, stop in pairwise(ends)]
         longest = max(lengths)
-        self._cos, self._sin = rope_tables(spec.rope, longest, longest)
+        self._tables = [rope_tables(rope, longest, longest) for rope in spec.ropes]
 
     def run(self, layer: int, states: Signal) -> Signal:
         """The hidden states after a layer, of those before it, which are overwritten."""
-        for part in (self._attention, self._mlp):
-            for state, change in zip(states, part(layer, states), strict=True):
-                state += change
+        entering = self._entering(f"layers.{layer}.attn", states)
+        self._add(f"layers.{layer}.attn", self._attention(layer, entering), states)
+        if not self.spec.parallel:
+            entering = self._entering(f"layers.{layer}.mlp", states)
+        self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
         return states
+
+    def _entering(self, part: str, states: Signal) -> Signal:
+        """What attention or MLP reads of the states."""
+        return self.norm(f"{part}_norm", states) if self.spec.pre_norm else states
+
+    def _add(self, part: str, changes: Signal, states: Signal) -> None:
+        """Adds what attention or MLP gives to the states."""
+        if self.spec.post_norm:
+            changes = self.norm(f"{part}_post_norm", changes)
+        for state, change in zip(states, changes, strict=True):
+            state += change
 
     def norm(self, name: str, states: Signal) -> Signal:
         """The states normed by a weight of this name."""
-        weight = self.tensors(name)
-        return tuple(rms_norm(x, weight, self.spec.norm_eps) for x in states)
+        weight, bias = self.tensors(name), self.tensors(f"{name}_bias") if self.spec.norm_bias else None
+        return tuple(normed(x, weight, bias, kind=self.spec.norm, eps=self.spec.norm_eps) for x in states)
 
     def statistics(self, inputs: Signal) -> InputStatistics | None:
         """Statistics of what enters a matrix; None where nothing does.
@@ -158,50 +165,92 @@ class LayerWalk:
         added = self.tensors(f"{name}_bias") if bias else None
         return tuple(multiply(x, w, added) for x, w in zip(inputs, weights, strict=True))
 
-    def _attention(self, layer: int, states: Signal) -> Signal:
-        spec, prefix = self.spec, f"layers.{layer}."
-        products = self.linear(f"{prefix}attn.qkv", self.norm(f"{prefix}attn_norm", states), spec.qkv_bias)
-        norms = [self.tensors(f"{prefix}attn.{n}_norm") for n in "qk"] if spec.qk_norm else None
-        mixed = tuple(self._attend(layer, qkv, norms) for qkv in products)
-        return self.linear(f"{prefix}attn.out", mixed, spec.output_bias)
+    def _attention(self, layer: int, entering: Signal) -> Signal:
+        spec, prefix = self.spec, f"layers.{layer}.attn"
+        products = self.linear(f"{prefix}.qkv", entering, spec.qkv_bias)
+        norms = [self.tensors(f"{prefix}.{n}_norm") for n in "qk"] if spec.qk_norm else None
+        sinks = self.tensors(f"{prefix}.sinks") if spec.sinks else None
+        mixed = tuple(self._attend(layer, qkv, norms, sinks) for qkv in products)
+        if spec.output_gate:
+            gates = self.linear(f"{prefix}.gate", entering, False)
+            each = spec.head_dim if spec.output_gate == "head" else 1
+            mixed = tuple(x * np.repeat(_logistic(g), each, axis=1) for x, g in zip(mixed, gates, strict=True))
+        if spec.inner_norms:
+            mixed = self.norm(f"{prefix}.inner_norm", mixed)
+        return self.linear(f"{prefix}.out", mixed, spec.output_bias)
 
-    def _attend(self, layer: int, qkv: Floats, norms: list[Floats] | None) -> Floats:  # (N, q + 2 kv) -> (N, q)
+    def _attend(
+        self,
+        layer: int,
+        qkv: Floats,  # (N, q + 2 kv)
+        norms: list[Floats] | None,
+        sinks: Floats | None,  # (heads,)
+    ) -> Floats:  # (N, q)
         spec = self.spec
         mixed = np.empty((len(qkv), spec.q_size), np.float32)
         group, width = spec.num_heads // spec.num_kv_heads, spec.head_dim
+        by_group = None if sinks is None else sinks.reshape(spec.num_kv_heads, group)
         for text in self._texts:
             q, k, v = np.split(qkv[text], [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-            if norms is not None:
-                q, k = (self._head_norm(x, weight) for x, weight in zip((q, k), norms, strict=True))
             size = len(q)
-            cos, sin = self._cos[:size], self._sin[:size]
-            queries = rotate(q.reshape(size, -1, width), cos, sin).swapaxes(0, 1)
-            keys = rotate(k.reshape(size, -1, width), cos, sin).swapaxes(0, 1)
-            values = v.reshape(size, -1, width).swapaxes(0, 1)
-            grouped = queries.reshape(spec.num_kv_heads, group, size, width)
-            heads = attend(grouped, keys, values, self._visible(layer, size))  # (H, g, S, h)
+            queries, keys = (
+                self._turned(layer, x.reshape(size, -1, width), None if norms is None else norms[place], place == 0)
+                for place, x in enumerate((q, k))
+            )
+            values = v.reshape(size, -1, width)
+            if spec.value_norm:
+                values = rms_norm(values, np.ones(width, np.float32), spec.norm_eps)
+            grouped = queries.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, width)
+            heads = attend(
+                grouped,
+                keys.swapaxes(0, 1),
+                values.swapaxes(0, 1),
+                self._visible(layer, size),
+                scale=spec.attention_scale,
+                softcap=spec.attention_softcap,
+                sinks=by_group,
+            )  # (H, g, S, h)
             mixed[text] = heads.transpose(2, 0, 1, 3).reshape(size, -1)
         return mixed
 
-    def _head_norm(self, x: Floats, weight: Floats) -> Floats:  # (S, H h) -> (S, H h)
-        width = x.shape[1] if self.spec.whole_norm else self.spec.head_dim
-        return rms_norm(x.reshape(len(x), -1, width), weight, self.spec.norm_eps).reshape(x.shape)
+    def _turned(self, layer: int, heads: Floats, norm: Floats | None, are_queries: bool) -> Floats:
+        """Queries or keys (S, H, h) after their norm and rotation, as far as the layer has them."""
+        spec, index = self.spec, self.spec.rope_index(layer)
+        if not spec.norm_after_rope:
+            heads = self._head_norm(heads, norm)
+        if index >= 0:
+            size, rope, (cos, sin) = len(heads), spec.ropes[index], self._tables[index]
+            heads = rotate(heads, cos[:size], sin[:size], interleaved=rope.interleaved)
+            if are_queries and rope.query_beta:
+                heads = heads * query_factors(rope, np.arange(size))[:, None, None]
+        return self._head_norm(heads, norm) if spec.norm_after_rope else heads
+
+    def _head_norm(self, heads: Floats, weight: Floats | None) -> Floats:  # (S, H, h) -> (S, H, h)
+        if weight is None:
+            return heads
+        spec = self.spec
+        vectors = heads.reshape(len(heads), 1, -1) if spec.whole_norm else heads
+        return normed(vectors, weight, None, kind=spec.norm, eps=spec.norm_eps).reshape(heads.shape)
 
     def _visible(self, layer: int, size: int) -> NDArray[np.bool_]:  # (S, S)
         causal = np.tri(size, dtype=np.bool_)
         window = self.spec.window(layer)
         return causal & ~np.tri(size, k=-window, dtype=np.bool_) if window else causal
 
-    def _mlp(self, layer: int, states: Signal) -> Signal:
-        prefix = f"layers.{layer}.mlp"
-        normed = self.norm(f"{prefix}_norm", states)
-        moe = self.spec.experts_of(layer)
+    def _mlp(self, layer: int, entering: Signal) -> Signal:
+        spec, prefix = self.spec, f"layers.{layer}.mlp"
+        moe = spec.experts_of(layer)
         if moe is not None:
-            return mix_experts(self, layer, moe, normed)
-        weights = self.weights(f"{prefix}.gate_up", normed)
-        bias = self.tensors(f"{prefix}.gate_up_bias") if self.spec.mlp_bias else None
-        inner = tuple(activate(x, w, bias) for x, w in zip(normed, weights, strict=True))
-        return self.linear(f"{prefix}.down", inner, self.spec.mlp_bias)
+            return mix_experts(self, layer, moe, entering)
+        name = f"{prefix}.{'gate_up' if spec.gated else 'up'}"
+        weights = self.weights(name, entering)
+        bias = self.tensors(f"{name}_bias") if spec.mlp_bias else None
+        xielu = self.tensors(f"{prefix}.xielu") if spec.activation == "xielu" else None
+        kind: dict[str, Any] = {"gated": spec.gated, "activation": spec.activation, "xielu": xielu}
+        inner = tuple(activate(x, w, bias, **kind) for x, w in zip(entering, weights, strict=True))
+        if spec.inner_norms:
+            inner = self.norm(f"{prefix}.inner_norm", inner)
+        return self.linear(f"{prefix}.down", inner, spec.mlp_bias)
 
 
 @dataclass(frozen=True)
@@ -227,8 +276,12 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
     """Runs the experts of a layer, and the shared one, on its normed states."""
     prefix = f"layers.{layer}.mlp"
     router = walk.tensors(f"{prefix}.router")
-    norm = walk.tensors(f"{prefix}.router_norm") if moe.router == "relu" else None
-    shares = tuple(_shares(multiply(x, router), moe, norm, walk.spec.norm_eps) for x in normed)  # (N, E)
+    given: dict[str, Any] = {
+        "norm": walk.tensors(f"{prefix}.router_norm") if moe.router == "relu" else None,
+        "choice_bias": walk.tensors(f"{prefix}.choice_bias") if moe.choice_bias else None,
+    }
+    bias, eps = walk.tensors(f"{prefix}.router_bias") if moe.router_bias else None, walk.spec.norm_eps
+    shares = tuple(_shares(multiply(x, router, bias), moe, eps, given) for x in normed)  # (N, E)
     chosen = shares[-1] != 0
     walk.uses.append(ExpertTokens(layer, chosen.sum(axis=0), shares[-1].mean(axis=0)))
     mixed = tuple(np.zeros_like(x) for x in normed)
@@ -245,9 +298,9 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
     return mixed
 
 
-def _shares(scores: Floats, moe: MoESpec, norm: Floats | None, eps: float) -> Floats:  # (N, E) -> (N, E)
+def _shares(scores: Floats, moe: MoESpec, eps: float, given: dict[str, Any]) -> Floats:  # (N, E) -> (N, E)
     """What each expert's result is multiplied by; 0 where a token does not use it."""
-    chosen, weights = route(scores, moe, norm=norm, eps=eps)
+    chosen, weights = route(scores, moe, eps=eps, **given)
     shares = np.zeros_like(scores)
     np.put_along_axis(shares, chosen, weights, axis=1)
     return shares

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import rms_norm
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
 from edgeinfer.results import Progress
@@ -104,8 +103,7 @@ def probe_decoder(
         streams = walk.step(layer, streams)
         if progress is not None:
             progress("sensitivity", layer + 1, spec.num_layers)
-    norm = tensors("final_norm")
-    final = {name: rms_norm(state, norm, spec.norm_eps) for name, state in streams.items()}
+    final = dict(zip(streams, walk.norm("final_norm", tuple(streams.values())), strict=True))
     return _divergences(spec, tensors("embed" if spec.tied else "head"), final, walk, look)
 
 
@@ -164,9 +162,9 @@ class _ProbeWalk(LayerWalk):
 def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
     """Names of the probes that begin in a layer."""
     prefix, moe = f"layers.{layer}.", spec.experts_of(layer)
-    yield from (f"{prefix}attn.qkv", f"{prefix}attn.out")
+    yield from (f"{prefix}attn.qkv", *([f"{prefix}attn.gate"] if spec.output_gate else []), f"{prefix}attn.out")
     if moe is None:
-        yield from (f"{prefix}mlp.gate_up", f"{prefix}mlp.down")
+        yield from (f"{prefix}mlp.{'gate_up' if spec.gated else 'up'}", f"{prefix}mlp.down")
         return
     yield from (f"{prefix}mlp.experts.*.{'gate_up' if moe.gated else 'up'}", f"{prefix}mlp.experts.*.down")
     if moe.shared_size:

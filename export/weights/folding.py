@@ -35,19 +35,25 @@ def fold_layer(
         statistics: of what enters each of the layer's matrices, by name; one without is left as it is.
     """
     folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
-    folder.into_norm(f"{prefix}.attn_norm", [f"{prefix}.attn.qkv"])
-    folder.into_values(spec, f"{prefix}.attn.qkv", f"{prefix}.attn.out")
+    attention = [f"{prefix}.attn.{name}" for name in ("qkv", "gate") if f"{prefix}.attn.{name}" in tensors]
     moe = spec.experts_of(layer)
     if moe is None:
-        folder.into_norm(f"{prefix}.mlp_norm", [f"{prefix}.mlp.gate_up"])
-        folder.into_up(f"{prefix}.mlp")
-        return
-    experts = [f"{prefix}.mlp.experts.{e}" for e in range(moe.experts)]
-    shared = [f"{prefix}.mlp.shared"] if moe.shared_size else []
-    readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
-    routers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
-    folder.into_norm(f"{prefix}.mlp_norm", readers, [name for name in routers if name in tensors])
-    for name in (experts if moe.gated else []) + shared:
+        readers, others = [f"{prefix}.mlp.{'gate_up' if spec.gated else 'up'}"], []
+        inner = [f"{prefix}.mlp"] if spec.gated and not spec.inner_norms else []
+    else:
+        experts = [f"{prefix}.mlp.experts.{e}" for e in range(moe.experts)]
+        shared = [f"{prefix}.mlp.shared"] if moe.shared_size else []
+        readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
+        routers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
+        others = [name for name in routers if name in tensors]
+        inner = (experts if moe.gated else []) + shared
+    if spec.pre_norm:
+        folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
+    if not (spec.value_norm or spec.inner_norms):
+        folder.into_values(spec, f"{prefix}.attn.qkv", f"{prefix}.attn.out")
+    if spec.pre_norm and not spec.parallel:
+        folder.into_norm(f"{prefix}.mlp_norm", readers, others)
+    for name in inner if spec.activation != "swiglu_oai" else []:
         folder.into_up(name)
 
 
@@ -67,7 +73,9 @@ class _Folder:
         if not quantized:
             return None
         scale = self._search(quantized, _joined([self._statistics[name] for name in quantized]))
-        self._tensors.of(norm).multiply(np.float32(1) / scale)
+        for name in (norm, f"{norm}_bias"):
+            if name in self._tensors:
+                self._tensors.of(name).multiply(np.float32(1) / scale)
         for name in (*readers, *others):
             self._tensors.of(name).multiply(scale[None])
         return scale

@@ -351,18 +351,8 @@ class Forgetful(Recorder):
         return weight
 
 
-@pytest.mark.parametrize(
-    ("rope", "parts", "says"),
-    [
-        ({}, {"post_norm": True}, "post_norm=True"),
-        ({}, {"activation": "gelu"}, "activation='gelu'"),
-        ({"interleaved": True}, {}, "interleaved=True"),
-        ({}, {"moe": MoESpec(4, 2, 16, scale=2.5)}, "scale=2.5"),
-    ],
-)
-def test_parts_that_calibration_would_leave_out_are_refused_by_name(
-    rope: dict[str, Any], parts: dict[str, Any], says: str
-) -> None:
-    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, RopeSpec("default", 1e4, 8, **rope), **parts)
-    with pytest.raises(UnsupportedArchitectureError, match=says):
+def test_parts_that_calibration_would_leave_out_are_refused_by_name() -> None:
+    moe = MoESpec(4, 2, 16, expert_bias=True)
+    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, RopeSpec("default", 1e4, 8), moe=moe)
+    with pytest.raises(UnsupportedArchitectureError, match="with expert_bias"):
         LayerWalk(spec, Tensors({}).tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)

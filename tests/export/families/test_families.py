@@ -15,8 +15,10 @@ import transformers
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, open_bundle
+from edgeinfer.bundle.arithmetic import softcapped
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.quant.calibration_layers import LayerWalk, Signal
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
@@ -50,6 +52,20 @@ def backends(bundle: Bundle, family: Family) -> Iterator[Backend]:
         yield OnnxBackend(bundle, CONTEXT, layout=PORTABLE)
 
 
+def walked(bundle: Bundle) -> Floats:
+    """What calibration computes: every layer over the whole text."""
+    spec = bundle.manifest.decoder
+    assert spec is not None
+    if spec.mixers:
+        return run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+    walk = LayerWalk(spec, bundle.tensor, [len(TOKENS)], lambda name, weight, seen: weight, (False,), hessian=False)
+    states: Signal = (bundle.tensor("embed")[TOKENS],)
+    for layer in range(spec.num_layers):
+        states = walk.run(layer, states)
+    (logits,) = walk.linear("head", walk.norm("final_norm", states), spec.head_bias)
+    return softcapped(logits, spec.logit_softcap)
+
+
 def chunks(backend: Backend) -> Floats:
     return np.concatenate([run(backend, part) for part in (TOKENS[:7], TOKENS[7:8], TOKENS[8:])])
 
@@ -74,6 +90,7 @@ def check(family: Family, settings: Any, folder: Path) -> None:
     expected = expected_logits(model, TOKENS)
     bundle = open_bundle(export_checkpoint(folder / "checkpoint", folder / "floats", ExportConfig(bits=32)))
     assert np.abs(run(ReferenceBackend(bundle, CONTEXT), TOKENS) - expected).max() <= TOLERANCE
+    assert np.abs(walked(bundle) - expected).max() <= TOLERANCE
     for backend in backends(bundle, family):
         assert np.abs(chunks(backend) - expected).max() <= TOLERANCE
         assert np.abs(branches(backend) - expected[7:10]).max() <= TOLERANCE
@@ -155,3 +172,18 @@ def rename(file: Path, root: str) -> None:
     """Puts the language model's tensors where other releases of transformers do."""
     tensors = {name.replace("language_model.model.", root): t for name, t in safetensors.torch.load_file(file).items()}
     safetensors.torch.save_file(tensors, file)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1"])
+def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str, tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == name)
+    model = make_checkpoint(tmp_path / "checkpoint", name, **family.settings[0])
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
+    config = ExportConfig(
+        bits=8, group_size=32, method=method, calibration=tmp_path / "text.txt", calibration_tokens=96
+    )
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
+    expected, found = expected_logits(model, TOKENS), run(ReferenceBackend(bundle, CONTEXT), TOKENS)
+    error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert np.median(error) <= ROUNDED / 2
