@@ -163,6 +163,8 @@ def inverse_frequencies(spec: RopeSpec, context: int) -> Floats:  # (dim / 2,)
     plain: Floats = (1.0 / np.power(np.float32(spec.theta), exponents)).astype(np.float32)
     if spec.type == "linear":
         return np.divide(plain, np.float32(spec.factor))
+    if spec.type == "proportional":
+        return np.divide(np.where(np.arange(len(plain)) < spec.turned, plain, 0), np.float32(spec.factor))
     if spec.type == "llama3":
         return _llama3(spec, plain)
     if spec.type == "longrope":

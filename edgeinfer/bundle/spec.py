@@ -22,7 +22,7 @@ __all__ = [
     "later_fields",
 ]
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
@@ -43,6 +43,7 @@ class RopeSpec:
         interleaved: neighbouring channels are a pair, instead of one of each half.
         query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
             (Llama 4, Ministral 3); 0 leaves them as they are.
+        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
     """
 
     type: RopeType
@@ -60,6 +61,7 @@ class RopeSpec:
     truncate: bool = True
     interleaved: bool = False
     query_beta: float = 0.0
+    turned: int = 0
 
     def __post_init__(self) -> None:
         _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
@@ -67,6 +69,8 @@ class RopeSpec:
         _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
         if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
             _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
+        proportional = self.type == "proportional"
+        _require(0 < self.turned <= self.dim // 2 if proportional else not self.turned, "rope pairs must be of its dim")
         if self.type == "llama3":
             ordered = self.high_freq_factor > self.low_freq_factor > 0
             _require(ordered, "rope high_freq_factor must exceed low_freq_factor")

@@ -1,4 +1,4 @@
-"""The Liquid families: LFM2, of short convolutions and attention, and LFM2-MoE, the same with experts."""
+"""The Liquid families: LFM2 and LFM3, of short convolutions and attention, and LFM2-MoE, which has experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from edgeinfer.export.architectures.base import Architecture, Naming, common_spe
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["LFM2", "LFM2_MOE"]
+__all__ = ["LFM2", "LFM2_MOE", "LFM3"]
 
-_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "conv": "conv"}
+_MIXERS: dict[str, Mixer] = {"full_attention": "attention", "sliding_attention": "attention", "conv": "conv"}
 _THETA = 1e6  # where config.json does not say
 _HINT = "Check that config.json is complete and belongs to this model."
 
@@ -43,14 +43,19 @@ def _inner_size(config: HFConfig) -> int:
     return multiple * -(-wide // multiple)
 
 
-def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
-    """Most layers have a convolution over three tokens, the others attention with normed queries and keys."""
-    mixers, rope = _mixers(config), config.rope(config.head_dim())
-    if config.get("rope_parameters") is None and config.get("rope_theta") is None:
-        rope = dataclasses.replace(rope, theta=_THETA)
-    conv = ConvSpec(config.integer("conv_L_cache", 3), config.flag("conv_bias")) if mixers else None
-    more: dict[str, Any] = {"qk_norm": True, "rope": rope, "mixers": mixers, "conv": conv}
-    return common_spec(config, tied, norm_eps="norm_eps", **more, **parts)
+def _hybrid(config: HFConfig, tied: bool, width: int = 3, **parts: Any) -> DecoderSpec:
+    """Most layers have a convolution over the last tokens, the others attention with normed queries and keys.
+
+    Args:
+        width: of the convolutions, where config.json does not say.
+    """
+    mixers = _mixers(config)
+    if "rope" not in parts:
+        rope = config.rope(config.head_dim())
+        says = config.get("rope_parameters") is not None or config.get("rope_theta") is not None
+        parts["rope"] = rope if says else dataclasses.replace(rope, theta=_THETA)
+    conv = ConvSpec(config.integer("conv_L_cache", width), config.flag("conv_bias")) if mixers else None
+    return common_spec(config, tied, norm_eps="norm_eps", qk_norm=True, mixers=mixers, conv=conv, **parts)
 
 
 def _read_lfm2(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -102,5 +107,51 @@ LFM2_MOE = Architecture(
             stacked_gate_up="feed_forward.experts.gate_up_proj",
             stacked_down="feed_forward.experts.down_proj",
         ),
+    ),
+)
+
+
+def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """LFM3: wider convolutions, windows in some layers, norms before and after, and a gate for each head."""
+    types, head_dim = config.get("layer_types"), config.head_dim()
+    slides = [kind == "sliding_attention" for kind in types] if isinstance(types, list) else []
+    attends = [kind == "full_attention" for kind in types] if isinstance(types, list) else []
+    if not slides:
+        raise CheckpointError("config.json: layer_types is missing.", _HINT)
+    # The rotation of the layers there are comes first, so that every table is read.
+    kinds = [kind for kind, there in (("full_attention", attends), ("sliding_attention", slides)) if any(there)]
+    ropes = [config.rope(head_dim, kind) for kind in kinds] or [config.rope(head_dim, "full_attention")]
+    further: dict[str, Any] = {}
+    if len(ropes) == 2:
+        further = {"more_ropes": tuple(ropes[1:]), "rope_layers": tuple(map(int, slides))}
+    gated = config.get("use_attention_gate") is None or config.flag("use_attention_gate")
+    normed = config.get("use_sandwich_norm") is None or config.flag("use_sandwich_norm")
+    bias = config.flag("attention_bias")
+    return _hybrid(
+        config,
+        tied,
+        width=7,
+        rope=ropes[0],
+        windows=config.windows_of(slides),
+        qkv_bias=bias,
+        output_bias=bias,
+        output_gate="head" if gated else "",
+        post_norm=normed,
+        **further,
+    )
+
+
+LFM3 = Architecture(
+    classes=("Lfm3ForCausalLM",),
+    model_types=("lfm3",),
+    read=_read_lfm3,
+    naming=Naming(
+        final_norm="model.embedding_norm.weight",
+        attn_norm="operator_norm.weight",
+        attn_post_norm="post_operator_norm.weight",
+        mlp_norm="ffn_norm.weight",
+        mlp_post_norm="post_ffn_norm.weight",
+        gate_up=_NAMING.gate_up,
+        down=_NAMING.down,
     ),
 )

@@ -39,7 +39,6 @@ _FAMILIES = {
     "gemma4": _Refused("Gemma 4"),
     "gpt_oss": _Refused("gpt-oss", "attention sinks"),
     "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
-    "lfm3": _Refused("LFM3", _HYBRID, gguf=False),
     "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
     "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
     "minicpm3": _Refused("MiniCPM 3", _LATENT),

@@ -124,6 +124,9 @@ class HFConfig:
             return RopeSpec("default", theta * _number(given, "alpha") ** (dim / (dim - 2)), dim)
         if kind == "default":
             return RopeSpec("default", theta, dim)
+        if kind == "proportional":
+            turned = int(partial * head_dim // 2)
+            return RopeSpec("proportional", theta, head_dim, factor=_number(given, "factor", 1.0), turned=turned)
         if kind == "yarn":
             return self._yarn(given, theta, dim)
         if kind == "linear":

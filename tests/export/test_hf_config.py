@@ -63,7 +63,7 @@ def test_longrope_derives_its_attention_factor() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"rope_scaling": {"rope_type": "proportional"}}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
+    [{"rope_scaling": {"rope_type": "axial"}}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
 )
 def test_unknown_rotary_types_name_the_other_route(values: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedArchitectureError, match="--exporter optimum"):

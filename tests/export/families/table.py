@@ -63,6 +63,7 @@ def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 _CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+_MIXED = ["conv", "sliding_attention", "full_attention", "conv"]
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -151,6 +152,13 @@ FAMILIES: tuple[Family, ...] = (
         "Lfm2Moe",
         _CONVS | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
         _TIED | {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
+    ),
+    _hybrid(
+        "LFM3",
+        "Lfm3",
+        {"layer_types": _MIXED, "num_hidden_layers": 4, "sliding_window": 5, "head_dim": 32},
+        {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 3},
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "attention_bias": True},
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),
