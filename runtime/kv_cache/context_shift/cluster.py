@@ -16,7 +16,7 @@ import numpy as np
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, Removed, Rotation, cosines, merge_rows
+from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, LayerRotations, Removed, cosines, merge_rows
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 __all__ = ["ClusterOptions", "ClusterPolicy"]
@@ -63,12 +63,12 @@ class ClusterPolicy:
         freed, _ = _sizes(ClusterOptions(), capacity)
         counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
         rows = 8 * capacity * spec.kv_size * 4
-        return counts + Rotation.planned_bytes(spec.rope, capacity) + rows
+        return counts + LayerRotations.planned_bytes(spec, capacity) + rows
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Merges rows of every head."""
         rows = self._backend.cache.length
-        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
+        rotations = LayerRotations(self._spec, self._backend.cache.capacity)
         old, new, zero = np.arange(rows), np.arange(rows - self._freed), np.zeros(1, np.intp)
         remembered: dict[int, Floats] = {}
 
@@ -76,12 +76,12 @@ class ClusterPolicy:
             counts = np.ones(keys.shape[:2], np.float32)
             if (known := self._counts.get(layer)) is not None:
                 counts[:, : known.shape[1]] = known
-            both = np.concatenate([rotation.moved(keys, old, zero), values], axis=-1)  # (H, n, 2 h)
+            both = np.concatenate([rotations.moved(layer, keys, old, zero), values], axis=-1)  # (H, n, 2 h)
             kept = np.stack([self._merge(b, c) for b, c in zip(both, counts, strict=True)])  # (H, n')
             heads = np.arange(len(kept))[:, None]
             remembered[layer], both = counts[heads, kept], both[heads, kept]
             size = keys.shape[-1]
-            return rotation.moved(both[..., :size], zero, new), both[..., size:]
+            return rotations.moved(layer, both[..., :size], zero, new), both[..., size:]
 
         self._backend.cache.rewrite(edit)
         self._counts = remembered

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import RopeSpec
+from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
@@ -112,7 +112,7 @@ class Rotation:
     """
 
     def __init__(self, spec: RopeSpec, capacity: int) -> None:
-        self._half = spec.dim // 2
+        self._half, self._interleaved = spec.dim // 2, spec.interleaved
         self._cos, self._sin = rope_tables(spec, capacity, capacity)  # (C, r/2)
         # Both tables carry the attention factor, so products of two entries carry it twice.
         self._scale = np.float32(1 / spec.attention_factor**2)
@@ -129,10 +129,36 @@ class Rotation:
         cos = (cos_new * cos_old + sin_new * sin_old) * self._scale
         sin = (sin_new * cos_old - cos_new * sin_old) * self._scale
         out = keys.copy()
-        a, b = keys[..., :half], keys[..., half : 2 * half]
-        out[..., :half] = a * cos - b * sin
-        out[..., half : 2 * half] = b * cos + a * sin
+        # Pairs are of both halves, or neighbours.
+        first, second = slice(half), slice(half, 2 * half)
+        if self._interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        a, b = keys[..., first], keys[..., second]
+        out[..., first] = a * cos - b * sin
+        out[..., second] = b * cos + a * sin
         return out
+
+
+class LayerRotations:
+    """The rotation of each layer of a decoder, for keys that were rotated by it.
+
+    Args:
+        capacity: tokens that the cache may hold.
+    """
+
+    def __init__(self, spec: DecoderSpec, capacity: int) -> None:
+        self._spec = spec
+        self._rotations = [Rotation(rope, capacity) for rope in spec.ropes]
+
+    @staticmethod
+    def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
+        """Bytes of the tables, and of what is picked from them for one layer's rows."""
+        return sum(Rotation.planned_bytes(rope, capacity) for rope in spec.ropes)
+
+    def moved(self, layer: int, keys: Floats, old: Positions, new: Positions) -> Floats:  # (H, n, h) -> (H, n, h)
+        """Keys of a layer at `old` positions as they would be at `new` ones."""
+        index = self._spec.rope_index(layer)
+        return keys if index < 0 else self._rotations[index].moved(keys, old, new)
 
 
 Indices = NDArray[np.intp]

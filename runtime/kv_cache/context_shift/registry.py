@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, DecoderSpec
+from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
@@ -58,6 +59,10 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec.mixers:
         message = f"{bundle.path} has recurrent layers, whose state cannot forget tokens as overflow {name!r} would."
         raise UsageError(message, _STOP + ".")
+    odd = ["norm_after_rope"] if spec.norm_after_rope else later_fields(spec) if kind.observes else ()
+    if odd:
+        message = f"{bundle.path} has {odd[0]}={getattr(spec, odd[0])!r}, which overflow {name!r} does not know."
+        raise UsageError(message, _STOP + (", or window." if kind.observes and not spec.norm_after_rope else "."))
     if backend.cache.capacity < _LEAST_CONTEXT:
         message = (
             f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."

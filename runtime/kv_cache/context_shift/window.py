@@ -13,7 +13,7 @@ import numpy as np
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.kv_cache.context_shift.policy import Removed, Rotation
+from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Removed
 
 __all__ = ["SINKS", "WindowPolicy"]
 
@@ -46,17 +46,17 @@ class WindowPolicy:
     @staticmethod
     def planned_bytes(spec: DecoderSpec, capacity: int) -> int:
         """What a context shift takes while it runs: the keys of a layer before, while and after they are turned."""
-        return Rotation.planned_bytes(spec.rope, capacity) + 7 * capacity * spec.kv_size * 4
+        return LayerRotations.planned_bytes(spec, capacity) + 7 * capacity * spec.kv_size * 4
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Drops the rows after the sinks."""
         rows = self._backend.cache.length
         kept = np.delete(np.arange(rows), slice(self._sinks, self._sinks + self._freed))
         now = np.arange(len(kept))
-        rotation = Rotation(self._spec.rope, self._backend.cache.capacity)
+        rotations = LayerRotations(self._spec, self._backend.cache.capacity)
 
         def edit(layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:  # (H, n, h) each
-            return rotation.moved(keys[:, kept], kept, now), values[:, kept]
+            return rotations.moved(layer, keys[:, kept], kept, now), values[:, kept]
 
         self._backend.cache.rewrite(edit)
         return Removed(self._freed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,15 @@ def test_refuses_what_it_cannot_work_with(make_family: Callable[..., Family], tm
     for name in ("merge", "cluster"):
         with pytest.raises(UsageError, match="last 6 tokens"):
             make_context_shift(name, windowed.bundle, backend)
+    decoder = full.bundle.manifest.decoder
+    assert decoder is not None
+    for part, refused in (("norm_after_rope", list(POLICIES)), ("sinks", ["merge"])):
+        given: dict[str, Any] = {part: True}
+        odd = dataclasses.replace(decoder, qk_norm=True, **given)
+        bundle = dataclasses.replace(full.bundle, manifest=dataclasses.replace(full.bundle.manifest, decoder=odd))
+        for name in refused:
+            with pytest.raises(UsageError, match=f"has {part}=True, which overflow"):
+                make_context_shift(name, bundle, ReferenceBackend(full.bundle, 40))
     opaque = open_bundle(make_bigram_bundle(tmp_path / "bigrams"))
     for name in POLICIES:
         with pytest.raises(UsageError, match="does not describe"):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.bundle import RopeSpec
-from edgeinfer.bundle.arithmetic import rope_tables
-from edgeinfer.runtime.arrays import Floats
+from edgeinfer.bundle import DecoderSpec, RopeSpec
+from edgeinfer.bundle.arithmetic import rope_tables, rotate
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.kv_cache.context_shift.policy import Rotation
+from edgeinfer.runtime.kv_cache.context_shift.policy import LayerRotations, Rotation
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ CONTEXT = 4096
 SPECS = {
     "default": RopeSpec("default", 1e4, HEAD),
     "partial": RopeSpec("default", 1e4, 6),
+    "neighbours": RopeSpec("default", 1e4, 6, interleaved=True),
     "linear": RopeSpec("linear", 1e4, HEAD, factor=4.0),
     "llama3": RopeSpec("llama3", 5e5, HEAD, 8.0, 1.0, 4.0, original_max_positions=32),
     "longrope": RopeSpec(
@@ -39,13 +39,6 @@ SPECS = {
 }
 
 
-def rotated(keys: Floats, cos: Floats, sin: Floats) -> Floats:  # (n, H, h), 2 x (n, r/2)
-    half = cos.shape[1]
-    a, b, rest = np.split(keys, [half, 2 * half], axis=-1)
-    c, s = cos[:, None], sin[:, None]
-    return np.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
-
-
 @given(name=st.sampled_from([*SPECS]), data=st.data())
 @settings(deadline=None)
 def test_moved_keys_are_those_of_the_new_position(name: str, data: st.DataObject) -> None:
@@ -53,12 +46,26 @@ def test_moved_keys_are_those_of_the_new_position(name: str, data: st.DataObject
     old, new = np.array(data.draw(places)), np.array(data.draw(places))
     raw = np.random.default_rng(data.draw(st.integers(0, 99))).normal(size=(5, 3, HEAD)).astype(np.float32)
     cos, sin = rope_tables(SPECS[name], CONTEXT, CONTEXT)
-    before, after = (rotated(raw, cos[p], sin[p]).swapaxes(0, 1) for p in (old, new))
+    before, after = (
+        rotate(raw, cos[p], sin[p], interleaved=SPECS[name].interleaved).swapaxes(0, 1) for p in (old, new)
+    )
     rotation = Rotation(SPECS[name], CONTEXT)
     np.testing.assert_allclose(rotation.moved(before, old, new), after, atol=1e-5)
     # Heads may hold different tokens.
     each = np.stack([old, old, old]), np.stack([new, new, new])
     np.testing.assert_array_equal(rotation.moved(before, *each), rotation.moved(before, old, new))
+
+
+def test_every_layer_has_its_own_rotation() -> None:
+    ropes: dict[str, Any] = {"rope": SPECS["default"], "more_ropes": (SPECS["linear"],), "rope_layers": (1, -1, 0)}
+    spec = DecoderSpec(32, 16, 24, 3, 2, 1, HEAD, 64, 1e-6, activation="silu", **ropes)
+    keys = np.random.default_rng(0).normal(size=(1, 4, HEAD)).astype(np.float32)
+    old, new = np.arange(9, 13), np.arange(4)
+    rotations = LayerRotations(spec, 64)
+    for layer, name in ((0, "linear"), (2, "default")):
+        wanted = Rotation(SPECS[name], 64).moved(keys, old, new)
+        np.testing.assert_array_equal(rotations.moved(layer, keys, old, new), wanted)
+    np.testing.assert_array_equal(rotations.moved(1, keys, old, new), keys)
 
 
 def test_keys_and_tables_are_left_alone() -> None:
