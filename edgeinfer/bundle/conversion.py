@@ -109,7 +109,9 @@ def convert_bundle(
 def _require_other(bundle: Bundle, layout: Layout) -> None:
     if layout == bundle.manifest.layout:
         raise UsageError(f"{bundle.path} already has the {layout} layout.", "Use it as it is.")
-    if layout not in bundle.layouts or not bundle.quantized:
+    if layout not in bundle.layouts:
+        raise UsageError(f"{bundle.path} has no graph for the {layout} layout.", "Use it as it is.")
+    if not bundle.quantized:
         message = f"{bundle.path} has no quantized weights whose layout could change."
         raise UsageError(message, "Use it as it is, or export it again with fewer bits.")
 

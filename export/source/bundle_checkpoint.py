@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgeinfer.bundle import WEIGHTS, Bundle, DecoderSpec
+from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import UsageError
 
 __all__ = ["checkpoint_config", "checkpoint_tensors"]
@@ -30,8 +31,15 @@ def checkpoint_config(bundle: Bundle) -> dict[str, Any]:
 
 def _plain_spec(bundle: Bundle) -> DecoderSpec:
     spec = bundle.manifest.decoder
-    odd = spec is None or spec.moe or spec.whole_norm or spec.window_size or spec.mlp_bias
-    if spec is None or odd or spec.rope.type != "default" or spec.rope.dim != spec.head_dim:
+    odd = spec is None or spec.moe or spec.whole_norm or spec.window_size or spec.mlp_bias or spec.activation != "silu"
+    if (
+        spec is None
+        or odd
+        or later_fields(spec)
+        or later_fields(spec.rope)
+        or spec.rope.type != "default"
+        or spec.rope.dim != spec.head_dim
+    ):
         message = f"{bundle.path} cannot be turned back into a checkpoint, as it is not a plain Llama, Qwen2 or Qwen3."
         raise UsageError(message, "Use the checkpoint itself.")
     return spec

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import PORTABLE, Bundle, open_bundle
+from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.native.library import LIBRARY
@@ -86,6 +88,10 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(bundle: Bundle, tmp_
         edgeinfer.load(bundle.path, context=128, overflow="window")
     with pytest.raises(BundleError, match="no graph for the portable layout"):
         edgeinfer.load(bundle.path, context=128, native=False)
+    with pytest.raises(UsageError, match="no graph for the portable layout"):
+        convert_bundle(bundle, PORTABLE, tmp_path / "portable")
+    with pytest.raises(UsageError, match="not a plain Llama"):
+        next(iter(checkpoint_tensors(bundle)))
     make_checkpoint(tmp_path / "checkpoint", "Lfm2", **LAYERS)
     with pytest.raises(UnsupportedArchitectureError, match="Portable bundles"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
