@@ -25,9 +25,11 @@ def _mixers(config: HFConfig) -> tuple[Mixer, ...]:
     if types is None:
         attends = config.get("full_attn_idxs")
         indices = range(layers) if attends is None else attends
+        if not isinstance(indices, list | range):
+            raise CheckpointError(f"config.json: full_attn_idxs={attends!r} is not a list of layers.", _HINT)
         types = ["full_attention" if layer in indices else "conv" for layer in range(layers)]
-    known = isinstance(types, list) and len(types) == layers and all(each in _MIXERS for each in types)
-    if not known:
+    known = isinstance(types, list) and all(isinstance(each, str) and each in _MIXERS for each in types)
+    if not known or len(types) != layers:
         raise CheckpointError(f"config.json: layer_types={types!r} is not {layers} of {', '.join(_MIXERS)}.", _HINT)
     mixers = tuple(_MIXERS[each] for each in types)
     return mixers if "conv" in mixers else ()
