@@ -114,6 +114,8 @@ _LEAST_BYTES = 320 * 1000**2
 _M_ARENA_MAX, _PR_SET_PDEATHSIG = -8, 1  # glibc's malloc.h, Linux's prctl.h
 # How libraries put it that are not asked for memory by edgeinfer itself.
 _REFUSED = re.compile(r"failed to map segment|can't start new thread|cannot allocate|bad[ _]alloc|out of memory", re.I)
+# How Python puts it that a module written in C failed and did not say why (Objects/call.c, Python/ceval.c).
+_LOST = re.compile(r"without (exception set|setting an exception)")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if sys.platform == "linux" else ()
 _FROM_KERNEL = 0x80  # a terminal's Ctrl-C, which the child has heard itself
 # The last words of a process that was refused memory: its own code ends with none of these.
@@ -131,7 +133,12 @@ def address_limit() -> int | None:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether an error of any library says that memory was refused."""
+    """Whether an error of any library says that memory was refused.
+
+    Under a limit, modules written in C also lose the MemoryError itself: Python then raises SystemError.
+    """
+    if isinstance(error, SystemError) and _LOST.search(str(error)):
+        return address_limit() is not None
     return isinstance(error, MemoryError) or (
         isinstance(error, ImportError | OSError | RuntimeError) and _REFUSED.search(str(error)) is not None
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgeinfer.apps.cli import main as cli
+from edgeinfer.apps.cli import process
 from edgeinfer.apps.cli.process import is_refused, refusal
 from tests.cli import TIME_LIMIT, Child, command, interruptible_environment, refuses
 from tests.speculation import needs_builtin
@@ -95,6 +96,13 @@ def test_signals_reach_the_work(number: int) -> None:
         os.kill(child.pid, number)
         child.stdout.read()
         assert child.wait(TIME_LIMIT) == (130 if number == signal.SIGINT else -signal.SIGTERM)
+
+
+def test_an_error_that_a_module_in_c_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = SystemError("error return without exception set")
+    assert not is_refused(lost)
+    monkeypatch.setattr(process, "address_limit", lambda: 10**8)
+    assert is_refused(lost) and not is_refused(SystemError("bad call"))
 
 
 def test_what_other_libraries_say() -> None:
