@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -181,6 +182,9 @@ class _Replies:
         replies: list[list[int]] = [[] for _ in self._ids]
         alive = torch.arange(len(replies))
         device, cache = self._target.device, DynamicCache()
+        # transformers 5.24 gave it another name.
+        renamed = "cache" in inspect.signature(self._target.model.model.forward).parameters
+        cached = {"cache" if renamed else "past_key_values": cache}
         inputs, seen, heat = self._ids, self._seen, self._heat
         positions = (seen.cumsum(-1) - 1).clamp(min=0)
         for _ in range(most):
@@ -188,8 +192,8 @@ class _Replies:
                 inputs.to(device),
                 attention_mask=seen.to(device),
                 position_ids=positions.to(device),
-                past_key_values=cache,
                 use_cache=True,
+                **cached,
             ).last_hidden_state[:, -1]
             tokens = self._choose(self._target.model.lm_head(states).float().cpu(), heat)  # (b,)
             for row, token in zip(alive.tolist(), tokens.tolist(), strict=True):

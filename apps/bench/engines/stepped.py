@@ -5,6 +5,7 @@ Run under interpreters that may have neither edgeinfer nor numpy, so only the st
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
@@ -216,6 +217,9 @@ class TransformersEngine(SteppedEngine):
         self.version = str(library.__version__)
         model = library.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
         self._model = model.eval()
+        # transformers 5.24 gave it another name.
+        renamed = "cache" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if renamed else "past_key_values"
         self._new_cache: Callable[[], Any] = partial(library.DynamicCache, config=model.config)
         self._cache = self._new_cache()
         self._logits: Any = None
@@ -225,7 +229,7 @@ class TransformersEngine(SteppedEngine):
         with self._torch.inference_mode():
             ids = self._torch.tensor([tokens])
             # 0 would be all of them.
-            out = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=max(rows, 1))
+            out = self._model(ids, use_cache=True, logits_to_keep=max(rows, 1), **{self._cache_name: self._cache})
         self._logits = out.logits[0]
 
     def choices(self, rows: int) -> list[int]:
