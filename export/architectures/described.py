@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,7 +89,7 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     Raises:
         UnsupportedArchitectureError: it has one.
     """
-    _refuse(spec, _NOT_IN_GRAPHS, OPTIMUM_HINT)
+    _refuse(spec, _NOT_IN_GRAPHS.__contains__, OPTIMUM_HINT)
     if spec.mixers and layout == PORTABLE:
         message = "Portable bundles of a decoder with recurrent layers are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
@@ -97,26 +98,27 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
 
 
-def require_plain(spec: DecoderSpec, what: str, hint: str) -> None:
+def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str] = ()) -> None:
     """Refuses a decoder with any part that came later than what Llama, Qwen and their mixtures have.
 
     Args:
         what: is written, at the beginning of the message: "Static bundles".
+        known: fields that may have such a part nevertheless.
 
     Raises:
         UnsupportedArchitectureError: it has one.
     """
-    _refuse(spec, None, hint, what)
-    odd = [f"activation={spec.activation}"] if spec.activation != "silu" else []
+    _refuse(spec, lambda name: name not in known, hint, what)
+    odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
     odd += ["router=sigmoid"] if spec.moe is not None and spec.moe.router == "sigmoid" else []
     if odd:
         raise UnsupportedArchitectureError(f"{what} of a decoder with {odd[0]} are not supported yet.", hint)
 
 
-def _refuse(spec: DecoderSpec, names: set[str] | None, hint: str, what: str = "Bundles") -> None:
+def _refuse(spec: DecoderSpec, refused: Callable[[str], bool], hint: str, what: str = "Bundles") -> None:
     parts: list[DecoderSpec | RopeSpec | MoESpec] = [spec, *spec.ropes, *([spec.moe] if spec.moe else [])]
     for part in parts:
-        given = [name for name in later_fields(part) if names is None or name in names]
+        given = [name for name in later_fields(part) if refused(name)]
         if given:
             message = f"{what} of a decoder with {given[0]}={getattr(part, given[0])!r} are not supported yet."
             raise UnsupportedArchitectureError(message, hint)

@@ -277,8 +277,9 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
                     facts["pruned_layers"] = " ".join(map(str, shrunk.pruned))
                 written.unlink()
             base = manifest_of(read_gguf(work / GGUF_MODEL))
-            if context_length(described.spec) < described.spec.max_positions:
-                facts["context_of_window"] = context_length(described.spec)
+            context = context_length(described.spec, described.arch)
+            if context < described.spec.max_positions:
+                facts["context_of_window"] = context
             manifest = dataclasses.replace(
                 base,
                 name=name,

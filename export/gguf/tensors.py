@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,16 @@ __all__ = ["PlannedGgufTensor", "TensorRows", "gguf_tensor_names", "gguf_tensors
 
 Floats = NDArray[np.float32]
 
-_MODEL = {"embed": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight"}
+_MODEL = {
+    "embed": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "final_norm_bias": "output_norm.bias",
+    "head": "output.weight",
+    "head_bias": "output.bias",
+}
 _LAYER = {
     "attn_norm": ("attn_norm.weight",),
+    "attn_norm_bias": ("attn_norm.bias",),
     "attn.qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
     "attn.qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
     "attn.q_norm": ("attn_q_norm.weight",),
@@ -29,8 +37,11 @@ _LAYER = {
     "attn.out": ("attn_output.weight",),
     "attn.out_bias": ("attn_output.bias",),
     "mlp_norm": ("ffn_norm.weight",),
+    "mlp_norm_bias": ("ffn_norm.bias",),
     "mlp.gate_up": ("ffn_gate.weight", "ffn_up.weight"),
     "mlp.gate_up_bias": ("ffn_gate.bias", "ffn_up.bias"),
+    "mlp.up": ("ffn_up.weight",),
+    "mlp.up_bias": ("ffn_up.bias",),
     "mlp.down": ("ffn_down.weight",),
     "mlp.down_bias": ("ffn_down.bias",),
     "mlp.router": ("ffn_gate_inp.weight",),
@@ -39,7 +50,6 @@ _LAYER = {
     "mlp.shared.gate": ("ffn_gate_inp_shexp.weight",),
 }
 _EXPERT = {"gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "down": ("ffn_down_exps.weight",)}
-_PACKED = {"attn.qkv": ("attn_qkv.weight",), "mlp.gate_up": ("ffn_up.weight",)}
 # They decide more than they cost: llama.cpp keeps them in float32 too.
 _EXACT = ("mlp.router", "mlp.shared.gate")
 
@@ -70,21 +80,20 @@ class PlannedGgufTensor:
     exact: bool = False
 
 
-def gguf_tensor_names(name: str, packed: bool = False) -> tuple[str, ...]:
+def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[str, ...]:
     """llama.cpp's names of the tensors that one of ours becomes, in the order of its rows.
 
     All experts of a layer share theirs.
 
     Args:
         name: as the manifest's table has it (edgeinfer.bundle.manifest).
-        packed: the architecture keeps queries, keys and values in one tensor, and gate and up.
+        own: names that the architecture has of its own (GgufArchitecture.tensors).
     """
     if name in _MODEL:
         return (_MODEL[name],)
     layer, _, part = name.removeprefix("layers.").partition(".")
     expert = find_expert(name)
-    table = {**_LAYER, **(_PACKED if packed else {})}
-    names = table[part] if expert is None else _EXPERT[expert.part]
+    names = (own.get(part) or _LAYER[part]) if expert is None else _EXPERT[expert.part]
     return tuple(f"blk.{layer}.{n}" for n in names)
 
 
@@ -93,7 +102,7 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
     stacked: dict[str, list[TensorRows]] = {}
     for plan in plans:
         expert = find_expert(plan.name)
-        names = gguf_tensor_names(plan.name, arch.packed)
+        names = gguf_tensor_names(plan.name, arch.tensors)
         parts = list(_split(spec, plan, len(names)))
         if expert is None:
             yield from (_tensor(spec, plan, arch, name, part) for name, part in zip(names, parts, strict=True))
@@ -125,7 +134,8 @@ def _split(spec: DecoderSpec, plan: TensorPlan, count: int) -> Iterator[TensorRo
 def _tensor(
     spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, name: str, part: TensorRows
 ) -> PlannedGgufTensor:
-    turned = arch.neighbours and any(f".{n}." in name for n in ("attn_q", "attn_k"))
+    # Where the checkpoint turns neighbours too, they are in order.
+    turned = arch.neighbours and not spec.rope.interleaved and any(f".{n}." in name for n in ("attn_q", "attn_k"))
     # The gate of a shared expert is a vector there.
     shape = (plan.shape[1],) if plan.name.endswith(".shared.gate") else (part.stop - part.start, *plan.shape[1:])
     exact = len(shape) == 1 or plan.name.endswith(_EXACT)

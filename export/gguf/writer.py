@@ -20,15 +20,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.errors import CheckpointError, StorageError, UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import describe, read_spec, require_plain
+from edgeinfer.export.architectures.described import describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.architectures import (
-    FILE_TYPES,
-    ONNX_HINT,
-    GgufArchitecture,
-    add_decoder,
-    find_gguf_architecture,
-)
+from edgeinfer.export.gguf.architectures import FILE_TYPES, GgufArchitecture, add_decoder
+from edgeinfer.export.gguf.families import find_gguf_architecture
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -88,9 +83,8 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     refined = find_architecture(config).placed(checkpoint.names)
     family = dataclasses.replace(refined, refine=None)
     spec = read_spec(config, family, checkpoint)
-    require_plain(spec, "GGUF files", ONNX_HINT)
     arch = find_gguf_architecture(family, spec)
-    plans = describe(spec, config, family, checkpoint).plans
+    plans = arch.planned(describe(spec, config, family, checkpoint).plans)
     computing = refined.tensors(config, spec, checkpoint.names)
     return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
 

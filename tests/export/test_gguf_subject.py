@@ -64,7 +64,7 @@ def test_names_of_tensors() -> None:
         "blk.3.attn_k.bias",
         "blk.3.attn_v.bias",
     )
-    assert gguf_tensor_names("layers.3.attn.qkv", packed=True) == ("blk.3.attn_qkv.weight",)
+    assert gguf_tensor_names("layers.3.attn.qkv", {"attn.qkv": ("attn_qkv.weight",)}) == ("blk.3.attn_qkv.weight",)
     assert gguf_tensor_names("layers.11.mlp.experts.5.gate_up") == (
         "blk.11.ffn_gate_exps.weight",
         "blk.11.ffn_up_exps.weight",

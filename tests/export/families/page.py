@@ -13,6 +13,8 @@ import numpy as np
 from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.bundle import open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.export.architectures import ARCHITECTURES
+from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import ROOT, backends, branches, chunks, run
 from tests.export.passes import TOKENS, expected_logits
@@ -24,8 +26,9 @@ _LEAD = """\
 These are the checkpoints that edgeinfer converts by itself, with transformers' names of their classes. Small random
 checkpoints of each are exported in float32, run, and compared with transformers. The numbers are the largest
 difference of any logit, in one pass, in chunks and on a draft tree, over all configurations that the tests try:
-`native` by our own kernel, `portable` by the operators of ONNX Runtime. [BlockFFN](guide/models.md) runs too;
-transformers does not have it.
+`native` by our own kernel, `portable` by the operators of ONNX Runtime. `GGUF` is the architecture of llama.cpp that
+GGUF files are written as, where there is one; llama.cpp's logits of them are held to 1e-4 too.
+[BlockFFN](guide/models.md) runs as well; transformers does not have it.
 
 `python -m tests.export.families.page` writes this page, and the tests hold every family to 1e-4.
 
@@ -49,14 +52,21 @@ def _differences(family: Family) -> tuple[str, ...]:
     return tuple(f"{found[layout]:.1e}" if layout in found else "" for layout in ("native", "portable"))
 
 
+def _gguf(family: Family) -> str:
+    """llama.cpp's name of it, or nothing."""
+    [found] = (each for each in ARCHITECTURES if f"{family.name}ForCausalLM" in each.classes)
+    architecture = GGUF_ARCHITECTURES.get(found.model_types[0])
+    return "" if architecture is None else f"`{architecture.name}`"
+
+
 def main() -> None:
     """Measures all families and writes the page."""
     rows = [
-        (family.title, *_differences(family), str(len(family.settings)), f"`{family.name}ForCausalLM`")
+        (family.title, *_differences(family), _gguf(family), str(len(family.settings)), f"`{family.name}ForCausalLM`")
         for family in FAMILIES
     ]
-    header = ("family", "native", "portable", "configurations", "class")
-    text = _LEAD + markdown_table(header, rows, left=(0, 4))
+    header = ("family", "native", "portable", "GGUF", "configurations", "class")
+    text = _LEAD + markdown_table(header, rows, left=(0, 3, 5))
     (ROOT / "docs" / "families.md").write_text(text, "utf-8")
 
 
