@@ -61,11 +61,11 @@ class Geometry:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             require_described(name == "kv_layers" or value > 0, f"{name} must be positive")
+        # Ten times the deepest models: what makes something for each layer, as the next lines do, must come to an end.
+        require_described(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
         require_described(len(self.kv_layers) in (0, self.num_layers), "kv_layers must name every layer or none")
         # One description of one thing: manifests are compared by it.
         require_described(self.kv_layers != self._alike, "kv_layers are for layers that differ")
-        # Ten times the deepest models: a runtime that makes something for each layer must come to an end.
-        require_described(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
 
     @property
     def _alike(self) -> tuple[KVLayer, ...]:
