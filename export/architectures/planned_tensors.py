@@ -7,11 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.codecs import Rows
+from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
 from edgeinfer.export.source.checkpoint import Checkpoint
-from edgeinfer.export.source.packed import PACKINGS
+from edgeinfer.export.source.packed import PACKINGS, PackedSource
+from edgeinfer.quant import QuantScheme
 
 __all__ = ["PlannedRows", "PlannedTensors"]
 
@@ -32,6 +35,7 @@ class PlannedRows:
         self.shape = plan.shape
         self._checkpoint = checkpoint
         self._sources = plan.sources
+        self._packed: dict[Source, PackedSource] = {}
         self._padded: tuple[Source, Floats] | None = None
         self._turned: tuple[tuple[str, int], Floats] | None = None
         self._factors: list[Floats] = []
@@ -80,6 +84,33 @@ class PlannedRows:
             values *= np.float32(source.scale)
         return values
 
+    def kept(self, scheme: QuantScheme) -> Rows:
+        """Gives rows of a packed tensor as they are, by the scheme that its plan says (`TensorPlan.kept`)."""
+
+        def rows(start: int, stop: int) -> QuantizedMatrix:
+            parts, offset = [], 0
+            for source in self._sources:
+                first, last = max(start - offset, 0), min(stop - offset, source.shape[0])
+                if first < last:
+                    parts.append(self._kept(source, first, last, scheme))
+                offset += source.shape[0]
+            data, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("data", "scales"))
+            return QuantizedMatrix(data, scales, None)
+
+        return rows
+
+    def _kept(self, source: Source, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        if source.turn is None:
+            return self._opened(source).kept(start, stop, scheme)
+        both = self._opened(source).kept(2 * start, 2 * stop, scheme)
+        return QuantizedMatrix(both.data[source.turn :: 2], both.scales[source.turn :: 2], None)
+
+    def _opened(self, source: Source) -> PackedSource:
+        if source not in self._packed:
+            within = source.index if source.stacked else None
+            self._packed[source] = PACKINGS[source.packing].open(self._checkpoint, source.name, source.shape, within)
+        return self._packed[source]
+
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
         if source.turn is None:
@@ -90,7 +121,7 @@ class PlannedRows:
         """Rows start..stop-1 of the tensor that the source is, or takes every second row of."""
         within = source.index if source.stacked else None
         if source.packing:
-            return PACKINGS[source.packing].rows(self._checkpoint, source.name, start, stop, within)
+            return self._opened(source).floats(start, stop)
         if source.turned:
             if self._turned is None or self._turned[0] != (source.name, source.index):
                 columns = self._checkpoint.read(source.name, within=within)

@@ -31,7 +31,6 @@ class _Refused:
 _HYBRID, _RECURRENT, _LATENT = "hybrid attention", "recurrent layers", "compressed keys and values"
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
-    "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
     "deepseek_v2": _Refused("DeepSeek V2", _LATENT),
     "deepseek_v3": _Refused("DeepSeek V3", _LATENT),
     "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
