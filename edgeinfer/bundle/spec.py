@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
 
 __all__ = [
     "Activation",
@@ -211,6 +211,7 @@ class DecoderSpec:
         latent: of multi-head latent attention; head sizes are those of its queries then.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
+        delta: of the layers whose mixer is "delta".
     """
 
     vocab_size: int
@@ -252,6 +253,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
+    delta: DeltaSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -279,6 +281,7 @@ class DecoderSpec:
         _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
         _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
         _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
+        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -329,8 +332,21 @@ class DecoderSpec:
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
-        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
-        return tuple(attends if mixer == "attention" else reads for mixer in self.mixers)
+        kept: dict[Mixer, KVLayer] = {
+            "attention": KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),
+            "conv": KVLayer(1, 0, self.hidden_size),
+        }
+        return tuple(kept.get(mixer, KVLayer(0, 0, 0)) for mixer in self.mixers)
+
+    def state_of(self, layer: int) -> StateLayer:
+        """The state that a layer keeps beside that."""
+        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+
+    @property
+    def _states(self) -> tuple[StateLayer, ...]:
+        """The state of each layer; empty where none keeps one."""
+        states = tuple(self.state_of(layer) for layer in range(self.num_layers))
+        return states if any(each.heads for each in states) else ()
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
@@ -352,6 +368,7 @@ class DecoderSpec:
             head_dim=self.head_dim,
             max_positions=self.max_positions,
             kv_layers=self._kv_layers,
+            states=self._states,
         )
 
 

@@ -78,6 +78,12 @@ class PlannedRows:
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
+        if source.pieces:
+            period, taken, share = source.pieces
+            low, high = start // share, -(-stop // share)
+            whole = self._checkpoint.read(source.name, low * period, high * period)
+            rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
+            return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share]
         before = source.index * source.shape[-1 if source.joined == 1 else 0]
         if source.joined == 0:
             return self._checkpoint.read(source.name, before + start, before + stop)

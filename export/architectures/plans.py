@@ -40,6 +40,7 @@ class Source:
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
+        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
     """
 
     name: str
@@ -51,10 +52,14 @@ class Source:
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
+    pieces: tuple[int, int, int] | tuple[()] = ()
 
     @property
     def stored_shape(self) -> Shape:
         """Shape of the checkpoint's tensor."""
+        if self.pieces:
+            period, _, share = self.pieces
+            return (self.shape[0] // share * period, *self.shape[1:])
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
         return (self.stacked, *self.shape) if self.stacked else self.shape
