@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import attend, normed, query_factors, rms_norm, rope_tables, rotate, route
+from edgeinfer.bundle.experts import expert_biases
 from edgeinfer.bundle.spec import Activation, DecoderSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
@@ -67,7 +68,6 @@ def activate(
 def _refuse_uncomputed(spec: DecoderSpec) -> None:
     """Refuses a decoder with a part that calibration would leave out."""
     found = {"mixers": bool(spec.mixers), "latent": spec.latent is not None}
-    found["expert_bias"] = spec.moe is not None and spec.moe.expert_bias
     for name in (name for name, there in found.items() if there):
         message = f"Calibration of a decoder with {name} is not supported yet."
         raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
@@ -286,9 +286,10 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
     walk.uses.append(ExpertTokens(layer, chosen.sum(axis=0), shares[-1].mean(axis=0)))
     mixed = tuple(np.zeros_like(x) for x in normed)
     inner = "gate_up" if moe.gated else "up"
+    biases = _biases(walk, layer, moe, inner)
     for expert in range(moe.experts):
         columns = tuple(np.ascontiguousarray(share[:, expert]) for share in shares)
-        _add_expert(walk, f"{prefix}.experts.{expert}", inner, normed, columns, mixed)
+        _add_expert(walk, f"{prefix}.experts.{expert}", inner, normed, columns, mixed, biases[expert])
     if moe.shared_size:
         columns = tuple(np.ones(len(x), np.float32) for x in normed)
         if moe.shared_gate:
@@ -296,6 +297,18 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
             columns = tuple(_logistic(multiply(x, gate)[:, 0]) for x in normed)
         _add_expert(walk, f"{prefix}.shared", "gate_up", normed, columns, mixed)
     return mixed
+
+
+# What an expert's two products add.
+_Biases = tuple[Floats | None, Floats | None]
+
+
+def _biases(walk: LayerWalk, layer: int, moe: MoESpec, inner: str) -> list[_Biases]:
+    """Of every expert."""
+    if not moe.expert_bias:
+        return [(None, None)] * moe.experts
+    into, out = (np.split(walk.tensors(expert_biases(layer, part)), moe.experts) for part in (inner, "down"))
+    return list(zip(into, out, strict=True))
 
 
 def _shares(scores: Floats, moe: MoESpec, eps: float, given: dict[str, Any]) -> Floats:  # (N, E) -> (N, E)
@@ -318,6 +331,7 @@ def _add_expert(
     normed: Signal,  # (N, D)
     shares: Signal,  # (N,)
     mixed: Signal,  # (N, D), added to
+    biases: _Biases = (None, None),
 ) -> None:
     """Adds one expert's results for the tokens that use it, in each stream."""
     leading = shares[-1] != 0
@@ -327,7 +341,8 @@ def _add_expert(
     weighing = shares[-1][leading, None] if walk.weigh_experts else np.float32(1)
     gated = inner_name == "gate_up"
     weights = walk.weights(f"{prefix}.{inner_name}", tuple(x[leading] * weighing for x in normed))
-    inner = [activate(x[rows], w, gated=gated) for x, rows, w in zip(normed, used, weights, strict=True)]
+    kind: dict[str, Any] = {"gated": gated, "activation": walk.spec.activation}
+    inner = [activate(x[rows], w, biases[0], **kind) for x, rows, w in zip(normed, used, weights, strict=True)]
     weights = walk.weights(f"{prefix}.down", tuple(h[s] * weighing for h, s in zip(inner, seen, strict=True)))
     for out, share, rows, hidden, weight in zip(mixed, shares, used, inner, weights, strict=True):
-        out[rows] += share[rows, None] * multiply(hidden, weight)
+        out[rows] += share[rows, None] * multiply(hidden, weight, biases[1])

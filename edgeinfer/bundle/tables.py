@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from edgeinfer.bundle.experts import Expert, common_format, expert_tensor, find_expert
+from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
@@ -265,7 +265,7 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
             yield f"layers.{layer}.mixer.conv", (channels, 1, decoder.delta.width)
 
 
-def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a layer's router and experts, where it has any."""
     moe, hidden = decoder.experts_of(layer), decoder.hidden_size
     if moe is None:
@@ -275,3 +275,6 @@ def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tupl
     for expert in range(moe.experts):
         yield expert_tensor(layer, expert, part), (rows, hidden)
         yield expert_tensor(layer, expert, "down"), (hidden, moe.expert_size)
+    if moe.expert_bias:
+        yield expert_biases(layer, part), (moe.experts * rows,)
+        yield expert_biases(layer, "down"), (moe.experts * hidden,)

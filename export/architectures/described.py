@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import PORTABLE, DecoderSpec, Layout, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
-from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.architectures import Architecture, HeadPadding, Source, TensorPlan
+from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.packed import PACKINGS
 
 __all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec", "require_graphs", "require_plain"]
 
@@ -77,7 +78,7 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
 
 
 # Later parts of a DecoderSpec, of its rotations and of its mixture, that the graphs of a bundle are not written of.
-_NOT_IN_GRAPHS = {"latent", "expert_bias"}
+_NOT_IN_GRAPHS = {"latent"}
 
 
 def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
@@ -93,7 +94,8 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     if spec.mixers and layout == PORTABLE:
         message = "Portable bundles of a decoder with recurrent layers are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
-    if spec.moe is not None and spec.activation != "silu":
+    known = ("silu", "swiglu_oai") if spec.moe is None or spec.moe.gated else ("silu",)
+    if spec.moe is not None and spec.activation not in known:
         message = f"Experts with the activation {spec.activation} are not supported yet."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
 
@@ -129,8 +131,9 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
     used = set()
     for plan in plans:
         for source in plan.sources:
-            checkpoint.require(source.name, source.stored_shape)
-            used.add(source.name)
+            for name, shape, types in stored_tensors(source):
+                checkpoint.require(name, shape, types)
+                used.add(name)
     # A tied checkpoint may store the head's copy of the embedding.
     ignorable = (*family.ignorable, family.naming.head)
     unused = sorted(
@@ -140,6 +143,14 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
         shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
         message = f"{checkpoint.folder} has tensors that the architecture does not use: {shown}."
         raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
+
+
+def stored_tensors(source: Source) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Names, shapes and types of the checkpoint's tensors that a source is read from."""
+    if not source.packing:
+        yield source.name, source.stored_shape, FLOATS
+    else:
+        yield from PACKINGS[source.packing].tensors(source.name, source.stored_shape)
 
 
 def pad_heads(described: Described) -> Described:

@@ -11,6 +11,7 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
 from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.packed import PACKINGS
 
 __all__ = ["PlannedRows", "PlannedTensors"]
 
@@ -32,6 +33,7 @@ class PlannedRows:
         self._checkpoint = checkpoint
         self._sources = plan.sources
         self._padded: tuple[Source, Floats] | None = None
+        self._turned: tuple[tuple[str, int], Floats] | None = None
         self._factors: list[Floats] = []
 
     def __call__(self, start: int, stop: int) -> Floats:
@@ -48,6 +50,8 @@ class PlannedRows:
                 parts.append(self._read(source, first, last))
             offset += count
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if stop == self.shape[0]:
+            self._turned = None  # All of it was read.
         for factors in self._factors:
             rows = rows * (factors if len(factors) == 1 else factors[start:stop])
         return rows
@@ -78,19 +82,30 @@ class PlannedRows:
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
-        if source.pieces:
-            period, taken, share = source.pieces
-            low, high = start // share, -(-stop // share)
-            whole = self._checkpoint.read(source.name, low * period, high * period)
-            rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
-            return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share]
+        if not source.pieces:
+            return self._rows_of(source, start, stop)
+        period, taken, share = source.pieces
+        low, high = start // share, -(-stop // share)
+        whole = self._rows_of(source, low * period, high * period)
+        rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
+        return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share].copy()
+
+    def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
+        """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
+        within = source.index if source.stacked else None
+        if source.packing:
+            return PACKINGS[source.packing].rows(self._checkpoint, source.name, start, stop, within)
+        if source.turned:
+            if self._turned is None or self._turned[0] != (source.name, source.index):
+                columns = self._checkpoint.read(source.name, within=within)
+                self._turned = (source.name, source.index), columns.T
+            return self._turned[1][start:stop].copy()
         before = source.index * source.shape[-1 if source.joined == 1 else 0]
         if source.joined == 0:
             return self._checkpoint.read(source.name, before + start, before + stop)
         if source.joined == 1:
             rows = self._checkpoint.read(source.name, start, stop)
             return rows[:, before : before + source.shape[1]].copy()
-        within = source.index if source.stacked else None
         return self._checkpoint.read(source.name, start, stop, within=within)
 
 

@@ -37,6 +37,8 @@ class Source:
         index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
+        turned: the checkpoint's matrix has columns for rows.
+        packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
@@ -49,6 +51,8 @@ class Source:
     index: int = 0
     stacked: int = 0
     joined: int | None = None
+    turned: bool = False
+    packing: str = ""
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
@@ -56,13 +60,15 @@ class Source:
 
     @property
     def stored_shape(self) -> Shape:
-        """Shape of the checkpoint's tensor."""
-        if self.pieces:
-            period, _, share = self.pieces
-            return (self.shape[0] // share * period, *self.shape[1:])
+        """Shape of the checkpoint's tensor, unpacked."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
-        return (self.stacked, *self.shape) if self.stacked else self.shape
+        shape = self.shape
+        if self.pieces:
+            period, _, share = self.pieces
+            shape = (shape[0] // share * period, *shape[1:])
+        shape = shape[::-1] if self.turned else shape
+        return (self.stacked, *shape) if self.stacked else shape
 
     @property
     def padded_shape(self) -> Shape:

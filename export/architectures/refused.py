@@ -37,7 +37,6 @@ _FAMILIES = {
     "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
     "gemma3n": _Refused("Gemma 3n"),
     "gemma4": _Refused("Gemma 4"),
-    "gpt_oss": _Refused("gpt-oss", "attention sinks"),
     "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
     "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
     "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),

@@ -106,7 +106,7 @@ class _DecoderGraph:
         for layer in range(self._spec.num_layers):
             moe = self._spec.experts_of(layer)
             if moe is not None:
-                yield Experts(layer, moe, self._tensors)
+                yield Experts(layer, moe, self._tensors, self._spec.activation)
 
     def _declare_inputs(self) -> None:
         spec, graph = self._spec, self._graph
@@ -231,7 +231,7 @@ class _DecoderGraph:
     def _mlp(self, layer: int, entering: Entering, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
         if moe is not None:
-            return self._mixture(Experts(layer, moe, self._tensors), entering, runs, result)
+            return self._mixture(Experts(layer, moe, self._tensors, self._spec.activation), entering, runs, result)
         self._ids.append(NO_EXPERTS)
         prefix = f"layers.{layer}.mlp"
         if self._ops.masked:

@@ -46,7 +46,7 @@ def fold_layer(
         readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
         routers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
         others = [name for name in routers if name in tensors]
-        inner = (experts if moe.gated else []) + shared
+        inner = (experts if moe.gated and not moe.expert_bias else []) + shared
     if spec.pre_norm:
         folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
     if not (spec.value_norm or spec.inner_norms):

@@ -6,6 +6,7 @@ Reads weights through the bundle's tensor table.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from functools import cached_property
 
@@ -25,6 +26,7 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
+from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.errors import BundleError
@@ -71,6 +73,7 @@ class ReferenceBackend:
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._whole |= _expert_biases(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
@@ -322,6 +325,17 @@ class ReferenceBackend:
 def _logistic(x: Floats) -> Floats:
     # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
     return np.float32(0.5) * (1 + np.tanh(x / 2))
+
+
+def _expert_biases(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """Of every expert that has some, by the names of its matrices."""
+    found: dict[str, Floats] = {}
+    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
+        joined = weights.get(expert_biases(layer, part))
+        if joined is not None and spec.moe is not None:
+            each = enumerate(np.split(joined, spec.moe.experts))
+            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
+    return found
 
 
 def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:

@@ -84,6 +84,7 @@ _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_
 _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
 _ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 
 FAMILIES: tuple[Family, ...] = (
@@ -199,6 +200,13 @@ FAMILIES: tuple[Family, ...] = (
     _known("OLMoE", "Olmoe"),
     _known("Granite 3 MoE", "GraniteMoe"),
     _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
+    _family(
+        "gpt-oss",
+        "GptOss",
+        _WINDOWS | _OSS | {"rope_parameters": _YARN | {"truncate": False}},
+        {"rope_parameters": _YARN, "num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 40},
+        _TIED | {"attention_bias": False, "num_key_value_heads": 4, "head_dim": 16, "layer_types": None},
+    ),
     _family("GLM 4.5", "Glm4Moe", _ROUTED | {"attention_bias": True}, {"use_qk_norm": True, "n_group": 2}),
     _family("dots.llm1", "Dots1", _ROUTED, _WINDOWS | {"norm_topk_prob": True, "n_group": 3, "topk_group": 2}),
     _family("ERNIE 4.5 MoE", "Ernie4_5_Moe", _ERNIE, {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
