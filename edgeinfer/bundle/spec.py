@@ -26,7 +26,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn",
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
-Router = Literal["softmax", "relu", "sigmoid"]
+Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 OutputGate = Literal["", "channel", "head"]
 
 
@@ -91,7 +91,9 @@ class MoESpec:
     shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
     is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
     `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
-    rectified scores (BlockFFN); `top_k` is the number of experts then.
+    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
+    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
+    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
 
     Attributes:
         experts: of a layer.
@@ -107,6 +109,7 @@ class MoESpec:
         groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
             group's rank is its best share, or with a choice bias the sum of its two best.
         scale: of the chosen experts' weights.
+        jitter: of a "sparsemixer"; 0 for other routers.
     """
 
     experts: int
@@ -124,6 +127,7 @@ class MoESpec:
     groups: int = 1
     group_top_k: int = 1
     scale: float = 1.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "expert_size"):
@@ -142,6 +146,10 @@ class MoESpec:
         enough = self.top_k <= self.experts // self.groups * self.group_top_k
         _require(enough, "the groups chosen have fewer experts than top_k")
         _require(self.scale > 0, "the scale of the experts must be positive")
+        mixes = self.router == "sparsemixer"
+        _require(self.jitter > 0 if mixes else not self.jitter, "jitter is of a sparsemixer router, and positive")
+        plain = self.groups == 1 and not self.choice_bias and not self.renormalize
+        _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
 
     @property
     def by_shares(self) -> bool:

@@ -9,7 +9,7 @@ from edgeinfer.export.architectures.gpt_oss import GPT_OSS
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
-from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE
+from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, PHIMOE
 from edgeinfer.export.architectures.near_llama import (
     APERTUS,
     ARCEE,
@@ -37,7 +37,7 @@ from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN, APERTUS)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
-_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS)
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE)
 _SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
 _HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_HYBRID)

@@ -42,7 +42,6 @@ _FAMILIES = {
     "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
     "minicpm3": _Refused("MiniCPM 3", _LATENT),
     "nemotron_h": _Refused("Nemotron-H", _HYBRID, gguf=False),
-    "phimoe": _Refused("Phi-3.5 MoE"),
 }
 
 

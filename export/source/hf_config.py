@@ -143,6 +143,11 @@ class HFConfig:
             )
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
 
+    def rope_number(self, name: str) -> float:
+        """A positive constant of the rotation, required."""
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        return _number(given if isinstance(given, dict) else {}, name)
+
     def _yarn(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
         longest = self.integer("max_position_embeddings")
         original = int(_number(given, "original_max_position_embeddings", longest))

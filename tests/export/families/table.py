@@ -85,6 +85,9 @@ _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
 _ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
+_MSCALED = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "long_mscale": 1.2, "factor": 2.0}
+_MSCALED |= {"short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)]}
+_MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 
 FAMILIES: tuple[Family, ...] = (
@@ -206,6 +209,13 @@ FAMILIES: tuple[Family, ...] = (
         _WINDOWS | _OSS | {"rope_parameters": _YARN | {"truncate": False}},
         {"rope_parameters": _YARN, "num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 40},
         _TIED | {"attention_bias": False, "num_key_value_heads": 4, "head_dim": 16, "layer_types": None},
+    ),
+    _family(
+        "Phi-3.5-MoE",
+        "Phimoe",
+        {"num_local_experts": 6, "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
+        {"router_jitter_noise": 0.01, "sliding_window": 5},
+        {"lm_head_bias": False, "rope_parameters": _MSCALED, "original_max_position_embeddings": 64},
     ),
     _family("GLM 4.5", "Glm4Moe", _ROUTED | {"attention_bias": True}, {"use_qk_norm": True, "n_group": 2}),
     _family("dots.llm1", "Dots1", _ROUTED, _WINDOWS | {"norm_topk_prob": True, "n_group": 3, "topk_group": 2}),
