@@ -139,8 +139,7 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm:
             norm("attn_norm", names.attn_norm)
-        for name, source, shape in recurrent_tensors(spec, layer):
-            plans.append(plan(f"{prefix}.mixer.{name}", (f"{root}{names.mixer}.{source}", shape)))
+        plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
         if spec.mixer(layer) == "attention":
             linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
             if spec.qk_norm:
@@ -205,7 +204,7 @@ def common_spec(
 
     Args:
         norm_eps: the field's name in the config.
-        parts: further fields of DecoderSpec; `rope` and `activation` stand for what the config says of them.
+        parts: further fields of DecoderSpec; some stand for what the config says of them.
     """
     heads = config.integer("num_attention_heads")
     head_dim = config.head_dim()
@@ -213,10 +212,11 @@ def common_spec(
         parts["rope"] = config.rope(head_dim)
     if "activation" not in parts:
         parts["activation"] = config.activation()
+    if "intermediate_size" not in parts:
+        parts["intermediate_size"] = config.integer("intermediate_size")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=config.integer("num_key_value_heads", heads),

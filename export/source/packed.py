@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 # Name, shape and types of a checkpoint's tensor.
 Stored = tuple[str, Shape, tuple[str, ...]]
 
-# Source: OCP Microscaling Formats 1.0: E2M1 values by their codes, and E8M0 scales; those above the largest here overflow
+# Source: OCP Microscaling Formats 1.0: E2M1 values by their codes, and E8M0 scales; those above the largest overflow
 # float32 or are not numbers.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BLOCK, _SCALE_BIAS, _LARGEST_SCALE = 32, 127, 252
