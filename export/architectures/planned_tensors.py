@@ -100,10 +100,9 @@ class PlannedRows:
         return rows
 
     def _kept(self, source: Source, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        if source.turn is None:
-            return self._opened(source).kept(start, stop, scheme)
-        both = self._opened(source).kept(2 * start, 2 * stop, scheme)
-        return QuantizedMatrix(both.data[source.turn :: 2], both.scales[source.turn :: 2], None)
+        places = _places(source, start, stop)
+        whole, chosen = self._opened(source).kept(places[0], places[-1] + 1, scheme), places - places[0]
+        return QuantizedMatrix(whole.data[chosen], whole.scales[chosen], None)
 
     def _opened(self, source: Source) -> PackedSource:
         if source not in self._packed:
@@ -115,11 +114,9 @@ class PlannedRows:
         """Rows start..stop-1 as the checkpoint has them."""
         if not source.pieces:
             return self._rows_of(source, start, stop)
-        period, taken, share = source.pieces
-        low, high = start // share, -(-stop // share)
-        whole = self._rows_of(source, low * period, high * period)
-        rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
-        return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share].copy()
+        places = _places(source, start, stop)
+        rows: Floats = self._rows_of(source, places[0], places[-1] + 1)[places - places[0]]
+        return rows
 
     def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
@@ -138,6 +135,15 @@ class PlannedRows:
             rows = self._checkpoint.read(source.name, start, stop)
             return rows[:, before : before + source.shape[1]].copy()
         return self._checkpoint.read(source.name, start, stop, within=within)
+
+
+def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
+    """Which rows of the checkpoint's tensor are a source's rows start..stop-1."""
+    rows = np.arange(start, stop)
+    if not source.pieces:
+        return rows
+    period, taken, share = source.pieces
+    return rows // share * period + taken + rows % share
 
 
 class PlannedTensors:
