@@ -19,7 +19,6 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
-    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
@@ -79,7 +78,7 @@ class TreePaths:
         return next((s for s, path in enumerate(self.paths) if path[: len(wanted)] == wanted), None)
 
 
-class LlamaCache(TrimmedCache):
+class LlamaCache:
     """Implements `KVCache` over the cells of a context.
 
     Args:

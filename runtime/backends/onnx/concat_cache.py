@@ -13,7 +13,6 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
-    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
@@ -23,7 +22,7 @@ from edgeinfer.runtime.backends.cache import (
 __all__ = ["ConcatCache"]
 
 
-class ConcatCache(TrimmedCache):
+class ConcatCache:
     """Implements `KVCache` by two copies, float32 (1, kv_heads, rows, head_dim), each array packed at the
     start of its memory.
 
