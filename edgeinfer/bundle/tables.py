@@ -254,7 +254,11 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
     hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
     for layer in range(decoder.num_layers):
-        if decoder.mixer(layer) == "attention":
+        if (latent := decoder.latent) is not None:
+            yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
+            yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
+            yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
+        elif decoder.mixer(layer) == "attention":
             yield f"layers.{layer}.attn.qkv", (qkv, hidden)
         elif decoder.mixer(layer) == "conv" and decoder.conv is not None:
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
