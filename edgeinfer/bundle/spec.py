@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 
 __all__ = [
@@ -167,6 +167,8 @@ class DecoderSpec:
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
         delta: of the layers whose mixer is "delta".
+        mamba2: of the layers whose mixer is "mamba2", alone or beside attention.
+        no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
     """
 
     vocab_size: int
@@ -209,6 +211,8 @@ class DecoderSpec:
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
     delta: DeltaSpec | None = None
+    mamba2: Mamba2Spec | None = None
+    no_mlp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -229,14 +233,8 @@ class DecoderSpec:
         dense = () if self.moe is None else self.moe.dense_layers
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
         self._check_ropes()
-        self._check_mixers()
-
-    def _check_mixers(self) -> None:
-        _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
-        _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
-        _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
-        _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
-        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
+        kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
+        check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -268,8 +266,9 @@ class DecoderSpec:
         return self.num_kv_heads * self.head_dim
 
     def experts_of(self, layer: int) -> MoESpec | None:
-        """The mixture of experts of a layer; None where it has an ordinary MLP."""
-        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+        """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""
+        dense = self.moe is None or layer in self.moe.dense_layers or layer in self.no_mlp
+        return None if dense else self.moe
 
     @property
     def window_size(self) -> int:
@@ -284,18 +283,27 @@ class DecoderSpec:
         """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    def parts_of(self, layer: int) -> tuple[Mixer, ...]:
+        """What a layer has of attention and recurrences."""
+        return parts_of(self.mixer(layer))
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return "attention" in self.parts_of(layer)
+
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
-        kept: dict[Mixer, KVLayer] = {
-            "attention": KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),
-            "conv": KVLayer(1, 0, self.hidden_size),
-        }
-        return tuple(kept.get(mixer, KVLayer(0, 0, 0)) for mixer in self.mixers)
+        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
+        others = (reads if mixer == "conv" else KVLayer(0, 0, 0) for mixer in self.mixers)
+        kept = tuple(attends if self.attends(layer) else each for layer, each in enumerate(others))
+        return () if set(kept) == {attends} else kept
 
     def state_of(self, layer: int) -> StateLayer:
         """The state that a layer keeps beside that."""
-        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+        kinds = {"delta": self.delta, "mamba2": self.mamba2}
+        kept = (kind.state for name, kind in kinds.items() if kind is not None and name in self.parts_of(layer))
+        return next(kept, StateLayer())
 
     @property
     def _states(self) -> tuple[StateLayer, ...]:

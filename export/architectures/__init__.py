@@ -9,6 +9,7 @@ from edgeinfer.export.architectures.gpt_oss import GPT_OSS
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
+from edgeinfer.export.architectures.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, PHIMOE
 from edgeinfer.export.architectures.near_llama import (
     APERTUS,
@@ -40,7 +41,8 @@ _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE)
 _SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
 _HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
-ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_HYBRID)
+_MAMBA = (MAMBA2, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_HYBRID)
+ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_HYBRID, *_MAMBA)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

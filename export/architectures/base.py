@@ -29,7 +29,7 @@ class Naming:
         gate_up: modules whose rows, in this order, are gate and up.
         attn_post_norm, mlp_post_norm: of what attention and MLP give, where they are normed.
         gate: of what heads give; see DecoderSpec.output_gate.
-        mixer: of a layer with a recurrence in the place of attention.
+        mixer: of a layer with a recurrence in the place of attention, or beside it.
         up: of an MLP without a gate.
 
     A norm's bias is named after its weight.
@@ -130,10 +130,10 @@ class Architecture:
             plans.extend(_norm_plans(spec, f"{prefix}.{name}", root + source, size))
 
         plans: list[TensorPlan] = []
-        if spec.pre_norm:
+        if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
         plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
-        if spec.mixer(layer) == "attention":
+        if spec.attends(layer):
             linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
             if spec.qk_norm:
                 plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
@@ -148,6 +148,8 @@ class Architecture:
             linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
+        if layer in spec.no_mlp:
+            return plans
         if spec.pre_norm and not spec.parallel:
             norm("mlp_norm", names.mlp_norm)
         if spec.post_norm:
