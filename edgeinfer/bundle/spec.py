@@ -48,7 +48,7 @@ class MoESpec:
         expert_size: inner width of one.
         shared_size: inner width of the expert that every token uses; 0 where there is none.
         shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
-        gated: experts are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
         dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
         router_bias: is added to the scores (gpt-oss).
         choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).

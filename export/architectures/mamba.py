@@ -11,6 +11,7 @@ from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
 from edgeinfer.bundle.recurrence import Mamba2Spec, Mixer
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE
 from edgeinfer.export.architectures.near_llama import refine_granite
 from edgeinfer.export.architectures.plans import TensorPlan
@@ -251,19 +252,37 @@ _NEMOTRON_DEFAULTS: dict[str, Any] = {"head_dim": 128, "mlp_hidden_act": "relu2"
 _NEMOTRON_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
+def _nemotron_experts(config: HFConfig, dense_layers: tuple[int, ...]) -> MoESpec:
+    """DeepSeek-V3's routing of experts without gates, beside a shared one."""
+    if config.get("moe_latent_size") is not None:
+        raise UnsupportedArchitectureError("Experts of a smaller latent state are not supported.", OPTIMUM_HINT)
+    return MoESpec(
+        experts=config.integer("n_routed_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=config.integer("moe_intermediate_size"),
+        shared_size=config.integer("moe_shared_expert_intermediate_size"),
+        router="sigmoid",
+        renormalize=_on(config, "norm_topk_prob"),
+        gated=False,
+        dense_layers=dense_layers,
+        choice_bias=True,
+        groups=config.integer("n_group", 1),
+        group_top_k=config.integer("topk_group", 1),
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+
+
 def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
-    """Nemotron-H: each layer is a recurrence, attention without rotation, or an MLP of squared ReLU, and no two."""
+    """Nemotron-H: each layer is a recurrence, attention without rotation, an MLP of squared ReLU, or such experts."""
     config = HFConfig(_NEMOTRON_DEFAULTS | config.values)
     _require_silu(config, "mamba_hidden_act")
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     kinds = config.get("layer_types") if kinds is None else kinds
     if kinds is None and isinstance(pattern, str):
         kinds = [_NEMOTRON_PATTERN.get(each, each) for each in pattern]
-    if isinstance(kinds, list) and "moe" in kinds:
-        message = "Nemotron-H with experts is not supported yet."
-        raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
     layers = len(kinds) if isinstance(kinds, list) else config.integer("num_hidden_layers")
-    mixers = _mixers(kinds, layers, _MIXERS | {"mlp": "none"})
+    mixers = _mixers(kinds, layers, _MIXERS | {"mlp": "none", "moe": "none"})
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "mlp")
     scan = Mamba2Spec(
         heads=config.integer("mamba_num_heads"),
         head_size=config.integer("mamba_head_dim"),
@@ -283,6 +302,7 @@ def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
         mlp_bias=config.flag("mlp_bias"),
         mixers=mixers,
         rope_layers=(-1,) * layers,
+        moe=_nemotron_experts(config, dense) if "moe" in kinds else None,
         mamba2=scan,
         no_mlp=tuple(layer for layer, mixer in enumerate(mixers) if mixer != "none"),
     )
@@ -302,6 +322,16 @@ NEMOTRON_H = Architecture(
         mixer="mixer",
         up="mixer.up_proj",
         down="mixer.down_proj",
+        mixture=MixtureNaming(
+            router="mixer.gate.weight",
+            choice_bias="mixer.gate.e_score_correction_bias",
+            gate_up=("mixer.experts.{expert}.up_proj.weight",),
+            down="mixer.experts.{expert}.down_proj.weight",
+            stacked_gate_up="mixer.experts.up_proj",
+            stacked_down="mixer.experts.down_proj",
+            shared_gate_up=("mixer.shared_experts.up_proj.weight",),
+            shared_down="mixer.shared_experts.down_proj.weight",
+        ),
     ),
     roots=(("backbone.", ""), ("model.", "")),
     # Heads that predict further tokens.

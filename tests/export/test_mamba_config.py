@@ -48,7 +48,7 @@ def read(name: str, **changes: Any) -> DecoderSpec:
         ("GraniteMoeHybrid", {"layer_types": ["mamba", "rwkv", "mamba"]}, "'rwkv'"),
         ("GraniteMoeHybrid", {"layer_types": ["mamba"]}, "are not 3 of"),
         ("Mamba2", {"num_heads": 7}, "expand times hidden_size"),
-        ("NemotronH", {"hybrid_override_pattern": "ME-"}, "experts"),
+        ("NemotronH", {"hybrid_override_pattern": "ME-", "moe_latent_size": 32}, "latent state"),
         ("NemotronH", {"hybrid_override_pattern": "M?-"}, "'[?]'"),
     ],
 )

@@ -299,7 +299,7 @@ class ReferenceBackend:
             given = self._mlp(f"{prefix}.experts.{expert}", x[tokens], gated=moe.gated)
             mixed[tokens] += weights[tokens, slots, None] * given
         if moe.shared_size:
-            shared = self._mlp(f"{prefix}.shared", x, gated=True)
+            shared = self._mlp(f"{prefix}.shared", x, gated=moe.gated)
             mixed += shared * _logistic(self._linear(f"{prefix}.shared.gate", x)) if moe.shared_gate else shared
         return mixed, used
 

@@ -91,6 +91,8 @@ _MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 _SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 _NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
+_NEMOTRON_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2}
+_NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 64, "topk_group": 2, "routed_scaling_factor": 1.8}
 _GRANITE4 = ["linear_attention", "full_attention", "linear_attention"]
 _MULTIPLIED = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 1.4]}
 _MULTIPLIED |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "key_multiplier": 0.8}
@@ -231,6 +233,7 @@ FAMILIES: tuple[Family, ...] = (
         _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
         {"mlp_bias": True, "use_bias": True, "n_groups": 3, "head_dim": 16},
         {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_conv_bias": False},
+        _NEMOTRON_EXPERTS | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]},
     ),
     _hybrid(
         "Granite 4",
