@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import attend, normed, query_factors, rms_norm, rope_tables, rotate, route
 from edgeinfer.bundle.experts import expert_biases
-from edgeinfer.bundle.spec import Activation, DecoderSpec, MoESpec
+from edgeinfer.bundle.spec import Activation, DecoderSpec, LatentSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
@@ -65,14 +65,6 @@ def activate(
     return inner
 
 
-def _refuse_uncomputed(spec: DecoderSpec) -> None:
-    """Refuses a decoder with a part that calibration would leave out."""
-    found = {"mixers": bool(spec.mixers), "latent": spec.latent is not None}
-    for name in (name for name, there in found.items() if there):
-        message = f"Calibration of a decoder with {name} is not supported yet."
-        raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
-
-
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts.
 
@@ -102,7 +94,9 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        _refuse_uncomputed(spec)
+        if spec.mixers:
+            message = "Calibration of a decoder with mixers is not supported yet."
+            raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
         self.spec = spec
         self.tensors = tensors
         self.visit = visit
@@ -167,6 +161,8 @@ class LayerWalk:
 
     def _attention(self, layer: int, entering: Signal) -> Signal:
         spec, prefix = self.spec, f"layers.{layer}.attn"
+        if spec.latent is not None:
+            return self._latent_attention(layer, spec.latent, entering)
         products = self.linear(f"{prefix}.qkv", entering, spec.qkv_bias)
         norms = [self.tensors(f"{prefix}.{n}_norm") for n in "qk"] if spec.qk_norm else None
         sinks = self.tensors(f"{prefix}.sinks") if spec.sinks else None
@@ -211,6 +207,61 @@ class LayerWalk:
                 sinks=by_group,
             )  # (H, g, S, h)
             mixed[text] = heads.transpose(2, 0, 1, 3).reshape(size, -1)
+        return mixed
+
+    def _latent_attention(self, layer: int, latent: LatentSpec, entering: Signal) -> Signal:
+        """As it runs: queries meet what is kept of a token, and heads turn the sum of it into their values."""
+        spec, prefix = self.spec, f"layers.{layer}.attn"
+        if latent.query_rank:
+            weight, small = self.tensors(f"{prefix}.q_a_norm"), self.linear(f"{prefix}.q_a", entering, spec.qkv_bias)
+            normed_small = tuple(rms_norm(x, weight, latent.norm_eps) for x in small)
+            queries = self.linear(f"{prefix}.q_b", normed_small, False)
+        else:
+            queries = self.linear(f"{prefix}.q", entering, False)
+        given = self.linear(f"{prefix}.kv_a", entering, spec.qkv_bias)
+        by_head = tuple(q.reshape(-1, spec.head_dim) for q in queries)  # (N H, h) each
+        meeting = self._by_heads(f"{prefix}.k_b", tuple(q[:, : latent.plain_size] for q in by_head))
+        shape = (-1, spec.num_heads, latent.rotary_size)
+        turning = tuple(q[:, latent.plain_size :].reshape(shape) for q in by_head)
+        weight = self.tensors(f"{prefix}.kv_norm")
+        mixed = tuple(self._meet(layer, latent, *each, weight) for each in zip(meeting, turning, given, strict=True))
+        heads = self._by_heads(f"{prefix}.v_b", tuple(x.reshape(-1, latent.rank) for x in mixed))
+        return self.linear(f"{prefix}.out", tuple(x.reshape(len(x), -1) for x in heads), spec.output_bias)
+
+    def _by_heads(self, name: str, inputs: Signal) -> Signal:  # (N H, K) each -> (N, H, R) each
+        """The products of what heads have with the matrices of each."""
+
+        def product(x: Floats, weight: Floats) -> Floats:
+            heads, inputs = self.spec.num_heads, x.shape[1]
+            by_head = x.reshape(-1, heads, inputs).swapaxes(0, 1) @ weight.reshape(heads, -1, inputs).swapaxes(1, 2)
+            return np.ascontiguousarray(by_head.swapaxes(0, 1))
+
+        return tuple(product(x, weight) for x, weight in zip(inputs, self.weights(name, inputs), strict=True))
+
+    def _meet(
+        self,
+        layer: int,
+        latent: LatentSpec,
+        meeting: Floats,  # (N, H, rank)
+        turning: Floats,  # (N, H, r)
+        given: Floats,  # (N, rank + r)
+        norm: Floats,  # (rank,)
+    ) -> Floats:  # (N, H, rank)
+        spec, mixed = self.spec, np.empty_like(meeting)
+        for text in self._texts:
+            kept, key = np.split(given[text], [latent.rank], axis=1)
+            kept = rms_norm(kept, norm, latent.norm_eps)
+            turned = self._turned(layer, np.concatenate([turning[text], key[:, None]], axis=1), None, False)
+            queries = np.concatenate([meeting[text], turned[:, :-1]], axis=2)
+            rope = spec.rope_of(layer)
+            if rope is not None and rope.query_beta:
+                queries = queries * query_factors(rope, np.arange(len(queries)))[:, None, None]
+            keys = np.concatenate([kept, turned[:, -1]], axis=1)
+            visible, scale = self._visible(layer, len(kept)), spec.attention_scale
+            heads = attend(
+                queries.swapaxes(0, 1)[None], keys[None], kept[None], visible, scale=scale
+            )  # (1, H, S, rank)
+            mixed[text] = heads[0].swapaxes(0, 1)
         return mixed
 
     def _turned(self, layer: int, heads: Floats, norm: Floats | None, are_queries: bool) -> Floats:

@@ -12,8 +12,10 @@ Tensor names in the table (all matrices are (rows, columns) = (output, input)):
 and where the decoder has them: head_bias (V,) · a norm's own _bias · layers.{i}.attn_post_norm, .mlp_post_norm (D,)
   .attn.sinks (heads,) · .attn.gate (q or heads, D) · .attn.inner_norm (q,) · .mlp.inner_norm (F,)
   .mlp.router_bias (E,) · .mlp.choice_bias (E,) · .mlp.experts.gate_up_bias (E 2 F,) · .mlp.experts.down_bias (E D,)
-  and .mlp.up (F, D) for gate_up in an MLP without a gate. What stands in for attention is .mixer.in, .out, .conv and
-  the vectors of edgeinfer.bundle.recurrence.
+  .mlp.up (F, D) for gate_up in an MLP without a gate, and for qkv in latent attention .attn.q (q, D), or
+  .attn.q_a (r, D)   .attn.q_a_norm (r,) .attn.q_b (q, r) · .attn.kv_a (rank + rotated, D) · .attn.kv_norm (rank,)
+  .attn.k_b (heads rank, plain) · .attn.v_b (heads v, rank). What stands in for attention is .mixer.in,
+  .out, .conv and the vectors of edgeinfer.bundle.recurrence.
 A tied head is listed with the embedding's own blobs.
 """
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.bundle.latent import LatentSpec
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 
@@ -110,31 +111,6 @@ class MoESpec:
 
 
 @dataclass(frozen=True)
-class LatentSpec:
-    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
-
-    The cache holds that vector after its norm, and one rotated key for all heads.
-
-    Attributes:
-        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
-        rank: width of the vector that keys and values are made of.
-        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
-        value_size: channels of a head's values.
-    """
-
-    query_rank: int
-    rank: int
-    plain_size: int
-    rotary_size: int
-    value_size: int
-
-    def __post_init__(self) -> None:
-        _require(self.query_rank >= 0, "query_rank must be 0 or positive")
-        for name in ("rank", "plain_size", "rotary_size", "value_size"):
-            _require(getattr(self, name) > 0, f"{name} must be positive")
-
-
-@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder of attention, and MLPs or mixtures of experts, with residual connections around both.
 
@@ -163,7 +139,7 @@ class DecoderSpec:
         more_ropes: further rotations, for `rope_layers`.
         rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
             where all layers have `rope`.
-        latent: of multi-head latent attention; head sizes are those of its queries then.
+        latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
         delta: of the layers whose mixer is "delta".
@@ -235,6 +211,19 @@ class DecoderSpec:
         self._check_ropes()
         kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
         check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        fits = self.num_kv_heads == 1 and self.head_dim == latent.plain_size + latent.rotary_size
+        _require(fits, "latent attention has one key, and queries of both its sizes")
+        _require(self.attention_scale > 0, "latent attention needs a scale")
+        _require(all(rope.dim <= latent.rotary_size for rope in self.ropes), "rope dim exceeds the rotated channels")
+        others = self.qk_norm or self.value_norm or self.inner_norms or self.mixers or self.norm != "rms"
+        plain = self.pre_norm and not (others or self.output_gate or self.parallel)
+        _require(plain, "latent attention is not combined with other norms, gates or mixers")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -262,8 +251,26 @@ class DecoderSpec:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.num_kv_heads * self.head_dim
+        """Width of all key heads, and of all value heads; of latent attention that of what is kept of a token."""
+        return self.num_kv_heads * self.head_dim if self.latent is None else self.latent.met_size
+
+    @property
+    def heads_size(self) -> int:
+        """Width of what all heads give."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_size)
+
+    @property
+    def attention_matrices(self) -> tuple[str, ...]:
+        """Names of a layer's matrices of attention, after its prefix, in the order they are multiplied by."""
+        if self.latent is not None:
+            queries = ("q_a", "q_b") if self.latent.query_rank else ("q",)
+            return (*queries, "kv_a", "k_b", "v_b", "out")
+        return ("qkv", "gate", "out") if self.output_gate else ("qkv", "out")
+
+    @property
+    def native_only(self) -> bool:
+        """Whether only our own operators compute it: what recurrences and latent attention keep lies in pages."""
+        return bool(self.mixers) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""
@@ -294,6 +301,8 @@ class DecoderSpec:
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
+        if self.latent is not None:
+            return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
         attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
         others = (reads if mixer == "conv" else KVLayer(0, 0, 0) for mixer in self.mixers)
         kept = tuple(attends if self.attends(layer) else each for layer, each in enumerate(others))

@@ -255,7 +255,11 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
     for layer in range(decoder.num_layers):
         mixer, conv, delta, scan = decoder.mixer(layer), decoder.conv, decoder.delta, decoder.mamba2
-        if decoder.attends(layer):
+        if (latent := decoder.latent) is not None:
+            yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
+            yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
+            yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
+        elif decoder.attends(layer):
             yield f"layers.{layer}.attn.qkv", (qkv, hidden)
         if conv is not None and mixer == "conv":
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)

@@ -77,10 +77,6 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
     return spec
 
 
-# Later parts of a DecoderSpec, of its rotations and of its mixture, that the graphs of a bundle are not written of.
-_NOT_IN_GRAPHS = {"latent"}
-
-
 def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     """Refuses a decoder with a part that a bundle's graphs would leave out.
 
@@ -90,9 +86,9 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     Raises:
         UnsupportedArchitectureError: it has one.
     """
-    _refuse(spec, _NOT_IN_GRAPHS.__contains__, OPTIMUM_HINT)
-    if spec.mixers and layout == PORTABLE:
-        message = "Portable bundles of a decoder with recurrent layers are not supported."
+    if spec.native_only and layout == PORTABLE:
+        part = "recurrent layers" if spec.mixers else "latent attention"
+        message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
     # Of those without a gate ONNX Runtime's operators have silu alone.
     squared = ("relu2",) if spec.mixers else ()
@@ -164,12 +160,12 @@ def pad_heads(described: Described) -> Described:
     """
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
-    if wide == spec.head_dim:
+    if wide == spec.head_dim or spec.latent is not None:
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     # Zeros would count in a norm over what heads give, or lack rows in a gate of it.
     counted = spec.value_norm or spec.inner_norms or spec.output_gate == "channel"
-    if spec.qk_norm or packed or counted or spec.latent is not None:
+    if spec.qk_norm or packed or counted:
         message = (
             f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
         )

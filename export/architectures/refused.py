@@ -28,16 +28,12 @@ class _Refused:
     gguf: bool = True
 
 
-_RECURRENT, _LATENT = "recurrent layers", "compressed keys and values"
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
     "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
-    "deepseek_v2": _Refused("DeepSeek V2", _LATENT),
-    "deepseek_v3": _Refused("DeepSeek V3", _LATENT),
     "gemma3n": _Refused("Gemma 3n"),
     "gemma4": _Refused("Gemma 4"),
-    "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
-    "minicpm3": _Refused("MiniCPM 3", _LATENT),
+    "mamba": _Refused("Mamba", "recurrent layers", gguf=False),
 }
 
 

@@ -51,8 +51,7 @@ def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: 
         tensors: the table of the stored layout.
     """
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
-    # What recurrences keep lies in pages.
-    for layout in (NATIVE,) if spec.mixers else LAYOUTS:
+    for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
         graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
@@ -170,8 +169,8 @@ class _DecoderGraph:
     def _shares_norm(self, layer: int) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""
         spec = self._spec
-        several = spec.parallel or bool(spec.output_gate) or spec.delta is not None or len(spec.parts_of(layer)) > 1
-        return spec.pre_norm and several
+        beside = spec.delta is not None or spec.latent is not None or len(spec.parts_of(layer)) > 1
+        return spec.pre_norm and (spec.parallel or bool(spec.output_gate) or beside)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm of what enters a block, or of what it gives; empty where there is none."""
@@ -200,8 +199,11 @@ class _DecoderGraph:
     ) -> str:
         prefix, ops = f"layers.{layer}.attn", self._ops
         value, norm = entering.name, entering.norm
-        qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
-        heads = self._attend.attend(graph, layer, qkv)
+        if self._spec.latent is not None:
+            heads = self._attend.attend_latent(graph, layer, self._spec.latent, value, part)
+        else:
+            qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
+            heads = self._attend.attend(graph, layer, qkv)
         if self._spec.output_gate:
             gate = ops.linear(graph, value, f"{prefix}.gate", f"{prefix}.gate.result", norm=norm, part=part)
             heads = ops.gate(graph, gate, heads, f"{prefix}.gated")

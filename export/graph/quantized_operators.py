@@ -5,13 +5,14 @@ edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attribute
 
 EmbeddingLowBit, attributes N, K, bits, block_size
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
-LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part
+LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part, heads
+(above 1: the matrix is one of (N / heads, K) for each head, X is (..., heads K), without bias, norm and residual)
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
   9 layer_mask (optional): where it is false at `part`, the operator does nothing but pass on the residual, or zeros
-LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part; rows have the
-same bits in any company, which those of MatMul and Gemm do not
+LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part, heads; rows have
+the same bits in any company, which those of MatMul and Gemm do not
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
 F that they multiply), cap (of softcap); rows have the same bits in any company
@@ -87,6 +88,11 @@ class NativeOperators(Operators):
         value, norm = self._entering(graph, value, norm)
         linear = self._floats if self._tensors[name].bits == 32 else self._fused
         return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
+
+    def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
+        """See `Operators.heads`."""
+        linear = self._floats if self._tensors[name].bits == 32 else self._fused
+        return linear(graph, value, name, result, part=part, heads=heads)
 
     def inner(
         self,
@@ -169,6 +175,7 @@ class NativeOperators(Operators):
         residual: str = "",
         swiglu: bool = False,
         part: int | None = None,
+        heads: int = 1,
     ) -> str:
         entry = self._tensors[name]
         weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
@@ -183,6 +190,7 @@ class NativeOperators(Operators):
             swiglu=int(swiglu),
             norm_epsilon=self._spec.norm_eps,
             part=part or 0,
+            **_of_heads(heads),
         )
 
     def _floats(
@@ -192,9 +200,10 @@ class NativeOperators(Operators):
         name: str,
         result: str,
         *,
-        norm: str,
-        residual: str,
-        part: int | None,
+        norm: str = "",
+        residual: str = "",
+        part: int | None = None,
+        heads: int = 1,
     ) -> str:
         entry, (n, k) = self._tensors[name], self._tensors[name].shape
         matrix = graph.weight(self._table(entry), entry.data)
@@ -209,6 +218,7 @@ class NativeOperators(Operators):
             by_output=int(not entry.transposed),
             norm_epsilon=self._spec.norm_eps,
             part=part or 0,
+            **_of_heads(heads),
         )
 
     def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
@@ -230,6 +240,11 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
 def _mask(part: int | None) -> str:
     """The input by which an operator of that part of the model leaves itself out."""
     return "" if part is None else io.LAYER_MASK
+
+
+def _of_heads(heads: int) -> dict[str, int]:
+    """The attribute of products of heads; kernels of before know none."""
+    return {"heads": heads} if heads > 1 else {}
 
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:

@@ -12,7 +12,7 @@ from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 
-__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
+__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config", "yarn_scale"]
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
@@ -158,10 +158,10 @@ class HFConfig:
         # Source: the YaRN paper and transformers' _compute_yarn_parameters.
         mscales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(mscales):
-            above, below = (_yarn_scale(factor, _number(given, name)) for name in ("mscale", "mscale_all_dim"))
+            above, below = (yarn_scale(factor, _number(given, name)) for name in ("mscale", "mscale_all_dim"))
             derived = above / below
         else:
-            derived = _yarn_scale(factor, 1.0)
+            derived = yarn_scale(factor, 1.0)
         truncate = given.get("truncate")
         if truncate is not None and not isinstance(truncate, bool):
             raise _wrong("truncate", truncate, "true or false")
@@ -273,7 +273,8 @@ def read_config(folder: Path) -> HFConfig:
     return HFConfig(values)
 
 
-def _yarn_scale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's `mscale` of a rotation that is stretched by a factor."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 
