@@ -97,7 +97,12 @@ _MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 _SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 _NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
-_NEMOTRON_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2}
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+}
 _NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 64, "topk_group": 2, "routed_scaling_factor": 1.8}
 _GRANITE4 = ["linear_attention", "full_attention", "linear_attention"]
 _MULTIPLIED = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 1.4]}
