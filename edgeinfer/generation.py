@@ -14,6 +14,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
+from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
@@ -26,7 +27,7 @@ from edgeinfer.turns import Turns
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
-__all__ = ["TokenStream"]
+__all__ = ["TokenStream", "is_shareable"]
 
 
 class TokenStream:
@@ -93,6 +94,7 @@ class TokenStream:
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
         self._strategy = _make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._begun_by: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -148,14 +150,37 @@ class TokenStream:
         if not self._parts.engine.keeps or self._strategy.searches:
             return False
         with self._lock:
-            while not (self._between or self._result):
-                step = self._step()
-                if step is None:
-                    break
-                self._ahead.append(step)
+            self._finish_pass()
             self._close_steps()
             self._turns.pause(self)
         return True
+
+    def move(self, parts: ModelParts, turns: Turns) -> None:
+        """Goes on in another sequence of the model, decoding plainly there; `shareable` says whether it can."""
+        with self._lock:
+            if self._result is not None:
+                return
+            self._finish_pass()
+            self._close_steps()
+            self._begun_by = self._begun_by or self._strategy
+            self._strategy = DecodingStrategy(parts.engine.backend, self._sampler)
+            parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
+            self._turns.leave(self)
+            self._parts, self._turns = parts, turns
+            turns.claim(self)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the reply needs nothing of the model that only one reply at a time can have."""
+        return is_shareable(self._config)
+
+    def _finish_pass(self) -> None:
+        """Takes the rest of the tokens of the pass that the engine has made one of."""
+        while not (self._between or self._result):
+            step = self._step()
+            if step is None:
+                break
+            self._ahead.append(step)
 
     def prepare(self, tokens: int) -> bool:
         """Evaluates up to so many tokens of the prompt before the first chunk is asked for, so that the reply can be
@@ -264,7 +289,13 @@ class TokenStream:
             # What cancelled it before that was forgotten there.
             if self._cancelled:
                 return None
-        step = next(self._steps, None)
+        try:
+            step = next(self._steps, None)
+        except PreemptedError:
+            # Its pages are others' now; the text is evaluated again as soon as there are some.
+            self._close_steps()
+            self._parts.engine.restart()
+            return self._step()
         if not self._made:
             self._add_prefill()
             waited = self._parts.verification.await_verdict(lambda: self._cancelled)
@@ -338,6 +369,9 @@ class TokenStream:
         self._close_steps()
         self._strategy.finish()
         strategy, parts = self._strategy, self._parts
+        if self._begun_by is not None:
+            strategy = self._begun_by
+            strategy.finish()
         prefill = self._prefill or Prefill(0, 0, 0.0)
         timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)
         memory = process_memory()
@@ -386,6 +420,9 @@ def _make_strategy(
         CapabilityError: the backend cannot do it.
     """
     engine = parts.engine
+    if parts.main is not None:
+        assert is_shareable(config), "who made the parts has looked"
+        return DecodingStrategy(engine.backend, sampler)
     if config.search != "off":
         # As few of them search.
         from edgeinfer.runtime.search.registry import make_search
@@ -397,3 +434,8 @@ def _make_strategy(
         return make_search(given, forgets=engine.context_shift is not None)
     reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced
+
+
+def is_shareable(config: GenerationConfig) -> bool:
+    """Whether a reply can be made beside others."""
+    return config.search == "off" and config.compute == "full"

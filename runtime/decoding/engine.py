@@ -56,13 +56,19 @@ class Engine:
         chunk: prompt tokens per pass.
         context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
         prefix_bytes: kept at most of other conversations, to go back to them cheaply.
+        prefixes: where they are kept, which engines of one model share; None is a cache of the engine's own.
 
     Raises:
         CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
     """
 
     def __init__(
-        self, backend: Backend, chunk: int, context_shift: ContextShiftPolicy | None = None, prefix_bytes: int = 0
+        self,
+        backend: Backend,
+        chunk: int,
+        context_shift: ContextShiftPolicy | None = None,
+        prefix_bytes: int = 0,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         if prefix_bytes and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
@@ -76,7 +82,7 @@ class Engine:
         self.lost = Lost()
         self.chunk = chunk
         self._tokens: list[int] = []
-        self._prefixes = PrefixCache(prefix_bytes)
+        self.prefixes = prefixes or PrefixCache(prefix_bytes)
         self._cancelled = threading.Event()
 
     @property
@@ -128,7 +134,7 @@ class Engine:
     @property
     def keeps(self) -> bool:
         """Whether what the cache holds can be put aside for another text and come back."""
-        return self._prefixes.cap > 0 and self.context_shift is None
+        return self.prefixes.cap > 0 and self.context_shift is None
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
         """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
@@ -317,23 +323,40 @@ class Engine:
             self.forget()
             raise
 
+    def borrow(self, other: Engine, tokens: Sequence[int]) -> None:
+        """Takes over what another engine of the model holds of these tokens, where it is more than this one has."""
+        shared = min(other.shared(tokens), len(other.cached_tokens), len(tokens) - 1)
+        if shared > max(self.shared(tokens), self.prefixes.match(tokens)):
+            self.adopt(tokens[:shared], [other.backend.cache.snapshot(0, shared)])
+
+    def restart(self, *, keep: bool = False) -> None:
+        """Empties the cache and lets go of its memory.
+
+        Args:
+            keep: what it holds becomes a prefix of other conversations, as far as there is room.
+        """
+        if keep:
+            self._keep(0, ())
+        self.forget()
+        self.backend.cache.clear()
+
     @property
     def prefix_bytes(self) -> int:
         """Bytes kept of other conversations."""
-        return self._prefixes.nbytes
+        return self.prefixes.nbytes
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated now, by term: the backend's, and those kept of other conversations, which may lie in its
         cache."""
         terms = dict(self.backend.nbytes())
-        if kept := self._prefixes.nbytes:
-            terms["kv"] -= self._prefixes.bytes_in_place
+        if kept := self.prefixes.nbytes:
+            terms["kv"] -= self.prefixes.bytes_in_place
             terms["prefix_cache"] = kept
         return terms
 
     def evict_prefixes(self, keep_bytes: int = 0) -> None:
         """Drops other conversations, those used longest ago first, until no more than this is kept."""
-        self._prefixes.evict(keep_bytes)
+        self.prefixes.evict(keep_bytes)
 
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
@@ -342,25 +365,30 @@ class Engine:
         if cached < self.lost.since:
             cached = 0
         self._keep(cached, prompt)
-        kept = min(self._prefixes.match(prompt), most)
+        kept = min(self.prefixes.match(prompt), most)
         if cached == 0:
             self.forget()
         self._truncate(cached)
         if kept > cached and not self.lost.tokens:
-            self._append(prompt, self._prefixes.take(prompt, cached, kept))
+            self._append(prompt, self.prefixes.take(prompt, cached, kept))
         return len(self._tokens)
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
         cached_tokens = self.cached_tokens
         if len(cached_tokens) - cached > _FEW and self.backend.cache.copyable:
-            self._prefixes.offer(cached_tokens, self.backend.cache.snapshot, wanted=prompt)
+            self.prefixes.offer(cached_tokens, self.backend.cache.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Adds rows of the tokens that follow the cached ones."""
         for piece in pieces:
             self.backend.cache.append(piece)
             self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
+
+    @property
+    def evaluated(self) -> int:
+        """Tokens of its text that were fed."""
+        return len(self._tokens)
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Counts the first tokens that are those that were fed."""

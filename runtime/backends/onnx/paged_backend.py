@@ -77,7 +77,7 @@ class PagedBackend(GraphBackend):
         self._slots = 1  # room for further slots of paths
         self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
-        self.cache = self.new_sequence(capacity)
+        self.cache = PagedCache(self.pool, capacity, spare=SPARE_ROWS)
         self._least, self._least_logits = _least_rows(bundle.manifest) if exact else (1, 0)
         super().__init__(
             bundle,
@@ -100,7 +100,12 @@ class PagedBackend(GraphBackend):
         """
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
-        return PagedCache(self.pool, capacity, spare=SPARE_ROWS)
+        return PagedCache(self.pool, capacity, spare=SPARE_ROWS, reserves=False)
+
+    @property
+    def free_pages(self) -> int:
+        """See `contract.TogetherBackend.free_pages`."""
+        return self.pool.free - _FURTHER_PAGES
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
