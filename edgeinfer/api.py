@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from edgeinfer.batching import ReplyBatch, SlotThreads
+from edgeinfer.batching import ReplyBatch, SlotThreads, can_batch
 from edgeinfer.chat import Chat
 from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
 from edgeinfer.errors import UsageError
-from edgeinfer.generation import TokenStream, is_shareable
+from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loading import Bundles, LoadRequest, make_parts
 from edgeinfer.model_parts import ModelParts
@@ -30,6 +30,7 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
+from edgeinfer.reply_decoding import require_shareable
 from edgeinfer.replying import Replying
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -234,6 +235,11 @@ class Model(Replying):
     ) -> None:
         self.close()
 
+    @property
+    def can_batch(self) -> bool:
+        """Whether replies can be made side by side, in passes that they share."""
+        return can_batch(self._parts)
+
     def reply_batch(self, parallel: int) -> ReplyBatch:
         """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
         closed. `generate_batch` is the simple way.
@@ -263,12 +269,11 @@ class Model(Replying):
         Raises:
             PromptError, ContextLengthError: one of the prompts is empty, or leaves no room for a reply.
             CapabilityError: replies of this model cannot share passes.
-            UsageError: an option is unknown, out of range or none for replies side by side; another reply is running.
+            UnshareableError: an option searches, or takes less than the whole model.
+            UsageError: an option is unknown or out of range; another reply is running.
         """
         config = GenerationConfig.of(**options)
-        if not is_shareable(config):
-            message = "Replies side by side can neither search nor take less than the whole model."
-            raise UsageError(message, 'Leave out "search" and "compute", or use generate().')
+        require_shareable(config)
         if parallel < 1:
             raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
         ids = [self._prompt_ids(prompt, config) for prompt in prompts]
@@ -311,6 +316,7 @@ class Model(Replying):
         try:
             parts.engine.check(prompt)
             if slot is not None:
+                require_shareable(config)
                 slot.begin(prompt)
                 parts = slot.parts
             return TokenStream(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)

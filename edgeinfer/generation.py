@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Self
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.reply_decoding import is_shareable, make_constraint, make_sampler, make_strategy
 from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.engine import Prefill, Step
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
@@ -27,7 +27,7 @@ from edgeinfer.turns import Turns
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
-__all__ = ["TokenStream", "is_shareable"]
+__all__ = ["TokenStream"]
 
 
 class TokenStream:
@@ -85,15 +85,14 @@ class TokenStream:
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
         self._config = config
-        self._grammar_costs: GrammarCosts | None = None
-        constraint = self._constraint()
-        self._sampler = self._make_sampler(constraint)
+        constraint, self._grammar_costs = make_constraint(parts, config, self._stop_ids)
+        self._sampler = make_sampler(parts, prompt, config, constraint)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._strategy = _make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
         self._begun_by: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
@@ -321,41 +320,6 @@ class TokenStream:
             self._steps.close()
             self._steps = None
 
-    def _make_sampler(self, constraint: Constraint | None) -> Sampler:
-        config, parts = self._config, self._parts
-        seed = config.seed if config.seed is not None else time.time_ns()
-        processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
-        return Sampler(processor, self._prompt, constraint)
-
-    def _constraint(self) -> Constraint | None:
-        parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
-        end_ids = [token for token in self._stop_ids if 0 <= token < vocabulary]
-        if self._config.follows_grammar:
-            return self._grammar(end_ids)
-        if not self._config.choices:
-            return None
-        parse = self._config.parses_content
-        choices = [
-            parts.tokenizer.encode(text, add_special_tokens=False) if parse else parts.literal_encoder.literal(text)
-            for text in self._config.choices
-        ]
-        for text, ids in zip(self._config.choices, choices, strict=True):
-            if max(ids, default=0) >= vocabulary:
-                message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
-                raise UsageError(message, "Leave it out, or spell it differently.")
-        return ChoiceConstraint(choices, end_ids)
-
-    def _grammar(self, end_ids: list[int]) -> Constraint:
-        # Few replies follow one.
-        from edgeinfer.runtime.sampling.grammar import GrammarConstraint
-        from edgeinfer.runtime.sampling.grammar_source import grammar_source
-
-        source = grammar_source(self._config)
-        assert source is not None, "it was asked for"
-        constraint = GrammarConstraint(self._parts.grammar_vocabulary, source, end_ids)
-        self._grammar_costs = constraint.costs
-        return constraint
-
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
         stopped = self._text.stop_string is not None
@@ -403,39 +367,3 @@ class TokenStream:
         parts.speculator.finished(strategy)
         self._turns.leave(self)
         self._on_finish(self._result)
-
-
-def _make_strategy(
-    parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
-) -> DecodingStrategy:
-    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
-
-    Args:
-        sampler: of the reply's tokens.
-        stop_ids: that end it.
-        continues: the reply goes on with the prompt's text.
-
-    Raises:
-        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
-        CapabilityError: the backend cannot do it.
-    """
-    engine = parts.engine
-    if parts.main is not None:
-        assert is_shareable(config), "who made the parts has looked"
-        return DecodingStrategy(engine.backend, sampler)
-    if config.search != "off":
-        # As few of them search.
-        from edgeinfer.runtime.search.registry import make_search
-        from edgeinfer.runtime.search.strategy import SearchParts
-
-        given = SearchParts(
-            engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
-        )
-        return make_search(given, forgets=engine.context_shift is not None)
-    reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
-    return parts.speculator.strategy(sampler, config) if reduced is None else reduced
-
-
-def is_shareable(config: GenerationConfig) -> bool:
-    """Whether a reply can be made beside others."""
-    return config.search == "off" and config.compute == "full"

@@ -10,15 +10,10 @@ sequence decodes what it would alone.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
-
-from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
@@ -31,11 +26,10 @@ from edgeinfer.runtime.backends.contract import (
     check_pass,
 )
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend, WrappedBackend
+from edgeinfer.runtime.decoding.tasks import RowRequest, Task
 
 __all__ = ["PromptShare", "Scheduler", "SequenceBackend", "Task", "sharing_backend"]
 
-# Rows of one sequence from which on they may be a prompt's, and wait for those of others.
-_LONG = 17
 # Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
 _FIRST_ROWS, _LEAST_ROWS = 16, 8
 # By how much one pass may change the rows of prompts in the next.
@@ -68,129 +62,6 @@ class PromptShare:
         elif self._plain_ms and prompt_rows >= self.rows:
             change = min(max(self._gap * self._plain_ms / ms, _SLOWER), _FASTER)
             self.rows = int(min(max(self.rows * change, _LEAST_ROWS), self._most))
-
-
-@dataclass(eq=False)
-class _Request:
-    """Rows of one sequence that a task waits for.
-
-    Attributes:
-        base: rows that the sequence had before.
-        fed: rows that passes have evaluated.
-        parts: what these passes gave, copied; the last one's is a view.
-    """
-
-    sequence: SequenceBackend
-    batch: ForwardInput
-    base: int
-    fed: int = 0
-    parts: list[ForwardOutput] = field(default_factory=list)
-    error: BaseException | None = None
-
-    @property
-    def left(self) -> int:
-        """Rows that were not evaluated yet."""
-        return len(self.batch.tokens) - self.fed
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether its rows may be cut into several passes, as a prompt's."""
-        return self.batch.is_chain and self.left >= _LONG
-
-    @property
-    def over(self) -> bool:
-        """Whether its task can go on."""
-        return self.error is not None or not self.left
-
-    def next_rows(self, count: int) -> ForwardInput:
-        """The next rows, as a pass's input."""
-        batch, start, stop = self.batch, self.fed, self.fed + count
-        if count == len(batch.tokens):
-            return batch
-        wanted: Ints = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start
-        hidden = None if batch.hidden is None else batch.hidden[start:stop]
-        tokens, positions = batch.tokens[start:stop], batch.positions[start:stop]
-        return dataclasses.replace(batch, tokens=tokens, positions=positions, rows=wanted, hidden=hidden)
-
-    def take(self, output: ForwardOutput, count: int) -> None:
-        """Takes what a pass gave for its next rows."""
-        self.fed += count
-        self.parts.append(_copied(output) if self.left else output)
-
-    def output(self) -> ForwardOutput:
-        """What all passes gave together; of a single one a view that the next pass overwrites.
-
-        Raises:
-            BackendError: a pass failed, was cancelled, or did not take place.
-        """
-        if self.error is not None:
-            self.sequence.cache.trim(self.base)
-            raise self.error
-        if len(self.parts) == 1:
-            return self.parts[0]
-        hidden = [part.hidden for part in self.parts if part.hidden is not None]
-        experts = [part.experts for part in self.parts if part.experts is not None]
-        return ForwardOutput(
-            np.concatenate([part.logits for part in self.parts]),
-            np.concatenate(hidden) if hidden else None,
-            np.concatenate(experts, axis=1) if experts else None,
-        )
-
-
-def _copied(output: ForwardOutput) -> ForwardOutput:
-    hidden, experts = (None if array is None else array.copy() for array in (output.hidden, output.experts))
-    return ForwardOutput(output.logits.copy(), hidden, experts)
-
-
-class Task:
-    """Work on a thread of its own that runs only while the scheduler lets it; made by `Scheduler.start`.
-
-    Attributes:
-        over: whether the work has ended.
-        request: the rows it waits for; None where it can go on.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.over = False
-        self.request: _Request | None = None
-        self._work = work
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="edgeinfer-sequence", daemon=True)
-        self._thread.start()
-
-    def resume(self) -> None:
-        """Lets the work go on until it waits for rows, or ends."""
-        self._turn.release()
-        self.await_end_of_turn()
-        if self.over:
-            self._thread.join()
-
-    def await_end_of_turn(self) -> None:
-        """Waits until the work that goes on waits for rows, or ends."""
-        self._back.acquire()
-
-    def wait(self) -> None:
-        """Waits for the next turn; on the task's own thread."""
-        self._back.release()
-        self._turn.acquire()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is the task's."""
-        return threading.current_thread() is self._thread
-
-    def _run(self) -> None:
-        self._turn.acquire()
-        try:
-            self._work()
-        finally:
-            self.over = True
-            self._work = _nothing  # what it refers to need not wait for the thread's end
-            self._back.release()
-
-
-def _nothing() -> None:
-    """What a task that is over does."""
 
 
 class SequenceBackend(WrappedBackend[Backend]):
@@ -331,7 +202,7 @@ class Scheduler:
         task = self._current()
         if task is None or (len(self._tasks) == 1 and not self._awaited):
             return self._evaluate_alone(sequence, batch)
-        task.request = request = _Request(sequence, batch, sequence.cache.length)
+        task.request = request = RowRequest(sequence.cache, batch, sequence.cache.length)
         task.wait()
         task.request = None
         return request.output()
@@ -343,7 +214,7 @@ class Scheduler:
                 self._backend.cancel()
             for task in tuple(self._tasks):
                 request = task.request
-                if request is not None and request.sequence is sequence and not request.over:
+                if request is not None and request.cache is sequence.cache and not request.over:
                     request.error = PassCancelledError("The sequence was cancelled.")
 
     def _current(self) -> Task | None:
@@ -379,14 +250,14 @@ class Scheduler:
         if task.over:
             self._tasks.remove(task)
 
-    def _pass(self, waiting: list[_Request]) -> None:
+    def _pass(self, waiting: list[RowRequest]) -> None:
         """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
         first = waiting[0].batch
         alike = [request for request in waiting if request.batch.goes_with(first)]
         chosen = self._with_pages(self._chosen(alike), waiting)
         if not chosen:
             return
-        inputs = [(request.sequence.cache, request.next_rows(count)) for request, count in chosen]
+        inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
         started = time.perf_counter()
         try:
             outputs = self._together.forward_together(inputs)
@@ -403,7 +274,7 @@ class Scheduler:
         self.passes += 1
         self.rows += sum(count for _, count in chosen)
 
-    def _chosen(self, alike: list[_Request]) -> list[tuple[_Request, int]]:
+    def _chosen(self, alike: list[RowRequest]) -> list[tuple[RowRequest, int]]:
         """Whose rows the next pass has, and how many: all of those being decoded, then prompts as they came."""
         decoded = [request for request in alike if not request.can_wait]
         chosen = [(request, request.left) for request in decoded]
@@ -417,14 +288,14 @@ class Scheduler:
         return chosen
 
     def _with_pages(
-        self, chosen: list[tuple[_Request, int]], waiting: Sequence[_Request]
-    ) -> list[tuple[_Request, int]]:
+        self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
+    ) -> list[tuple[RowRequest, int]]:
         """Those of them that there are pages for. Where the oldest has none, the youngest loses what it has."""
         age = {id(request): place for place, request in enumerate(waiting)}
         free = self._together.free_pages
-        kept = []
+        kept: list[tuple[RowRequest, int]] = []
         for request, count in sorted(chosen, key=lambda each: age[id(each[0])]):
-            wanted = request.sequence.cache.pages_for(count)
+            wanted = request.cache.pages_for(count)
             if wanted > free:
                 free += self._provide(wanted, reserved=self._together.free_pages - free)
             if wanted > free and not kept:
@@ -443,10 +314,10 @@ class Scheduler:
             self._make_room(pages + reserved)
         return self._together.free_pages - before
 
-    def _preempt(self, waiting: Sequence[_Request], oldest: _Request) -> None:
+    def _preempt(self, waiting: Sequence[RowRequest], oldest: RowRequest) -> None:
         """Has the youngest other sequence that has rows give up its pages."""
         for request in reversed(waiting):
-            if request is not oldest and request.sequence.cache.length:
+            if request is not oldest and request.cache.length:
                 request.error = PreemptedError("The sequence gave its pages to older ones.")
                 return
 
