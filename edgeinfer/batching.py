@@ -60,17 +60,16 @@ class Slot:
         self.parts.engine.borrow(max(engines, key=lambda engine: engine.shared(prompt)), prompt)
 
     def end(self) -> None:
-        """The reply is over: what its sequence holds is kept for others as far as there is room."""
+        """The reply is over: its sequence keeps what it holds until the pages are needed."""
         self.prompt = None
         self.turns.close()
-        self.parts.engine.restart(keep=True)
 
     def _should_wait(self, other: Slot, common: int) -> bool:
         """Whether another reply is about to evaluate tokens of this one's prompt."""
         if other.prompt is None:
             return False
-        held = other.parts.engine.evaluated
-        return held < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - held >= _WORTH_WAITING
+        cached = other.parts.engine.backend.cache.length
+        return cached < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - cached >= _WORTH_WAITING
 
 
 def _common(one: Ints, other: Ints) -> int:
@@ -116,8 +115,7 @@ class ReplyBatch:
         self._main = parts
         self._parallel = parallel
         self.scheduler = Scheduler(backend, parts.engine.chunk, make_room=self._make_room)
-        self._free: list[Slot] = []
-        self._slots: list[Slot] = []
+        self._free: list[Slot] = []  # the one that was left longest ago first
         self._busy: list[Slot] = []
 
     @property
@@ -136,13 +134,13 @@ class ReplyBatch:
         return self.scheduler.running < self._parallel
 
     def others(self, slot: Slot) -> list[Slot]:
-        """The slots of the other replies, the oldest first."""
-        return [other for other in self._busy if other is not slot]
+        """The other slots: of replies that are over first, then of those that are not, the oldest first."""
+        return [other for other in (*self._free, *self._busy) if other is not slot]
 
     def add(self, work: Callable[[Slot], None]) -> None:
         """Adds work that makes one reply with the model, as if alone; it must not raise."""
         assert self.has_room, "who adds has looked"
-        slot = self._free.pop() if self._free else self._new_slot()
+        slot = self._free.pop(0) if self._free else self._new_slot()
         self._busy.append(slot)
 
         def run() -> None:
@@ -175,11 +173,12 @@ class ReplyBatch:
             return run
 
         waiting = enumerate(makers)
-        left = True
-        while left and not errors:
+        while not errors:
             while self.has_room and (entry := next(waiting, None)) is not None:
                 self.add(work(*entry))
-            left = self.step()
+            if not self.running:
+                break
+            self.step()
         if errors:
             raise errors[0]
         return [results[place] for place in range(len(results))]
@@ -196,21 +195,22 @@ class ReplyBatch:
         """Ends all replies and lets others have the model."""
         try:
             self.scheduler.close()
+            for slot in self._free:
+                slot.parts.engine.restart()
         finally:
+            self._free.clear()
             self._open.close()
 
     def _new_slot(self) -> Slot:
         main = self._main.engine
         sequence = self.scheduler.new_sequence(main.backend.cache.capacity)
         engine = Engine(sequence, main.chunk, prefixes=main.prefixes)
-        slot = Slot(self, self._main.beside(engine))
-        self._slots.append(slot)
-        return slot
+        return Slot(self, self._main.beside(engine))
 
     def _make_room(self, pages: int) -> None:
-        """Lets go of kept prefixes, those used longest ago first, until so many pages are free."""
-        engine = self._main.engine
-        while self.scheduler.free_pages < pages and engine.prefix_bytes:
-            engine.evict_prefixes(engine.prefix_bytes - 1)
-        if self.scheduler.free_pages < pages and engine.backend.cache.length:
-            engine.restart()
+        """Lets go of rows of replies that are over, those used longest ago first, until so many pages are free."""
+        for engine in (self._main.engine, *(slot.parts.engine for slot in self._free)):
+            if self.scheduler.free_pages < pages and engine.backend.cache.length:
+                engine.restart()
+        while self.scheduler.free_pages < pages and self._main.engine.prefix_bytes:
+            self._main.engine.evict_prefixes(self._main.engine.prefix_bytes - 1)

@@ -93,7 +93,7 @@ class TokenStream:
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
         self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
-        self._begun_by: DecodingStrategy | None = None  # where the reply has moved since
+        self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -161,7 +161,7 @@ class TokenStream:
                 return
             self._finish_pass()
             self._close_steps()
-            self._begun_by = self._begun_by or self._strategy
+            self._first_strategy = self._first_strategy or self._strategy
             self._strategy = DecodingStrategy(parts.engine.backend, self._sampler)
             parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
             self._turns.leave(self)
@@ -333,8 +333,8 @@ class TokenStream:
         self._close_steps()
         self._strategy.finish()
         strategy, parts = self._strategy, self._parts
-        if self._begun_by is not None:
-            strategy = self._begun_by
+        if self._first_strategy is not None:
+            strategy = self._first_strategy
             strategy.finish()
         prefill = self._prefill or Prefill(0, 0, 0.0)
         timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)

@@ -13,8 +13,7 @@ from edgeinfer.apps.server.reply_queue import ReplyQueue
 from edgeinfer.errors import UnshareableError
 
 if TYPE_CHECKING:
-    from edgeinfer import Chunk, Model, Result, TokenStream
-    from edgeinfer.batching import ReplyBatch, Slot
+    from edgeinfer import Chunk, Model, ReplyBatch, Result, Slot, TokenStream
 
 __all__ = ["Job", "ModelThread", "ReplyEnd"]
 

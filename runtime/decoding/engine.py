@@ -55,8 +55,7 @@ class Engine:
         backend: evaluates passes; its cache belongs to this engine alone.
         chunk: prompt tokens per pass.
         context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
-        prefix_bytes: kept at most of other conversations, to go back to them cheaply.
-        prefixes: where they are kept, which engines of one model share; None is a cache of the engine's own.
+        prefixes: keeps other conversations, to go back to them cheaply; engines of one model may share it.
 
     Raises:
         CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
@@ -67,10 +66,10 @@ class Engine:
         backend: Backend,
         chunk: int,
         context_shift: ContextShiftPolicy | None = None,
-        prefix_bytes: int = 0,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        if prefix_bytes and not backend.cache.copyable:
+        self.prefixes = prefixes or PrefixCache(0)
+        if self.prefixes.cap and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
@@ -82,7 +81,6 @@ class Engine:
         self.lost = Lost()
         self.chunk = chunk
         self._tokens: list[int] = []
-        self.prefixes = prefixes or PrefixCache(prefix_bytes)
         self._cancelled = threading.Event()
 
     @property
@@ -329,14 +327,9 @@ class Engine:
         if shared > max(self.shared(tokens), self.prefixes.match(tokens)):
             self.adopt(tokens[:shared], [other.backend.cache.snapshot(0, shared)])
 
-    def restart(self, *, keep: bool = False) -> None:
-        """Empties the cache and lets go of its memory.
-
-        Args:
-            keep: what it holds becomes a prefix of other conversations, as far as there is room.
-        """
-        if keep:
-            self._keep(0, ())
+    def restart(self) -> None:
+        """Empties the cache; what it holds becomes a prefix of other conversations, as far as there is room."""
+        self._keep(0, ())
         self.forget()
         self.backend.cache.clear()
 
@@ -384,11 +377,6 @@ class Engine:
         for piece in pieces:
             self.backend.cache.append(piece)
             self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
-
-    @property
-    def evaluated(self) -> int:
-        """Tokens of its text that were fed."""
-        return len(self._tokens)
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Counts the first tokens that are those that were fed."""

@@ -26,9 +26,9 @@ from edgeinfer.runtime.backends.contract import (
     check_pass,
 )
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend, WrappedBackend
-from edgeinfer.runtime.decoding.tasks import RowRequest, Task
+from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 
-__all__ = ["PromptShare", "Scheduler", "SequenceBackend", "Task", "sharing_backend"]
+__all__ = ["PromptShare", "Scheduler", "SequenceBackend", "SequenceTask", "sharing_backend"]
 
 # Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
 _FIRST_ROWS, _LEAST_ROWS = 16, 8
@@ -132,7 +132,7 @@ class Scheduler:
         self._prompt_rows = prompt_rows
         self._share = PromptShare(gap, prompt_rows)
         self._make_room = make_room
-        self._tasks: list[Task] = []  # the oldest first
+        self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._alone: SequenceBackend | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
@@ -153,9 +153,9 @@ class Scheduler:
         """A backend for another sequence of so many tokens at most; its errors are those of `TogetherBackend`'s."""
         return SequenceBackend(self, self._backend, self._together.new_sequence(capacity))
 
-    def start(self, work: Callable[[], None]) -> Task:
+    def start(self, work: Callable[[], None]) -> SequenceTask:
         """Adds a task, which begins with the next step; on the thread that calls `step`. It must not raise."""
-        task = Task(work)
+        task = SequenceTask(work)
         self._tasks.append(task)
         return task
 
@@ -217,7 +217,7 @@ class Scheduler:
                 if request is not None and request.cache is sequence.cache and not request.over:
                     request.error = PassCancelledError("The sequence was cancelled.")
 
-    def _current(self) -> Task | None:
+    def _current(self) -> SequenceTask | None:
         return next((task for task in self._tasks if task.is_current), None)
 
     def _evaluate_alone(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
@@ -236,7 +236,7 @@ class Scheduler:
         self.rows += len(batch.tokens)
         return output
 
-    def _resume(self, task: Task) -> None:
+    def _resume(self, task: SequenceTask) -> None:
         """Lets a task go on that can."""
         if task.request is not None and not task.request.over:
             return

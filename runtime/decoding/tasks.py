@@ -13,7 +13,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 
-__all__ = ["RowRequest", "Task"]
+__all__ = ["RowRequest", "SequenceTask"]
 
 # Rows of one sequence from which on they may be a prompt's, and wait for those of others.
 _LONG = 17
@@ -91,7 +91,7 @@ def _copied(output: ForwardOutput) -> ForwardOutput:
     return ForwardOutput(output.logits.copy(), hidden, None if output.experts is None else output.experts.copy())
 
 
-class Task:
+class SequenceTask:
     """Work on a thread of its own that runs only while the scheduler lets it; made by `Scheduler.start`.
 
     Attributes:
