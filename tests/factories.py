@@ -53,7 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 _HALF_HEAD = 8
 # Configurations whose class is not named after the model's.
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # What the families differ in among themselves: (architecture, configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in ARCHITECTURES},

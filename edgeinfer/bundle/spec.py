@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
-from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
+from edgeinfer.bundle.rope import RopeSpec, RopeType
 
 __all__ = [
     "Activation",
@@ -23,65 +24,11 @@ __all__ = [
     "later_fields",
 ]
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
 Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 OutputGate = Literal["", "channel", "head"]
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
-
-    Attributes:
-        dim: rotated dimensions of a head, even; the rest pass through.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
-        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
-        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
-        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
-        interleaved: neighbouring channels are a pair, instead of one of each half.
-        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
-            (Llama 4, Ministral 3); 0 leaves them as they are.
-        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
-    """
-
-    type: RopeType
-    theta: float
-    dim: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    interleaved: bool = False
-    query_beta: float = 0.0
-    turned: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
-        _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
-        _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
-        if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
-            _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
-        proportional = self.type == "proportional"
-        _require(0 < self.turned <= self.dim // 2 if proportional else not self.turned, "rope pairs must be of its dim")
-        if self.type == "llama3":
-            ordered = self.high_freq_factor > self.low_freq_factor > 0
-            _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
-        if self.type == "yarn":
-            _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
-            _require(self.theta > 1, "yarn needs a rope theta above 1")
-        if self.type == "longrope":
-            sizes = {len(self.short_factors), len(self.long_factors)}
-            _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
-            _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
 
 
 @dataclass(frozen=True)
@@ -195,6 +142,7 @@ class DecoderSpec:
         latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
+        delta: of the layers whose mixer is "delta".
     """
 
     vocab_size: int
@@ -236,6 +184,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
+    delta: DeltaSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -276,6 +225,7 @@ class DecoderSpec:
         _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
         _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
         _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
+        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -346,8 +296,21 @@ class DecoderSpec:
         """What each layer keeps of a token; empty where all keep the same."""
         if self.latent is not None:
             return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
-        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
-        return tuple(attends if mixer == "attention" else reads for mixer in self.mixers)
+        kept: dict[Mixer, KVLayer] = {
+            "attention": KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),
+            "conv": KVLayer(1, 0, self.hidden_size),
+        }
+        return tuple(kept.get(mixer, KVLayer(0, 0, 0)) for mixer in self.mixers)
+
+    def state_of(self, layer: int) -> StateLayer:
+        """The state that a layer keeps beside that."""
+        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+
+    @property
+    def _states(self) -> tuple[StateLayer, ...]:
+        """The state of each layer; empty where none keeps one."""
+        states = tuple(self.state_of(layer) for layer in range(self.num_layers))
+        return states if any(each.heads for each in states) else ()
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
@@ -369,6 +332,7 @@ class DecoderSpec:
             head_dim=self.head_dim,
             max_positions=self.max_positions,
             kv_layers=self._kv_layers,
+            states=self._states,
         )
 
 

@@ -60,11 +60,11 @@ class Source:
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
         turned: the checkpoint's matrix has columns for rows.
-        turn: of rows that two tensors have by turns, which are taken: 0 or 1.
         packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
+        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
         part: of a matrix, what is taken of each of its heads.
     """
 
@@ -75,11 +75,11 @@ class Source:
     stacked: int = 0
     joined: int | None = None
     turned: bool = False
-    turn: int | None = None
     packing: str = ""
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
+    pieces: tuple[int, int, int] | tuple[()] = ()
     part: HeadPart | None = None
 
     @property
@@ -87,7 +87,10 @@ class Source:
         """Shape of the checkpoint's tensor, unpacked."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
-        shape = self.shape if self.turn is None else (2 * self.shape[0], *self.shape[1:])
+        shape = self.shape
+        if self.pieces:
+            period, _, share = self.pieces
+            shape = (shape[0] // share * period, *shape[1:])
         shape = shape[::-1] if self.turned else shape
         return (self.stacked, *shape) if self.stacked else shape
 

@@ -202,7 +202,7 @@ class Scheduler:
         task = self._current()
         if task is None or (len(self._tasks) == 1 and not self._awaited):
             return self._evaluate_alone(sequence, batch)
-        task.request = request = RowRequest(sequence.cache, batch, sequence.cache.length)
+        task.request = request = RowRequest(sequence.cache, batch)
         task.wait()
         task.request = None
         return request.output()

@@ -24,14 +24,12 @@ class RowRequest:
     """Rows of one sequence that a task waits for.
 
     Attributes:
-        base: rows that the sequence had before.
         fed: rows that passes have evaluated.
         parts: what these passes gave, copied; the last one's is a view.
     """
 
     cache: SharingCache
     batch: ForwardInput
-    base: int
     fed: int = 0
     parts: list[ForwardOutput] = field(default_factory=list)
     error: BaseException | None = None
@@ -73,7 +71,6 @@ class RowRequest:
             BackendError: a pass failed, was cancelled, or did not take place.
         """
         if self.error is not None:
-            self.cache.trim(self.base)
             raise self.error
         if len(self.parts) == 1:
             return self.parts[0]

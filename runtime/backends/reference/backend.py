@@ -5,6 +5,7 @@ Reads weights through the bundle's tensor table.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from functools import cached_property
@@ -12,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec, TensorEntry
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -28,13 +29,13 @@ from edgeinfer.bundle.arithmetic import (
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.recurrence import ConvSpec
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.backends.reference import recurrent
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
@@ -81,10 +82,19 @@ class ReferenceBackend:
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
 
     def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
+        geometry = self._cached_geometry()
         if scales is not None or kv == FLOAT32:
-            return KVBuffers(self.geometry, capacity, kv=kv, scales=scales)
-        pool = PagePool(PageLayout.of(self.geometry, kv), pages_for(capacity) + 1)
+            return KVBuffers(geometry, capacity, kv=kv, scales=scales)
+        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1)
         return PagedCache(pool, capacity)
+
+    def _cached_geometry(self) -> Geometry:
+        """Of the cache, which keeps what recurrences read of every token, and no states: those are computed again."""
+        if not self.geometry.states:
+            return self.geometry
+        read = recurrent.widths(self._spec)
+        kept = (KVLayer(1, 0, wide) if wide else each for wide, each in zip(read, self.geometry.kept, strict=True))
+        return dataclasses.replace(self.geometry, kv_layers=tuple(kept), states=())
 
     def rotate_long(self, long: bool) -> None:
         """See `contract.RotatingBackend.rotate_long`."""
@@ -162,26 +172,21 @@ class ReferenceBackend:
         """What a layer's attention, or what stands in for it, makes of hidden states."""
         if self._spec.latent is not None:
             return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
-        conv = self._spec.conv if self._spec.mixer(layer) == "conv" else None
-        return self._attention(layer, x, positions, seen) if conv is None else self._short_conv(layer, conv, x, seen[0])
+        if self._spec.mixer(layer) == "attention":
+            return self._attention(layer, x, positions, seen)
+        return self._recurrence(layer, x, seen[0])
 
-    def _short_conv(
-        self, layer: int, conv: ConvSpec, x: Floats, seen: NDArray[np.bool_]
-    ) -> Floats:  # (S, D), (S, T) -> (S, D)
-        """A convolution over what was kept of the last tokens of each row's text."""
+    def _recurrence(self, layer: int, x: Floats, seen: NDArray[np.bool_]) -> Floats:  # (S, D), (S, T) -> (S, D)
+        """What a layer's recurrence makes of what was kept of each row's text."""
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
-        before, after, values = np.split(self._linear(f"{prefix}.in", x), 3, axis=1)
-        read = before * values
+        read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
         self.cache.write(layer, total - size, np.zeros((1, size, 0), np.float32), read[None])
-        _, kept = self.cache.read(layer, 0, total)  # (1, T, D)
-        weights = self._weights[f"{prefix}.conv"][:, 0]  # (D, width)
-        mixed = np.zeros_like(read) + self._weights.get(f"{prefix}.conv_bias", np.float32(0))
-        for row, visible in enumerate(seen):
-            path = np.flatnonzero(visible)[-conv.width :]
-            for place, slot in enumerate(path, conv.width - len(path)):
-                mixed[row] += weights[:, place] * kept[0, slot]
-        return self._linear(f"{prefix}.out", after * mixed)
+        _, kept = self.cache.read(layer, 0, total)  # (1, T, C)
+        mix, weights = recurrent.MIXES[self._spec.mixer(layer)], recurrent.weights_of(self._weights, prefix)
+        texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
+        mixed = np.stack([mix(self._spec, weights, text, own) for text, own in zip(texts, apart, strict=True)])
+        return self._linear(f"{prefix}.out", mixed)
 
     def _attention(
         self,
