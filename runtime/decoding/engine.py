@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,35 +12,13 @@ from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, P
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.wording import Setting
 
-__all__ = ["Engine", "Prefill", "Step"]
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
-
-    cached: int
-    evaluated: int
-    ms: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
-
-    Attributes:
-        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
-    """
-
-    token: int
-    ms: float
-    last: bool = True
+__all__ = ["Engine"]
 
 
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
