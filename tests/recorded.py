@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,16 @@ FOLDER = Path(__file__).with_name("recorded")
 _DIGITS = 6
 
 
-def check_recorded(name: str, found: object, *, rel: float = 2e-4, least: float = 1e-9) -> None:
+def check_recorded(
+    name: str, found: object, *, rel: float = 2e-4, least: float = 1e-9, without: Collection[str] = ()
+) -> None:
     """Compares a result with the record of that name; floats may differ by `rel`, and below `least` by all.
 
     Args:
         found: of mappings, sequences, dataclasses, arrays, text and numbers.
+        without: names of mappings whose values are others each time, as times and random ids are.
     """
-    path, plain = FOLDER / f"{name}.json", _plain(found)
+    path, plain = FOLDER / f"{name}.json", _plain(found, without)
     if os.environ.get("EDGEINFER_TEST_RECORD"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(_written(plain), "utf-8")
@@ -37,16 +40,16 @@ def check_recorded(name: str, found: object, *, rel: float = 2e-4, least: float 
     assert not differences, f"{len(differences)} differences from {path.name}: " + "; ".join(differences[:8])
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object, without: Collection[str]) -> Any:
     """What JSON has for a value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, without)
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _plain(part, without) for key, part in value.items() if key not in without}
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return _plain(value.tolist(), without)
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(part, without) for part in value]
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.{_DIGITS}g}")
     return value if isinstance(value, str | int | float | None) else str(value)
