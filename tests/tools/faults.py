@@ -121,9 +121,7 @@ def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
 
 def copy_checkout(folder: Path) -> Path:
     """A copy that tests run in; its sources come before those that are installed."""
-    leave = shutil.ignore_patterns(
-        ".git", ".venv*", "__pycache__", "docs", ".pytest_cache", ".coverage*", ".hypothesis"
-    )
+    leave = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".pytest_cache", ".coverage*", ".hypothesis")
     return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=leave))
 
 
