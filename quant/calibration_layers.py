@@ -67,6 +67,7 @@ def activate(
 def _refuse_uncomputed(spec: DecoderSpec) -> None:
     """Refuses a decoder with a part that calibration would leave out."""
     found = {"mixers": bool(spec.mixers), "latent": spec.latent is not None}
+    found |= {"kv_sources": bool(spec.kv_sources), "per_layer": spec.per_layer is not None}
     found["expert_bias"] = spec.moe is not None and spec.moe.expert_bias
     for name in (name for name, there in found.items() if there):
         message = f"Calibration of a decoder with {name} is not supported yet."
@@ -122,6 +123,9 @@ class LayerWalk:
         if not self.spec.parallel:
             entering = self._entering(f"layers.{layer}.mlp", states)
         self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
+        if self.spec.layer_scales:
+            for state in states:
+                state *= self.tensors("layer_scales")[layer]
         return states
 
     def _entering(self, part: str, states: Signal) -> Signal:
@@ -173,7 +177,7 @@ class LayerWalk:
         mixed = tuple(self._attend(layer, qkv, norms, sinks) for qkv in products)
         if spec.output_gate:
             gates = self.linear(f"{prefix}.gate", entering, False)
-            each = spec.head_dim if spec.output_gate == "head" else 1
+            each = spec.heads(layer).size if spec.output_gate == "head" else 1
             mixed = tuple(x * np.repeat(_logistic(g), each, axis=1) for x, g in zip(mixed, gates, strict=True))
         if spec.inner_norms:
             mixed = self.norm(f"{prefix}.inner_norm", mixed)
@@ -182,25 +186,25 @@ class LayerWalk:
     def _attend(
         self,
         layer: int,
-        qkv: Floats,  # (N, q + 2 kv)
+        qkv: Floats,  # (N, q + 2 kv), or q + kv where the keys are values too
         norms: list[Floats] | None,
         sinks: Floats | None,  # (heads,)
     ) -> Floats:  # (N, q)
-        spec = self.spec
-        mixed = np.empty((len(qkv), spec.q_size), np.float32)
-        group, width = spec.num_heads // spec.num_kv_heads, spec.head_dim
-        by_group = None if sinks is None else sinks.reshape(spec.num_kv_heads, group)
+        spec, own = self.spec, self.spec.heads(layer)
+        mixed = np.empty((len(qkv), own.q_size), np.float32)
+        group, width = own.heads // own.kv_heads, own.size
+        by_group = None if sinks is None else sinks.reshape(own.kv_heads, group)
         for text in self._texts:
-            q, k, v = np.split(qkv[text], [spec.q_size, spec.q_size + spec.kv_size], axis=1)
+            q, *made = np.split(qkv[text], np.cumsum(own.products)[:-1], axis=1)
             size = len(q)
             queries, keys = (
                 self._turned(layer, x.reshape(size, -1, width), None if norms is None else norms[place], place == 0)
-                for place, x in enumerate((q, k))
+                for place, x in enumerate((q, made[0]))
             )
-            values = v.reshape(size, -1, width)
+            values = made[-1].reshape(size, -1, width)
             if spec.value_norm:
                 values = rms_norm(values, np.ones(width, np.float32), spec.norm_eps)
-            grouped = queries.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, width)
+            grouped = queries.swapaxes(0, 1).reshape(own.kv_heads, group, size, width)
             heads = attend(
                 grouped,
                 keys.swapaxes(0, 1),

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec
 from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.rotation import RopeSpec, RopeType
 
 __all__ = [
     "Activation",
@@ -22,65 +27,11 @@ __all__ = [
     "later_fields",
 ]
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
 Router = Literal["softmax", "relu", "sigmoid"]
 OutputGate = Literal["", "channel", "head"]
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
-
-    Attributes:
-        dim: rotated dimensions of a head, even; the rest pass through.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
-        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
-        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
-        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
-        interleaved: neighbouring channels are a pair, instead of one of each half.
-        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
-            (Llama 4, Ministral 3); 0 leaves them as they are.
-        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
-    """
-
-    type: RopeType
-    theta: float
-    dim: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    interleaved: bool = False
-    query_beta: float = 0.0
-    turned: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
-        _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
-        _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
-        if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
-            _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
-        proportional = self.type == "proportional"
-        _require(0 < self.turned <= self.dim // 2 if proportional else not self.turned, "rope pairs must be of its dim")
-        if self.type == "llama3":
-            ordered = self.high_freq_factor > self.low_freq_factor > 0
-            _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
-        if self.type == "yarn":
-            _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
-            _require(self.theta > 1, "yarn needs a rope theta above 1")
-        if self.type == "longrope":
-            sizes = {len(self.short_factors), len(self.long_factors)}
-            _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
-            _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
 
 
 @dataclass(frozen=True)
@@ -211,6 +162,12 @@ class DecoderSpec:
         latent: of multi-head latent attention; head sizes are those of its queries then.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
+        full_heads: of the layers without a window, where theirs differ.
+        kv_sources: for each layer the one whose keys and values it reads, its own or an earlier one that reads its own;
+            empty where all read their own.
+        mlp_sizes: inner width of each layer's MLP; empty where all have `intermediate_size`.
+        layer_scales: the hidden states after each layer are multiplied by a number of its own (Gemma 4).
+        per_layer: of per-layer embeddings.
     """
 
     vocab_size: int
@@ -252,13 +209,19 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
+    full_heads: HeadsSpec | None = None
+    kv_sources: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+    layer_scales: bool = False
+    per_layer: PerLayerSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-        _require(all(rope.dim <= self.head_dim for rope in self.ropes), "rope dim exceeds head_dim")
+        widest = self.head_dim if self.full_heads is None else max(self.head_dim, self.full_heads.head_dim)
+        _require(all(rope.dim <= widest for rope in self.ropes), "rope dim exceeds head_dim")
         _require(0 < self.norm_eps < 1, "norm_eps must be in (0, 1)")
         for kind, name in ((Activation, "activation"), (NormKind, "norm"), (OutputGate, "output_gate")):
             _require(getattr(self, name) in get_args(kind), f"{name} {getattr(self, name)!r} is unknown")
@@ -273,6 +236,20 @@ class DecoderSpec:
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
         self._check_ropes()
         self._check_mixers()
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        layers = range(self.num_layers)
+        _require(len(self.mlp_sizes) in (0, self.num_layers), "mlp_sizes must name every layer or none")
+        _require(all(size > 0 for size in self.mlp_sizes), "mlp_sizes must be positive")
+        _require(len(self.kv_sources) in (0, self.num_layers), "kv_sources must name every layer or none")
+        earlier = all(0 <= source <= layer for layer, source in zip(layers, self.kv_sources, strict=False))
+        _require(earlier, "kv_sources must be layers that come before their readers")
+        heads = [self.heads(layer) for layer in layers] if self.kv_sources else []
+        alike = all(heads[h.source].owns and h.kv_size == heads[h.source].kv_size for h in heads)
+        _require(alike, "kv_sources must have caches of their own, of the heads of their readers")
+        divides = self.full_heads is None or self.num_heads % self.full_heads.num_kv_heads == 0
+        _require(divides, "num_heads must be a multiple of num_kv_heads")
 
     def _check_mixers(self) -> None:
         _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
@@ -326,11 +303,33 @@ class DecoderSpec:
         """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    def heads(self, layer: int) -> LayerHeads:
+        """The heads of a layer's attention."""
+        source = self.kv_sources[layer] if self.kv_sources else layer
+        full = None if self.window(layer) else self.full_heads
+        sizes = (self.num_kv_heads, self.head_dim) if full is None else (full.num_kv_heads, full.head_dim)
+        shared = full is not None and full.keys_are_values
+        return LayerHeads(self.num_heads, *sizes, shared, source, source == layer)
+
+    def mlp_size(self, layer: int) -> int:
+        """Inner width of a layer's MLP."""
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+
+    def with_sources(self, layer_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (2 L,) -> (2 L,)
+        """A layer mask with the attention of every layer whose keys and values a layer that runs reads."""
+        if not self.kv_sources:
+            return layer_mask
+        whole = layer_mask.copy()
+        whole[[2 * source for layer, source in enumerate(self.kv_sources) if layer_mask[2 * layer]]] = True
+        return whole
+
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
         attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
-        return tuple(attends if mixer == "attention" else reads for mixer in self.mixers)
+        mixers = enumerate(self.mixers or ("attention",) * self.num_layers)
+        kept = tuple(self.heads(layer).kept if mixer == "attention" else reads for layer, mixer in mixers)
+        return () if set(kept) == {attends} else kept
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
@@ -31,6 +32,9 @@ class Naming:
         gate: of what heads give; see DecoderSpec.output_gate.
         mixer: of a layer with a recurrence in the place of attention.
         up: of an MLP without a gate.
+        layer_scale: what a layer's output is multiplied by.
+        per_layer_table, per_layer_projection, per_layer_norm: of per-layer embeddings, in all; and of each layer:
+        per_layer_gate, per_layer_out, per_layer_post_norm.
 
     A norm's bias is named after its weight.
     """
@@ -57,7 +61,18 @@ class Naming:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     xielu: tuple[str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
+    layer_scale: str = "layer_scalar"
+    per_layer_table: str = "model.embed_tokens_per_layer.weight"
+    per_layer_projection: str = "model.per_layer_model_projection.weight"
+    per_layer_norm: str = "model.per_layer_projection_norm.weight"
+    per_layer_gate: str = "per_layer_input_gate.weight"
+    per_layer_out: str = "per_layer_projection.weight"
+    per_layer_post_norm: str = "post_per_layer_input_norm.weight"
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
+
+
+# Names outside of the layers, and what precedes those inside.
+_PLACED = ("embed", "final_norm", "layer", "per_layer_table", "per_layer_projection", "per_layer_norm")
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,7 @@ class Architecture:
     def placed(self, stored: Collection[str]) -> Architecture:
         """The same with the names that a checkpoint's tensors have."""
         for body, head in self.roots:
-            names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in ("embed", "final_norm", "layer")}
+            names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in _PLACED}
             names |= {name: head + getattr(self.naming, name) for name in ("head", "head_bias")}
             if names["embed"] in stored:
                 return dataclasses.replace(self, naming=dataclasses.replace(self.naming, **names))
@@ -100,7 +115,7 @@ class Architecture:
         """
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
-        plans = [plan("embed", (names.embed, (vocab, hidden)))]
+        plans = [plan("embed", (names.embed, (vocab, hidden))), *_model_plans(spec, names)]
         for layer in range(spec.num_layers):
             plans += self._layer(spec, layer, stored)
         plans += _norm_plans(spec, "final_norm", names.final_norm)
@@ -135,28 +150,36 @@ class Architecture:
         for name, source, shape in recurrent_tensors(spec, layer):
             plans.append(plan(f"{prefix}.mixer.{name}", (f"{root}{names.mixer}.{source}", shape)))
         if spec.mixer(layer) == "attention":
-            linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
+            heads = spec.heads(layer)
+            modules = names.qkv[: len(heads.products)] if len(names.qkv) == 3 else names.qkv
+            linear("attn.qkv", modules, heads.products, hidden, spec.qkv_bias)
             if spec.qk_norm:
-                plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
-                plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
+                plans.append(vector("attn.q_norm", names.q_norm, heads.q_size if spec.whole_norm else heads.size))
+            if spec.qk_norm and heads.owns:
+                plans.append(vector("attn.k_norm", names.k_norm, heads.kv_size if spec.whole_norm else heads.size))
             if spec.sinks:
                 plans.append(vector("attn.sinks", names.sinks, spec.num_heads))
             if spec.output_gate:
-                rows = spec.q_size if spec.output_gate == "channel" else spec.num_heads
+                rows = heads.q_size if spec.output_gate == "channel" else spec.num_heads
                 linear("attn.gate", (names.gate,), (rows,), hidden, False)
             if spec.inner_norms:
-                norm("attn.inner_norm", names.attn_inner_norm, spec.q_size)
-            linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
+                norm("attn.inner_norm", names.attn_inner_norm, heads.q_size)
+            linear("attn.out", (names.out,), (hidden,), heads.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
         if spec.pre_norm and not spec.parallel:
             norm("mlp_norm", names.mlp_norm)
         if spec.post_norm:
             norm("mlp_post_norm", names.mlp_post_norm)
+        if spec.per_layer is not None:
+            small = spec.per_layer.size
+            plans.append(plan(f"{prefix}.per_layer.gate", (root + names.per_layer_gate, (small, hidden))))
+            plans.append(plan(f"{prefix}.per_layer.out", (root + names.per_layer_out, (hidden, small))))
+            norm("per_layer.norm", names.per_layer_post_norm)
         moe = spec.experts_of(layer)
         if moe is not None:
             return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
-        wide = spec.intermediate_size
+        wide = spec.mlp_size(layer)
         if spec.gated:
             linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
         else:
@@ -167,6 +190,22 @@ class Architecture:
             norm("mlp.inner_norm", names.mlp_inner_norm, wide)
         linear("mlp.down", (names.down,), (hidden,), wide, spec.mlp_bias)
         return plans
+
+
+def _model_plans(spec: DecoderSpec, names: Naming) -> list[TensorPlan]:
+    """What all layers have together, beside the embedding."""
+    plans, layers = [], range(spec.num_layers)
+    if spec.per_layer is not None:
+        size, vocab = spec.per_layer.size, spec.per_layer.vocab_size
+        table = Source(names.per_layer_table, (vocab * len(layers), size), split=len(layers))
+        plans.append(TensorPlan(PER_LAYER_TABLE, (table,)))
+        shape = (size * len(layers), spec.hidden_size)
+        plans.append(plan("per_layer.projection", (names.per_layer_projection, shape)))
+        plans.append(plan("per_layer.norm", (names.per_layer_norm, (size,))))
+    if spec.layer_scales:
+        sources = [(names.layer.format(layer=layer) + names.layer_scale, (1,)) for layer in layers]
+        plans.append(plan("layer_scales", *sources))
+    return plans
 
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:

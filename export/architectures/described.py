@@ -90,8 +90,9 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         UnsupportedArchitectureError: it has one.
     """
     _refuse(spec, _NOT_IN_GRAPHS.__contains__, OPTIMUM_HINT)
-    if spec.mixers and layout == PORTABLE:
-        message = "Portable bundles of a decoder with recurrent layers are not supported."
+    if (spec.mixers or spec.kv_sources) and layout == PORTABLE:
+        what = "recurrent layers" if spec.mixers else "layers that share keys and values"
+        message = f"Portable bundles of a decoder with {what} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
     if spec.moe is not None and spec.activation != "silu":
         message = f"Experts with the activation {spec.activation} are not supported yet."
@@ -150,12 +151,12 @@ def pad_heads(described: Described) -> Described:
     """
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
-    if wide == spec.head_dim:
+    if wide == spec.head_dim and (spec.full_heads is None or spec.full_heads.head_dim % _MULTIPLE == 0):
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     # Zeros would count in a norm over what heads give, or lack rows in a gate of it.
     counted = spec.value_norm or spec.inner_norms or spec.output_gate == "channel"
-    if spec.qk_norm or packed or counted or spec.latent is not None:
+    if spec.qk_norm or packed or counted or spec.latent is not None or spec.full_heads is not None:
         message = (
             f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
         )

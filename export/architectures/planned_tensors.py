@@ -84,6 +84,10 @@ class PlannedRows:
         if source.joined == 1:
             rows = self._checkpoint.read(source.name, start, stop)
             return rows[:, before : before + source.shape[1]].copy()
+        if source.split > 1:
+            first, last = start // source.split, -(-stop // source.split)
+            rows = self._checkpoint.read(source.name, first, last).reshape(-1, source.shape[1])
+            return rows[start - first * source.split : stop - first * source.split]
         within = source.index if source.stacked else None
         return self._checkpoint.read(source.name, start, stop, within=within)
 

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from edgeinfer.bundle.tables import is_looked_up
+
 __all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
 
 Shape = tuple[int, ...]
@@ -37,6 +39,7 @@ class Source:
         index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
+        split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
@@ -48,6 +51,7 @@ class Source:
     index: int = 0
     stacked: int = 0
     joined: int | None = None
+    split: int = 1
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
@@ -57,6 +61,8 @@ class Source:
         """Shape of the checkpoint's tensor."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
+        if self.split > 1:
+            return (self.shape[0] // self.split, self.shape[1] * self.split)
         return (self.stacked, *self.shape) if self.stacked else self.shape
 
     @property
@@ -93,8 +99,8 @@ class TensorPlan:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether this is the embedding or the LM head."""
-        return self.name in ("embed", "head")
+        """Whether this is the LM head or an embedding."""
+        return self.name == "head" or is_looked_up(self.name)
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:

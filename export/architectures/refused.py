@@ -36,7 +36,6 @@ _FAMILIES = {
     "deepseek_v3": _Refused("DeepSeek V3", _LATENT),
     "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
     "gemma3n": _Refused("Gemma 3n"),
-    "gemma4": _Refused("Gemma 4"),
     "gpt_oss": _Refused("gpt-oss", "attention sinks"),
     "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
     "mamba": _Refused("Mamba", _RECURRENT, gguf=False),

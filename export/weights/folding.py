@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.parts import LayerHeads
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.awq import scale_search
@@ -50,7 +51,7 @@ def fold_layer(
     if spec.pre_norm:
         folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
     if not (spec.value_norm or spec.inner_norms):
-        folder.into_values(spec, f"{prefix}.attn.qkv", f"{prefix}.attn.out")
+        folder.into_values(spec.heads(layer), f"{prefix}.attn.qkv", f"{prefix}.attn.out")
     if spec.pre_norm and not spec.parallel:
         folder.into_norm(f"{prefix}.mlp_norm", readers, others)
     for name in inner if spec.activation != "swiglu_oai" else []:
@@ -80,12 +81,12 @@ class _Folder:
             self._tensors.of(name).multiply(scale[None])
         return scale
 
-    def into_values(self, spec: DecoderSpec, qkv: str, out: str) -> None:
+    def into_values(self, own: LayerHeads, qkv: str, out: str) -> None:
         """Makes the rows of the values divide for the output; heads that share values share scales."""
         statistics = self._statistics.get(out)
         if statistics is None or self._plan.scheme(out) is None:
             return
-        heads = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        heads = (own.kv_heads, own.heads // own.kv_heads, own.size)
         square = statistics.mean_square.reshape(heads).mean(axis=1, keepdims=True)
         shared = np.broadcast_to(square, heads).reshape(-1)
         scale = self._search([out], dataclasses.replace(statistics, mean_square=shared))

@@ -53,6 +53,7 @@ typedef struct {
     int32_t norm_whole;  /* of the norms: 1 all heads of a row together, 0 each head */
     int32_t norm_after;  /* queries and keys are normalised after the rotation, which must be head by head */
     int32_t value_norm;  /* values are normalised head by head, without a weight */
+    int32_t shared;      /* keys and values are those that an earlier layer wrote: rows bring queries alone */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
 
@@ -62,7 +63,7 @@ typedef struct {
     int64_t columns;
 
     int64_t count;            /* rows of the pass */
-    const float *qkv;         /* (count, heads h + kv_heads h + kv_heads v) */
+    const float *qkv;         /* (count, attention_width) */
     const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras */
     const int32_t *extras;    /* slots */
     const int64_t *positions; /* (count): rows of the tables */
@@ -121,6 +122,12 @@ int64_t attention_value_bytes(int32_t type, int32_t value_size);
 
 static inline int64_t attention_head_bytes(const attention *a) {
     return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
+}
+
+/* Floats of a row's queries, keys and values: heads h + kv_heads h + kv_heads v, of shared ones heads h. */
+static inline int64_t attention_width(const attention *a) {
+    int64_t own = a->shared ? 0 : (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    return (int64_t)a->heads * a->key_size + own;
 }
 
 /* What write needs for one row, a key or a value and its quantized bytes: a multiple of 64. */

@@ -9,7 +9,7 @@
  * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
  * norm_epsilon, norm_after (norms of queries and keys come after the rotation), value_norm (values have a norm without a
- * weight), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * weight), shared (an earlier node wrote the layer's keys and values: qkv is (..., heads h)), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -53,6 +53,7 @@ static OrtStatus *open_sizes(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "interleaved", &a->interleaved));
     ORT_TRY(ort_flag(base, info, "norm_after", &a->norm_after));
     ORT_TRY(ort_flag(base, info, "value_norm", &a->value_norm));
+    ORT_TRY(ort_flag(base, info, "shared", &a->shared));
     a->heads = narrow(heads), a->kv_heads = narrow(kv_heads), a->key_size = narrow(key), a->value_size = narrow(value);
     a->rotary = narrow(ort_int_or_zero(base, info, "rotary_dim"));
     a->window = ort_int_or_zero(base, info, "window");
@@ -90,7 +91,7 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
 static OrtStatus *read_rows(const node *op, const OrtKernelContext *context, pass *p, ort_shape *out) {
     const ort_kernel *base = &op->base;
     attention *a = &p->a;
-    int64_t width = (int64_t)a->heads * a->key_size + (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    int64_t width = attention_width(a);
     const void *qkv, *rows, *positions;
     ORT_TRY(ort_read_shaped(base, context, QKV, out, &qkv));
     if (out->rank < 1 || out->sizes[out->rank - 1] != width)
@@ -196,9 +197,8 @@ static OrtStatus *run(const node *op, const OrtKernelContext *context, pass *p) 
     void *memory = scratch_take(p->plan.bytes);
     if (!memory) return ort_fail(base, "out of memory for %lld rows", (long long)a->count);
     attention_start(a, &p->plan, memory);
-    int64_t width = (int64_t)a->heads * a->key_size + (int64_t)a->kv_heads * (a->key_size + a->value_size);
     p->path = attention_path_of(base->isa);
-    p->write_jobs = ort_jobs(a->count, a->count * width * VALUE_BYTES);
+    p->write_jobs = ort_jobs(a->count, a->count * attention_width(a) * VALUE_BYTES);
     OrtStatus *status = ort_parallel(base, context, write_job, p->write_jobs, p);
     if (!status) status = ort_parallel(base, context, attend_job, p->plan.jobs, p);
     if (!status && p->plan.merges) status = ort_parallel(base, context, merge_job, p->plan.merges, p);

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import UsageError
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
@@ -100,7 +101,9 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
         UsageError: the bundle has no such table.
     """
     # The embedding is looked up by rows; a head that shares its bytes is listed by its own name.
-    through = [(tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if tensor.name != "embed"]
+    through = [
+        (tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if not is_looked_up(tensor.name)
+    ]
     if not through:
         raise UsageError("The bundle does not list its weights.", "Use one exported natively.")
     read = sum(tensor.nbytes for tensor, count in through if count)
@@ -114,8 +117,8 @@ def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past
     for layer in range(spec.num_layers):
         window = spec.window(layer) or past + tokens
         read += past + tokens - max(past + 1 - window, 0)
-        multiplied += sum(min(past + row + 1, window) for row in range(tokens))
-    return PassWork(0, 2 * spec.q_size * multiplied, kv_bytes_per_token * read // spec.num_layers)
+        multiplied += 2 * spec.heads(layer).q_size * sum(min(past + row + 1, window) for row in range(tokens))
+    return PassWork(0, multiplied, kv_bytes_per_token * read // spec.num_layers)
 
 
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:

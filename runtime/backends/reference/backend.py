@@ -27,6 +27,7 @@ from edgeinfer.bundle.arithmetic import (
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.bundle.recurrence import ConvSpec
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
@@ -110,24 +111,29 @@ class ReferenceBackend:
         start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
         self._reserve(size)
-        x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
+        embedded = self._weights["embed"][tokens]
+        x = embedded if batch.hidden is None else batch.hidden  # (S, D)
+        vectors = self._per_layer(tokens, embedded)
+        mask = batch.layer_mask
+        if mask is not None and batch.hidden is None:
+            mask = self._spec.with_sources(mask)
         seen = {
             window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
         }  # (S, T) each
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             before = x
-            if batch.layer_mask is None or batch.layer_mask[2 * layer]:
+            if mask is None or mask[2 * layer]:
                 given = self._mixed(layer, self._entering(layer, "attn", before), positions, seen)
                 x = x + self._leaving(layer, "attn", given)
-            if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
+            if mask is None or mask[2 * layer + 1]:
                 entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
                 moe = self._spec.experts_of(layer)
                 if moe is None:
                     given = self._mlp(f"layers.{layer}.mlp", entering)
                 else:
                     given, used[layer] = self._mixture(layer, moe, entering, batch.experts)
-                x = x + self._leaving(layer, "mlp", given)
+                x = self._ended(layer, x + self._leaving(layer, "mlp", given), vectors)
         self.cache.length = start + size
         logits = softcapped(self._linear("head", self._norm("final_norm", x[rows])), self._spec.logit_softcap)
         self.run_ns = time.perf_counter_ns() - started
@@ -151,6 +157,24 @@ class ReferenceBackend:
     def _leaving(self, layer: int, part: str, given: Floats) -> Floats:  # (S, D) -> (S, D)
         """What is added to the hidden states of what attention or MLP gives."""
         return self._norm(f"layers.{layer}.{part}_post_norm", given) if self._spec.post_norm else given
+
+    def _per_layer(self, tokens: Ints, embedded: Floats) -> Floats | None:  # (S,), (S, D) -> (S, L, P)
+        """The vectors of per-layer embeddings, where the decoder has any."""
+        spec = self._spec
+        if spec.per_layer is None:
+            return None
+        rows = tokens[:, None] * spec.num_layers + np.arange(spec.num_layers)
+        product = self._linear("per_layer.projection", embedded).reshape(*rows.shape, spec.per_layer.size)
+        vectors: Floats = self._norm("per_layer.norm", product) + self._weights[PER_LAYER_TABLE][rows]
+        return vectors
+
+    def _ended(self, layer: int, x: Floats, vectors: Floats | None) -> Floats:  # (S, D), (S, L, P) -> (S, D)
+        """The hidden states after a layer: with its per-layer embedding, and scaled, where the decoder has that."""
+        prefix = f"layers.{layer}.per_layer"
+        if vectors is not None:
+            gate = inner_values(self._spec.activation, self._linear(f"{prefix}.gate", x))
+            x = x + self._norm(f"{prefix}.norm", self._linear(f"{prefix}.out", gate * vectors[:, layer]))
+        return x * self._weights["layer_scales"][layer] if self._spec.layer_scales else x
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
@@ -189,22 +213,22 @@ class ReferenceBackend:
         positions: Ints,  # (S,)
         seen: dict[int, NDArray[np.bool_]],  # (S, T) each, by window
     ) -> Floats:  # (S, D)
-        spec, prefix = self._spec, f"layers.{layer}."
+        spec, prefix, own = self._spec, f"layers.{layer}.", self._spec.heads(layer)
         visible = seen[spec.window(layer)]
         size, total = visible.shape
         start = total - size
-        q, k, v = np.split(self._linear(f"{prefix}attn.qkv", x), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-        q = self._turned(layer, "q", q.reshape(size, spec.num_heads, spec.head_dim), positions)
-        k = self._turned(layer, "k", k.reshape(size, spec.num_kv_heads, spec.head_dim), positions)
-        v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
-        if spec.value_norm:
-            v = rms_norm(v, np.ones(spec.head_dim, np.float32), spec.norm_eps)
-        self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
-        keys, values = self.cache.read(layer, 0, total)  # (H, T, h)
-        group = spec.num_heads // spec.num_kv_heads
-        grouped = q.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
+        q, *made = np.split(self._linear(f"{prefix}attn.qkv", x), np.cumsum(own.products)[:-1], axis=1)
+        q = self._turned(layer, "q", q.reshape(size, own.heads, own.size), positions)
+        if own.owns:
+            k, v = (made[place].reshape(size, own.kv_heads, own.size) for place in (0, -1))
+            k = self._turned(layer, "k", k, positions)
+            if spec.value_norm:
+                v = rms_norm(v, np.ones(own.size, np.float32), spec.norm_eps)
+            self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = self.cache.read(own.source, 0, total)  # (H, T, h)
+        grouped = q.swapaxes(0, 1).reshape(own.kv_heads, own.heads // own.kv_heads, size, own.size)
         mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)
-        heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+        heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, own.q_size))
         if spec.inner_norms:
             heads = self._norm(f"{prefix}attn.inner_norm", heads)
         return self._linear(f"{prefix}attn.out", heads)
