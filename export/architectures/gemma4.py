@@ -87,6 +87,8 @@ def _ropes(config: HFConfig, slides: list[bool], full_head_dim: int) -> dict[str
 def _read(config: HFConfig, tied: bool) -> DecoderSpec:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedArchitectureError("Attention to later tokens is not supported.", OPTIMUM_HINT)
+    if config.flag("enable_moe_block"):
+        raise UnsupportedArchitectureError("Gemma 4 with experts is not supported yet.", OPTIMUM_HINT)
     slides = config.slides(_PATTERN)
     slides[-1] = False
     full, window = _full_heads(config, slides), config.integer("sliding_window", _WINDOW)
