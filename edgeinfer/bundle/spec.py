@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.bundle.latent import LatentSpec
 from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec
 from edgeinfer.bundle.recurrence import ConvSpec, Mixer
 from edgeinfer.bundle.rotation import RopeSpec, RopeType
@@ -30,7 +31,7 @@ __all__ = [
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
-Router = Literal["softmax", "relu", "sigmoid"]
+Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 OutputGate = Literal["", "channel", "head"]
 
 
@@ -42,7 +43,9 @@ class MoESpec:
     shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
     is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
     `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
-    rectified scores (BlockFFN); `top_k` is the number of experts then.
+    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
+    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
+    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
 
     Attributes:
         experts: of a layer.
@@ -58,6 +61,7 @@ class MoESpec:
         groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
             group's rank is its best share, or with a choice bias the sum of its two best.
         scale: of the chosen experts' weights.
+        jitter: of a "sparsemixer"; 0 for other routers.
     """
 
     experts: int
@@ -75,6 +79,7 @@ class MoESpec:
     groups: int = 1
     group_top_k: int = 1
     scale: float = 1.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "expert_size"):
@@ -93,6 +98,10 @@ class MoESpec:
         enough = self.top_k <= self.experts // self.groups * self.group_top_k
         _require(enough, "the groups chosen have fewer experts than top_k")
         _require(self.scale > 0, "the scale of the experts must be positive")
+        mixes = self.router == "sparsemixer"
+        _require(self.jitter > 0 if mixes else not self.jitter, "jitter is of a sparsemixer router, and positive")
+        plain = self.groups == 1 and not self.choice_bias and not self.renormalize
+        _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
 
     @property
     def by_shares(self) -> bool:
@@ -103,31 +112,6 @@ class MoESpec:
     def draft_count(self) -> int:
         """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
         return max(1, self.top_k // 2)
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
-
-    The cache holds that vector after its norm, and one rotated key for all heads.
-
-    Attributes:
-        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
-        rank: width of the vector that keys and values are made of.
-        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
-        value_size: channels of a head's values.
-    """
-
-    query_rank: int
-    rank: int
-    plain_size: int
-    rotary_size: int
-    value_size: int
-
-    def __post_init__(self) -> None:
-        _require(self.query_rank >= 0, "query_rank must be 0 or positive")
-        for name in ("rank", "plain_size", "rotary_size", "value_size"):
-            _require(getattr(self, name) > 0, f"{name} must be positive")
 
 
 @dataclass(frozen=True)
@@ -159,7 +143,7 @@ class DecoderSpec:
         more_ropes: further rotations, for `rope_layers`.
         rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
             where all layers have `rope`.
-        latent: of multi-head latent attention; head sizes are those of its queries then.
+        latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
         full_heads: of the layers without a window, where theirs differ.
@@ -237,6 +221,7 @@ class DecoderSpec:
         self._check_ropes()
         self._check_mixers()
         self._check_layers()
+        self._check_latent()
 
     def _check_layers(self) -> None:
         layers = range(self.num_layers)
@@ -250,6 +235,18 @@ class DecoderSpec:
         _require(alike, "kv_sources must have caches of their own, of the heads of their readers")
         divides = self.full_heads is None or self.num_heads % self.full_heads.num_kv_heads == 0
         _require(divides, "num_heads must be a multiple of num_kv_heads")
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        fits = self.num_kv_heads == 1 and self.head_dim == latent.plain_size + latent.rotary_size
+        _require(fits, "latent attention has one key, and queries of both its sizes")
+        _require(self.attention_scale > 0, "latent attention needs a scale")
+        _require(all(rope.dim <= latent.rotary_size for rope in self.ropes), "rope dim exceeds the rotated channels")
+        others = self.qk_norm or self.value_norm or self.inner_norms or self.mixers or self.norm != "rms"
+        plain = self.pre_norm and not (others or self.output_gate or self.parallel)
+        _require(plain, "latent attention is not combined with other norms, gates or mixers")
 
     def _check_mixers(self) -> None:
         _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
@@ -283,8 +280,26 @@ class DecoderSpec:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.num_kv_heads * self.head_dim
+        """Width of all key heads, and of all value heads; of latent attention that of what is kept of a token."""
+        return self.num_kv_heads * self.head_dim if self.latent is None else self.latent.met_size
+
+    @property
+    def heads_size(self) -> int:
+        """Width of what all heads give."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_size)
+
+    @property
+    def attention_matrices(self) -> tuple[str, ...]:
+        """Names of a layer's matrices of attention, after its prefix, in the order they are multiplied by."""
+        if self.latent is not None:
+            queries = ("q_a", "q_b") if self.latent.query_rank else ("q",)
+            return (*queries, "kv_a", "k_b", "v_b", "out")
+        return ("qkv", "gate", "out") if self.output_gate else ("qkv", "out")
+
+    @property
+    def native_only(self) -> bool:
+        """Whether only our own operators compute it: those of recurrences, latent attention and shared caches."""
+        return bool(self.mixers or self.kv_sources) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP."""
@@ -326,6 +341,8 @@ class DecoderSpec:
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
+        if self.latent is not None:
+            return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
         attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
         mixers = enumerate(self.mixers or ("attention",) * self.num_layers)
         kept = tuple(self.heads(layer).kept if mixer == "attention" else reads for layer, mixer in mixers)

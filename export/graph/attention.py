@@ -4,7 +4,9 @@
 and values into the pool, and attends. Its inputs beside those of the graph that edgeinfer.bundle.graph describes:
   0 qkv float32 (1, S, heads h + kv_heads h + kv_heads v) · 1 kv_pool · 2 kv_layout · 3 kv_pages · 4 rows · 5 path_slots
   6 position_ids · 7 cos_cache · 8 sin_cache (both or none) · 9 q_norm · 10 k_norm float32 (both or none): (h,) for a
-  root-mean-square norm of each head, as wide as all heads for one of all together
+  root-mean-square norm of each head, as wide as all heads for one of all together. With the attribute `latent`, whose
+  values are part of the keys, 0 is (1, S, heads v + heads h + v + h): the parts of queries that meet values, those that
+  meet keys, value and key; and k_norm alone, (v,), is of the values
   11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
   written and the output is zeros
 
@@ -24,6 +26,7 @@ from typing import Any
 from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.parts import LayerHeads
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
 
@@ -68,6 +71,10 @@ class Attention(ABC):
     @abstractmethod
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Adds the nodes from a layer's queries, keys and values to what its heads give."""
+
+    def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
+        """Adds the nodes of latent attention from normed hidden states to what its heads give."""
+        raise NotImplementedError("What latent attention keeps lies in pages.")
 
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
         """Adds the nodes from the first product of a layer with a short convolution to what its last one reads."""
@@ -139,16 +146,16 @@ class PagedLayer:
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
         """Those of a decoder's layer."""
-        rope, heads = spec.rope_of(layer), spec.heads(layer)
+        rope, heads, latent = spec.rope_of(layer), spec.heads(layer), spec.latent
         return cls(
             num_heads=heads.heads,
             kv_num_heads=heads.kv_heads,
-            key_size=heads.size,
-            value_size=heads.size,
+            key_size=heads.size if latent is None else latent.rotary_size,
+            value_size=heads.size if latent is None else latent.rank,
             layer=heads.source,
             part=2 * layer,
             rotary_dim=0 if rope is None else rope.dim,
-            norm_epsilon=spec.norm_eps,
+            norm_epsilon=spec.norm_eps if latent is None else latent.norm_eps,
             window=spec.window(layer),
             interleaved=int(rope is not None and rope.interleaved),
             scale=spec.attention_scale,
@@ -177,6 +184,41 @@ class _PagedAttention(Attention):
         qkv = self._factored(graph, layer, self._centred(graph, layer, self._whole(graph, layer, qkv)))
         inputs = [qkv, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
+
+    def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
+        """See `Attention.attend_latent`."""
+        prefix, heads, rope = f"layers.{layer}.attn", self._spec.num_heads, self._spec.rope_of(layer)
+        queries = self._latent_queries(graph, prefix, latent, value, part)
+        if rope is not None and rope.query_beta:
+            factors = graph.op("Gather", [io.QUERY_FACTORS, io.POSITION_IDS], f"{prefix}.factors", axis=0)  # (1, S, 1)
+            queries = graph.op("Mul", [queries, factors], f"{prefix}.queries.factored")
+        by_head = graph.op("Reshape", [queries, graph.constant([0, 0, heads, -1])], f"{prefix}.queries.heads")
+        parts, sizes = [f"{prefix}.queries.plain", f"{prefix}.queries.turning"], [latent.plain_size, latent.rotary_size]
+        graph.ops("Split", [by_head, graph.constant(sizes)], parts, axis=-1)
+        plain, turning = (
+            graph.op("Reshape", [each, graph.constant([0, 0, heads * size])], f"{each}.together")
+            for each, size in zip(parts, sizes, strict=True)
+        )
+        meeting = self._ops.heads(graph, plain, f"{prefix}.k_b", f"{prefix}.k_b.result", heads, part)
+        given = self._ops.linear(graph, value, f"{prefix}.kv_a", f"{prefix}.kv_a.result", part=part)
+        joined = graph.op("Concat", [meeting, turning, given], f"{prefix}.qkv.joined", axis=-1)
+        weights = ["", self._ops.vector(graph, f"{prefix}.kv_norm"), self._ops.vector(graph, f"{prefix}.sinks")]
+        inputs = [joined, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
+        attributes = asdict(PagedLayer.of(self._spec, layer))
+        mixed = graph.op("Attention", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, latent=1, **attributes)
+        return self._ops.heads(graph, mixed, f"{prefix}.v_b", f"{prefix}.heads", heads, part)
+
+    def _latent_queries(
+        self, graph: GraphBuilder, prefix: str, latent: LatentSpec, value: str, part: int | None
+    ) -> str:
+        if not latent.query_rank:
+            return self._ops.linear(graph, value, f"{prefix}.q", f"{prefix}.q.result", part=part)
+        small = self._ops.linear(graph, value, f"{prefix}.q_a", f"{prefix}.q_a.result", part=part)
+        # An epsilon of its own, so that no product can take this norm in.
+        inputs: list[str] = [small, self._ops.vector(graph, f"{prefix}.q_a_norm")]
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": latent.norm_eps, "stash_type": 1}
+        normed = graph.op("RMSNormalization", inputs, f"{prefix}.q_a.normed", **attributes)
+        return self._ops.linear(graph, normed, f"{prefix}.q_b", f"{prefix}.q_b.result", part=part)
 
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
         """See `Attention.convolve`."""

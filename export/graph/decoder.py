@@ -51,8 +51,7 @@ def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: 
         tensors: the table of the stored layout.
     """
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
-    # What recurrences keep lies in pages, and so does what layers share.
-    for layout in (NATIVE,) if spec.mixers or spec.kv_sources else LAYOUTS:
+    for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
         graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
@@ -108,7 +107,7 @@ class _DecoderGraph:
         for layer in range(self._spec.num_layers):
             moe = self._spec.experts_of(layer)
             if moe is not None:
-                yield Experts(layer, moe, self._tensors)
+                yield Experts(layer, moe, self._tensors, self._spec.activation)
 
     def _declare_inputs(self) -> None:
         spec, graph = self._spec, self._graph
@@ -182,7 +181,8 @@ class _DecoderGraph:
     @property
     def _shares_norm(self) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""
-        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate))
+        shared = self._spec.parallel or bool(self._spec.output_gate) or self._spec.latent is not None
+        return self._spec.pre_norm and shared
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm of what enters a block, or of what it gives; empty where there is none."""
@@ -210,8 +210,11 @@ class _DecoderGraph:
     ) -> str:
         prefix, ops = f"layers.{layer}.attn", self._ops
         value, norm = entering.name, entering.norm
-        qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
-        heads = self._attend.attend(graph, layer, qkv)
+        if self._spec.latent is not None:
+            heads = self._attend.attend_latent(graph, layer, self._spec.latent, value, part)
+        else:
+            qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
+            heads = self._attend.attend(graph, layer, qkv)
         if self._spec.output_gate:
             gate = ops.linear(graph, value, f"{prefix}.gate", f"{prefix}.gate.result", norm=norm, part=part)
             heads = ops.gate(graph, gate, heads, f"{prefix}.gated")
@@ -240,7 +243,7 @@ class _DecoderGraph:
     def _mlp(self, layer: int, entering: Entering, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
         if moe is not None:
-            return self._mixture(Experts(layer, moe, self._tensors), entering, runs, result)
+            return self._mixture(Experts(layer, moe, self._tensors, self._spec.activation), entering, runs, result)
         self._ids.append(NO_EXPERTS)
         prefix = f"layers.{layer}.mlp"
         if self._ops.masked:

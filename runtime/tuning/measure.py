@@ -113,11 +113,12 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
 def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past: int) -> PassWork:
     """What attention adds to a pass over `tokens` new tokens behind `past`: every key and value that a row sees is read
     once for all rows, and multiplied with the queries of each row that sees it."""
-    read = multiplied = 0
+    read, multiplied, latent = 0, 0, spec.latent
     for layer in range(spec.num_layers):
         window = spec.window(layer) or past + tokens
         read += past + tokens - max(past + 1 - window, 0)
-        multiplied += 2 * spec.heads(layer).q_size * sum(min(past + row + 1, window) for row in range(tokens))
+        channels = 2 * spec.heads(layer).q_size if latent is None else spec.num_heads * (latent.met_size + latent.rank)
+        multiplied += channels * sum(min(past + row + 1, window) for row in range(tokens))
     return PassWork(0, multiplied, kv_bytes_per_token * read // spec.num_layers)
 
 

@@ -215,6 +215,9 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     widest = 2 * max(decoder.mlp_size(layer) for layer in layers) + hidden
     if (moe := decoder.moe) is not None:
         widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
+    if (latent := decoder.latent) is not None:
+        # What queries meet and what heads take of it, and the former put together.
+        widest = max(widest, decoder.num_heads * (latent.met_size + latent.rank))
     biases = 2 if decoder.window_size else 1
     # Vectors of all layers, as a product, normed, looked up and added.
     vectors = 0 if decoder.per_layer is None else 4 * decoder.num_layers * decoder.per_layer.size
@@ -232,14 +235,15 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
     """Working memory of a layer's attention over pages (runtime/native/attention.c), which the next layer has again."""
     decoder = manifest.decoder
     assert decoder is not None, "only our own graphs are paged"
-    heads = [decoder.heads(layer) for layer in range(decoder.num_layers)]
-    size, group = max(each.size for each in heads), max(each.heads // each.kv_heads for each in heads)
+    heads, latent = [decoder.heads(layer) for layer in range(decoder.num_layers)], decoder.latent
+    group = max(each.heads // each.kv_heads for each in heads)
+    met, size = (max(each.size for each in heads),) * 2 if latent is None else (latent.met_size, latent.rank)
     blocks = -(-context // _ATTENTION_BLOCK)
     apart = min(_MOST_APART_BYTES, _FLOAT_BYTES * chunk * decoder.num_heads * blocks * (size + _ATTENTION_SCORES))
-    queries = min(_SHARING_QUERIES, chunk * group)
+    queries = min(max(_SHARING_QUERIES, group), chunk * group)
     # Scores and results of the queries that share a reading, and a page as floats; of each thread.
-    own = _FLOAT_BYTES * (queries * (_ATTENTION_SCORES + 2 * size) + 2 * PAGE * size)
-    return _FLOAT_BYTES * chunk * decoder.num_heads * size + apart + threads * own
+    own = _FLOAT_BYTES * (queries * (_ATTENTION_SCORES + 2 * size) + PAGE * (met + size))
+    return _FLOAT_BYTES * chunk * decoder.num_heads * met + apart + threads * own
 
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:

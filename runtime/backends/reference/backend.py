@@ -5,6 +5,7 @@ Reads weights through the bundle's tensor table.
 
 from __future__ import annotations
 
+import itertools
 import time
 from functools import cached_property
 
@@ -24,9 +25,11 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
+from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
 from edgeinfer.bundle.recurrence import ConvSpec
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -62,15 +65,11 @@ class ReferenceBackend:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
-        if self._spec.latent is not None:
-            hint = "Run a GGUF of it: -m OWNER/NAME:Q4_K_M"
-            raise BundleError(
-                f"{bundle.path} has latent attention, which the reference backend does not compute.", hint
-            )
         self.run_ns = 0
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._whole |= _expert_biases(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
@@ -185,6 +184,8 @@ class ReferenceBackend:
         self, layer: int, x: Floats, positions: Ints, seen: dict[int, NDArray[np.bool_]]
     ) -> Floats:  # (S, D), (S,), (S, T) by window -> (S, D)
         """What a layer's attention, or what stands in for it, makes of hidden states."""
+        if self._spec.latent is not None:
+            return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
         conv = self._spec.conv if self._spec.mixer(layer) == "conv" else None
         return self._attention(layer, x, positions, seen) if conv is None else self._short_conv(layer, conv, x, seen[0])
 
@@ -232,6 +233,41 @@ class ReferenceBackend:
         if spec.inner_norms:
             heads = self._norm(f"{prefix}attn.inner_norm", heads)
         return self._linear(f"{prefix}attn.out", heads)
+
+    def _latent_attention(
+        self,
+        layer: int,
+        latent: LatentSpec,
+        x: Floats,  # (S, D)
+        positions: Ints,  # (S,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (S, D)
+        """Keys and values of all heads are made of what is kept, and attended to like others."""
+        spec, prefix, weights = self._spec, f"layers.{layer}.attn.", self._weights
+        size, total = visible.shape
+        if latent.query_rank:
+            small = rms_norm(self._linear(f"{prefix}q_a", x), weights[f"{prefix}q_a_norm"], latent.norm_eps)
+            queries = self._linear(f"{prefix}q_b", small)
+        else:
+            queries = self._linear(f"{prefix}q", x)
+        queries = queries.reshape(size, spec.num_heads, spec.head_dim)
+        given, key = np.split(self._linear(f"{prefix}kv_a", x), [latent.rank], axis=1)
+        given = rms_norm(given, weights[f"{prefix}kv_norm"], latent.norm_eps)
+        index = spec.rope_index(layer)
+        rope, (cos, sin) = spec.ropes[index], (table[positions] for table in self._tables[index])
+        plain, turning = np.split(queries, [latent.plain_size], axis=2)
+        turning = rotate(turning, cos, sin, interleaved=rope.interleaved)
+        key = rotate(key[:, None], cos, sin, interleaved=rope.interleaved)
+        queries = np.concatenate([plain, turning], axis=2)
+        if rope.query_beta:
+            queries = queries * query_factors(rope, positions)[:, None, None]
+        self.cache.write(layer, total - size, key.swapaxes(0, 1), given[None])
+        keys, (kept,) = self.cache.read(layer, 0, total)  # (1, T, r), (T, rank)
+        by_head = weights[f"{prefix}k_b"].reshape(spec.num_heads, latent.rank, latent.plain_size)
+        keys = np.concatenate([kept @ by_head, np.broadcast_to(keys, (spec.num_heads, *keys.shape[1:]))], axis=2)
+        values = kept @ weights[f"{prefix}v_b"].reshape(spec.num_heads, latent.value_size, latent.rank).swapaxes(1, 2)
+        mixed = self._mix(layer, queries.swapaxes(0, 1)[:, None], keys, values, visible)  # (H, 1, S, v)
+        return self._linear(f"{prefix}out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.heads_size))
 
     def _turned(self, layer: int, part: str, heads: Floats, positions: Ints) -> Floats:  # (S, H, h) -> (S, H, h)
         """Queries ("q") or keys ("k") of a layer after their norm and rotation, as far as it has them."""
@@ -340,6 +376,17 @@ class ReferenceBackend:
 def _logistic(x: Floats) -> Floats:
     # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
     return np.float32(0.5) * (1 + np.tanh(x / 2))
+
+
+def _expert_biases(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """Of every expert that has some, by the names of its matrices."""
+    found: dict[str, Floats] = {}
+    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
+        joined = weights.get(expert_biases(layer, part))
+        if joined is not None and spec.moe is not None:
+            each = enumerate(np.split(joined, spec.moe.experts))
+            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
+    return found
 
 
 def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:

@@ -61,6 +61,9 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec.mixers:
         message = f"{bundle.path} has recurrent layers, whose state cannot forget tokens as overflow {name!r} would."
         raise UsageError(message, _STOP + ".")
+    if spec.latent is not None and kind.reorders:
+        message = f"{bundle.path} has latent attention, whose rows overflow {name!r} does not know."
+        raise UsageError(message, _STOP + ", or window.")
     later = later_fields(spec)
     unknown = [name for name in _NEVER if name in later]
     odd = unknown or (later if kind.observes else ())

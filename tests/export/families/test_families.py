@@ -26,7 +26,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.families.table import FAMILIES, Family, cases
 from tests.export.passes import TOKENS, expected_logits
-from tests.factories import COMMON, make_checkpoint, make_tokenizer, randomise
+from tests.factories import COMMON, make_block_ffn_checkpoint, make_checkpoint, make_tokenizer, randomise
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
@@ -133,6 +133,14 @@ def test_its_other_configurations_do_too(family: Family, place: int, tmp_path: P
     check(family, family.settings[place], tmp_path)
 
 
+def test_blockffn_with_latent_attention(tmp_path: Path) -> None:
+    model = make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=False, latent=True)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
+    expected, family = expected_logits(model, TOKENS), Family("BlockFFN", "MiniCPM", ({},), portable=False)
+    for backend in (ReferenceBackend(bundle, CONTEXT), *backends(bundle, family)):
+        assert np.abs(run(backend, TOKENS) - expected).max() <= TOLERANCE
+
+
 def test_the_page_lists_every_family() -> None:
     page = (ROOT / "docs" / "families.md").read_text("utf-8")
     listed = re.findall(r"^\| ([^|]+?) +\| [\d.]+e-\d\d", page, re.MULTILINE)
@@ -176,13 +184,18 @@ def rename(file: Path, root: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1"])
+@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1", "MiniCPM3"])
 def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     model = make_checkpoint(tmp_path / "checkpoint", name, **family.settings[0])
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
     config = ExportConfig(
-        bits=8, group_size=32, method=method, calibration=tmp_path / "text.txt", calibration_tokens=96
+        bits=8,
+        group_size=32,
+        method=method,
+        calibration=tmp_path / "text.txt",
+        calibration_tokens=96,
+        keep_small=family.portable,  # all small matrices of latent attention are rounded
     )
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
     expected, found = expected_logits(model, TOKENS), run(ReferenceBackend(bundle, CONTEXT), TOKENS)
