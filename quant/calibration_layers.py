@@ -29,8 +29,7 @@ Signal = tuple[Floats, ...]
 
 # Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.
 _CHUNK_TOKENS = 1024
-# Parts of a decoder that are not computed here.
-_UNCOMPUTED = ("mixers", "kv_sources", "per_layer")
+_UNCOMPUTED = ("mixers", "kv_sources", "per_layer")  # parts of a decoder
 # A whole tensor by its canonical name.
 Tensors = Callable[[str], Floats]
 # What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
@@ -97,8 +96,8 @@ class LayerWalk:
         hessian: bool,
     ) -> None:
         for name in (name for name in _UNCOMPUTED if getattr(spec, name)):
-            message = f"Calibration of a decoder with {name} is not supported yet."
-            raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
+            what = f"Calibration of a decoder with {name}"
+            raise UnsupportedArchitectureError(f"{what} is not supported yet.", "Export it without a calibration text.")
         self.spec = spec
         self.tensors = tensors
         self.visit = visit
@@ -118,9 +117,8 @@ class LayerWalk:
         if not self.spec.parallel:
             entering = self._entering(f"layers.{layer}.mlp", states)
         self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
-        if self.spec.layer_scales:
-            for state in states:
-                state *= self.tensors("layer_scales")[layer]
+        for state in states if self.spec.layer_scales else ():
+            state *= self.tensors("layer_scales")[layer]
         return states
 
     def _entering(self, part: str, states: Signal) -> Signal:
@@ -189,11 +187,10 @@ class LayerWalk:
     ) -> Floats:  # (N, q)
         spec, own = self.spec, self.spec.heads(layer)
         mixed = np.empty((len(qkv), own.q_size), np.float32)
-        group, width = own.heads // own.kv_heads, own.size
-        by_group = None if sinks is None else sinks.reshape(own.kv_heads, group)
+        by_group = None if sinks is None else sinks.reshape(own.kv_heads, -1)
         for text in self._texts:
             q, *made = np.split(qkv[text], np.cumsum(own.products)[:-1], axis=1)
-            size = len(q)
+            size, width = len(q), own.size
             queries, keys = (
                 self._turned(layer, x.reshape(size, -1, width), None if norms is None else norms[place], place == 0)
                 for place, x in enumerate((q, made[0]))
@@ -201,9 +198,8 @@ class LayerWalk:
             values = made[-1].reshape(size, -1, width)
             if spec.value_norm:
                 values = rms_norm(values, np.ones(width, np.float32), spec.norm_eps)
-            grouped = queries.swapaxes(0, 1).reshape(own.kv_heads, group, size, width)
             heads = attend(
-                grouped,
+                queries.swapaxes(0, 1).reshape(own.kv_heads, -1, size, width),
                 keys.swapaxes(0, 1),
                 values.swapaxes(0, 1),
                 self._visible(layer, size),

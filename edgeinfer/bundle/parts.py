@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 
-__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec"]
+__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "check_sources", "with_sources"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,25 @@ class LayerHeads:
     def kept(self) -> KVLayer:
         """What the layer keeps of a token."""
         return KVLayer(self.kv_heads, self.size, self.size) if self.owns else KVLayer(0, 0, 0)
+
+
+def check_sources(heads: Sequence[LayerHeads]) -> None:
+    """Raises BundleError unless every layer reads the keys and values of one that can have them.
+
+    Args:
+        heads: of all layers.
+    """
+    earlier = all(0 <= each.source <= layer for layer, each in enumerate(heads))
+    _require(earlier, "kv_sources must be layers that come before their readers")
+    alike = all(heads[each.source].owns and each.kv_size == heads[each.source].kv_size for each in heads)
+    _require(alike, "kv_sources must have caches of their own, of the heads of their readers")
+
+
+def with_sources(kv_sources: Sequence[int], layer_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (2 L,) -> (2 L,)
+    """A layer mask with the attention of every layer whose keys and values a layer that runs reads."""
+    whole = layer_mask.copy()
+    whole[[2 * source for layer, source in enumerate(kv_sources) if layer_mask[2 * layer]]] = True
+    return whole
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from edgeinfer.bundle.geometry import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
-from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec
-from edgeinfer.bundle.recurrence import ConvSpec, Mixer
-from edgeinfer.bundle.rotation import RopeSpec, RopeType
+from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec, check_sources
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
+from edgeinfer.bundle.rope import RopeSpec, RopeType
 
 __all__ = [
     "Activation",
@@ -146,6 +143,7 @@ class DecoderSpec:
         latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
+        delta: of the layers whose mixer is "delta".
         full_heads: of the layers without a window, where theirs differ.
         kv_sources: for each layer the one whose keys and values it reads, its own or an earlier one that reads its own;
             empty where all read their own.
@@ -193,6 +191,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
+    delta: DeltaSpec | None = None
     full_heads: HeadsSpec | None = None
     kv_sources: tuple[int, ...] = ()
     mlp_sizes: tuple[int, ...] = ()
@@ -224,15 +223,10 @@ class DecoderSpec:
         self._check_latent()
 
     def _check_layers(self) -> None:
-        layers = range(self.num_layers)
         _require(len(self.mlp_sizes) in (0, self.num_layers), "mlp_sizes must name every layer or none")
         _require(all(size > 0 for size in self.mlp_sizes), "mlp_sizes must be positive")
         _require(len(self.kv_sources) in (0, self.num_layers), "kv_sources must name every layer or none")
-        earlier = all(0 <= source <= layer for layer, source in zip(layers, self.kv_sources, strict=False))
-        _require(earlier, "kv_sources must be layers that come before their readers")
-        heads = [self.heads(layer) for layer in layers] if self.kv_sources else []
-        alike = all(heads[h.source].owns and h.kv_size == heads[h.source].kv_size for h in heads)
-        _require(alike, "kv_sources must have caches of their own, of the heads of their readers")
+        check_sources([self.heads(layer) for layer in range(self.num_layers)] if self.kv_sources else [])
         divides = self.full_heads is None or self.num_heads % self.full_heads.num_kv_heads == 0
         _require(divides, "num_heads must be a multiple of num_kv_heads")
 
@@ -253,6 +247,7 @@ class DecoderSpec:
         _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
         _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
         _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
+        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -330,23 +325,27 @@ class DecoderSpec:
         """Inner width of a layer's MLP."""
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
 
-    def with_sources(self, layer_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:  # (2 L,) -> (2 L,)
-        """A layer mask with the attention of every layer whose keys and values a layer that runs reads."""
-        if not self.kv_sources:
-            return layer_mask
-        whole = layer_mask.copy()
-        whole[[2 * source for layer, source in enumerate(self.kv_sources) if layer_mask[2 * layer]]] = True
-        return whole
-
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
         if self.latent is not None:
             return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
-        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
+        attends = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim)
+        others = {"conv": KVLayer(1, 0, self.hidden_size)}
         mixers = enumerate(self.mixers or ("attention",) * self.num_layers)
-        kept = tuple(self.heads(layer).kept if mixer == "attention" else reads for layer, mixer in mixers)
-        return () if set(kept) == {attends} else kept
+        kept = (others.get(m, KVLayer(0, 0, 0)) if m != "attention" else self.heads(i).kept for i, m in mixers)
+        listed = tuple(kept)
+        return () if set(listed) == {attends} else listed
+
+    def state_of(self, layer: int) -> StateLayer:
+        """The state that a layer keeps beside that."""
+        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+
+    @property
+    def _states(self) -> tuple[StateLayer, ...]:
+        """The state of each layer; empty where none keeps one."""
+        states = tuple(self.state_of(layer) for layer in range(self.num_layers))
+        return states if any(each.heads for each in states) else ()
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
@@ -368,6 +367,7 @@ class DecoderSpec:
             head_dim=self.head_dim,
             max_positions=self.max_positions,
             kv_layers=self._kv_layers,
+            states=self._states,
         )
 
 

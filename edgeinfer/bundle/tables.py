@@ -271,9 +271,13 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
             yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
         elif decoder.mixer(layer) == "attention":
             yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), hidden)
-        elif decoder.conv is not None:
+        elif decoder.mixer(layer) == "conv" and decoder.conv is not None:
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
             yield f"layers.{layer}.mixer.conv", (hidden, 1, decoder.conv.width)
+        elif decoder.delta is not None:
+            channels = 2 * decoder.delta.keys + decoder.delta.values
+            yield f"layers.{layer}.mixer.in", (channels + decoder.delta.values, hidden)
+            yield f"layers.{layer}.mixer.conv", (channels, 1, decoder.delta.width)
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

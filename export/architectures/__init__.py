@@ -29,6 +29,7 @@ from edgeinfer.export.architectures.near_llama import (
 from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
 from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -41,7 +42,7 @@ _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE)
 _SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
 _LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
-_HYBRID = (LFM2, LFM2_MOE, LFM3)
+_HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID)
 
 

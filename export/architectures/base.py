@@ -152,8 +152,7 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm:
             norm("attn_norm", names.attn_norm)
-        for name, source, shape in recurrent_tensors(spec, layer):
-            plans.append(plan(f"{prefix}.mixer.{name}", (f"{root}{names.mixer}.{source}", shape)))
+        plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
         elif spec.mixer(layer) == "attention":
@@ -300,10 +299,11 @@ def common_spec(
         parts["rope"] = config.rope(parts["head_dim"])
     if "activation" not in parts:
         parts["activation"] = config.activation()
+    if "intermediate_size" not in parts:
+        parts["intermediate_size"] = config.integer("intermediate_size")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=heads,
         max_positions=config.integer("max_position_embeddings"),

@@ -110,6 +110,7 @@ def _rows(
 ) -> tuple[Source, ...]:
     """One part of an expert, of those that a tensor stacks; `shape` is that of gate and of up where it is of both."""
     if part == "gate_up" and names.by_turns:
-        return tuple(Source(name, shape, index=expert, stacked=experts, turn=turn, **how) for turn in (0, 1))
+        halves = ((2, half, 1) for half in (0, 1))
+        return tuple(Source(name, shape, index=expert, stacked=experts, pieces=half, **how) for half in halves)
     whole = (2 * shape[0], *shape[1:]) if part == "gate_up" else shape
     return (Source(name, whole, index=expert, stacked=experts, **how),)

@@ -86,12 +86,16 @@ class PlannedRows:
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
-        if source.turn is None:
+        if not source.pieces:
             return self._rows_of(source, start, stop)
-        return self._rows_of(source, 2 * start, 2 * stop)[source.turn :: 2].copy()
+        period, taken, share = source.pieces
+        low, high = start // share, -(-stop // share)
+        whole = self._rows_of(source, low * period, high * period)
+        rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
+        return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share].copy()
 
     def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
-        """Rows start..stop-1 of the tensor that the source is, or takes every second row of."""
+        """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
         within = source.index if source.stacked else None
         if source.packing:
             return PACKINGS[source.packing].rows(self._checkpoint, source.name, start, stop, within)

@@ -63,11 +63,11 @@ class Source:
         joined: of a matrix, the axis along which they follow one another instead.
         split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
         turned: the checkpoint's matrix has columns for rows.
-        turn: of rows that two tensors have by turns, which are taken: 0 or 1.
         packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
+        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
         part: of a matrix, what is taken of each of its heads.
     """
 
@@ -79,11 +79,11 @@ class Source:
     joined: int | None = None
     split: int = 1
     turned: bool = False
-    turn: int | None = None
     packing: str = ""
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
+    pieces: tuple[int, int, int] | tuple[()] = ()
     part: HeadPart | None = None
 
     @property
@@ -93,7 +93,10 @@ class Source:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
         if self.split > 1:
             return (self.shape[0] // self.split, self.shape[1] * self.split)
-        shape = self.shape if self.turn is None else (2 * self.shape[0], *self.shape[1:])
+        shape = self.shape
+        if self.pieces:
+            period, _, share = self.pieces
+            shape = (shape[0] // share * period, *shape[1:])
         shape = shape[::-1] if self.turned else shape
         return (self.stacked, *shape) if self.stacked else shape
 

@@ -38,10 +38,6 @@ _FAMILIES = {
     "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
     "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
     "nemotron_h": _Refused("Nemotron-H", _HYBRID, gguf=False),
-    "qwen3_5": _Refused("Qwen3.5", _HYBRID, gguf=False),
-    "qwen3_5_moe": _Refused("Qwen3.5 MoE", _HYBRID, gguf=False),
-    "qwen3_5_text": _Refused("Qwen3.5", _HYBRID, gguf=False),
-    "qwen3_next": _Refused("Qwen3-Next", _HYBRID, gguf=False),
 }
 
 

@@ -14,6 +14,12 @@ and values into the pool, and attends. Its inputs beside those of the graph that
 of every row lies in the pool as a value of one head without keys, in float32 whatever `kv_layout` says.
   0 B, C and x side by side float32 (1, S, 3 D) · 1 to 5 as above · 6 weights float32 (D, 1, width), the latest token's
   last · 7 bias float32 (D,) (optional) · 8 layer_mask (optional)
+
+`edgeinfer.GatedDelta`, version 1, attributes heads (of values), key_heads, key_size, value_size, channels, width,
+layer, part, norm_epsilon: the gated delta rule over a row's path, its convolution before, its gated norm behind it.
+  0 queries, keys, values and gate side by side float32 (1, S, channels + heads value_size) · 1 rows · 2 path_slots
+  3 state_pool · 4 state_layout · 5 state_rows · 6 layer_mask (optional) · 7 weights float32 (channels, 1, width) · 8 no
+  bias · 9 b and a side by side float32 (1, S, 2 heads) · 10 dt_bias · 11 a_log float32 (heads,) · 12 norm (value_size,)
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import Any
 from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.parts import LayerHeads
+from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
@@ -34,6 +41,7 @@ __all__ = ["ATTENTIONS", "Attention", "Carried", "PagedLayer"]
 
 
 _PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
+_STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,10 @@ class Attention(ABC):
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
         """Adds the nodes from the first product of a layer with a short convolution to what its last one reads."""
         raise NotImplementedError("What convolutions keep lies in pages.")
+
+    def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
+        """Adds the nodes from the first products of a layer with a state to what its last one reads."""
+        raise NotImplementedError("States lie in slots.")
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
         """What a layer's block hands on beside the hidden states; outputs of the graph."""
@@ -166,8 +178,14 @@ class PagedLayer:
         )
 
 
+# Of each mixer with a state: its operator, the vectors that it reads, and attributes beside the sizes of the state.
+_RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "delta": ("GatedDelta", ("dt_bias", "a_log", "norm"), {}),
+}
+
+
 class _PagedAttention(Attention):
-    """One operator of ours, which normalises, rotates, writes and attends, and one for short convolutions."""
+    """One operator of ours, which normalises, rotates, writes and attends, and those of recurrent layers."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
         """See `Attention.declare_inputs`."""
@@ -176,6 +194,10 @@ class _PagedAttention(Attention):
         graph.input(io.KV_PAGES, "int32", ("N", "G"))
         graph.input(io.ROWS, "int32", ("S", 4))
         graph.input(io.PATH_SLOTS, "int32", ("X",))
+        if self._spec.geometry.states:
+            graph.input(io.STATE_POOL, "uint8", ("Bs",))
+            graph.input(io.STATE_LAYOUT, "int64", (2 + self._spec.num_layers,))
+            graph.input(io.STATE_ROWS, "int64", ("N", 2))
 
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """See `Attention.attend`."""
@@ -228,6 +250,17 @@ class _PagedAttention(Attention):
         inputs = [read, *_PAGES, weights, self._ops.vector(graph, f"{prefix}.conv_bias"), io.LAYER_MASK]
         attributes = {"channels": self._spec.hidden_size, "width": conv.width, "layer": layer, "part": 2 * layer}
         return graph.op("ShortConv", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **attributes)
+
+    def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
+        """See `Attention.recur`."""
+        prefix, state = f"layers.{layer}.mixer", self._spec.state_of(layer)
+        name, vectors, attributes = _RECURRENCES[self._spec.mixer(layer)]
+        weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
+        bias = self._ops.vector(graph, f"{prefix}.conv_bias")
+        own = [*further, *(self._ops.vector(graph, f"{prefix}.{vector}") for vector in vectors)]
+        inputs = [read, *_STATES, io.LAYER_MASK, weights, bias, *own]
+        sizes = asdict(state) | {"layer": layer, "part": 2 * layer, "norm_epsilon": self._spec.norm_eps}
+        return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **attributes)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.

@@ -181,8 +181,8 @@ class _DecoderGraph:
     @property
     def _shares_norm(self) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""
-        shared = self._spec.parallel or bool(self._spec.output_gate) or self._spec.latent is not None
-        return self._spec.pre_norm and shared
+        beside = self._spec.delta is not None or self._spec.latent is not None
+        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate) or beside)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm of what enters a block, or of what it gives; empty where there is none."""
@@ -192,7 +192,8 @@ class _DecoderGraph:
     def _attention(self, layer: int, hidden: str, entering: _Value, runs: str) -> str:
         carried = self._attend.carried(layer)
         prefix = f"layers.{layer}.{'attn' if self._spec.mixer(layer) == 'attention' else 'mixer'}"
-        block = self._attention_block if self._spec.mixer(layer) == "attention" else self._conv_block
+        blocks = {"attention": self._attention_block, "conv": self._conv_block}
+        block = blocks.get(self._spec.mixer(layer), self._recurrent_block)
         if self._ops.masked:
             return block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
@@ -228,6 +229,15 @@ class _DecoderGraph:
         prefix, ops = f"layers.{layer}.mixer", self._ops
         read = ops.linear(graph, entering.name, f"{prefix}.in", f"{prefix}.in.result", norm=entering.norm, part=part)
         mixed = self._attend.convolve(graph, layer, read)
+        return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
+
+    def _recurrent_block(
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+    ) -> str:
+        prefix, ops = f"layers.{layer}.mixer", self._ops
+        names = [f"{prefix}.{name}" for name in ("in", "gates") if f"{prefix}.{name}" in self._tensors]
+        reads = [ops.linear(graph, entering.name, n, f"{n}.result", norm=entering.norm, part=part) for n in names]
+        mixed = self._attend.recur(graph, layer, *reads)
         return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
     def _leave(

@@ -37,6 +37,7 @@
 #include "activation.h"
 #include "floats.h"
 #include "lowbit.h"
+#include "recurrence.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -118,6 +119,7 @@ typedef struct {
     void (*multiply_floats)(const float_matrix *w, const float_rows *rows, int64_t first, int64_t last);
     /* Activation functions: pieces first..last-1. */
     void (*activate)(const activation *a, int64_t first, int64_t last);
+    const recurrence_path *recurrences;
 } attention_path;
 
 /* Bytes of keys, or of values, of one head in a page: a multiple of 64. */

@@ -224,9 +224,10 @@ enum { PANEL = 6, WIDE_ROWS = 3 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_avx2 = {"avx2", write_rows, attend, merge,
-                                       normalise_floats, multiply_floats, activate};
+                                       normalise_floats, multiply_floats, activate, &recurrence_functions};
 #else
 const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL, NULL, NULL, NULL};
 #endif

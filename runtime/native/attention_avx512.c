@@ -162,9 +162,10 @@ enum { PANEL = 8, WIDE_ROWS = 8 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_avx512 = {"avx512", write_rows, attend, merge,
-                                         normalise_floats, multiply_floats, activate};
+                                         normalise_floats, multiply_floats, activate, &recurrence_functions};
 #else
 const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -125,6 +125,7 @@ enum { PANEL = 2, WIDE_ROWS = 2 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_portable = {"portable", write_rows, attend, merge,
-                                           normalise_floats, multiply_floats, activate};
+                                           normalise_floats, multiply_floats, activate, &recurrence_functions};

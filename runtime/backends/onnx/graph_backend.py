@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
+from edgeinfer.bundle.parts import with_sources
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -157,8 +158,8 @@ class GraphBackend(ABC):
             used = int(self._experts.count[0])
         step = self._pass(size, rows, batch.hidden is not None, used)
         step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=apart)
-        mask, resumes = batch.layer_mask, batch.hidden is not None
-        self._layer_mask[:] = True if mask is None else mask if resumes else self._decoder.with_sources(mask)
+        mask, sources = batch.layer_mask, self._decoder.kv_sources if batch.hidden is None else ()
+        self._layer_mask[:] = True if mask is None else with_sources(sources, mask)
         self._planes[0] = batch.planes
         return step
 

@@ -15,6 +15,7 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.text.transient import tokenizer_facts
@@ -137,7 +138,8 @@ class OnnxMemory:
         """Bytes of a cache for so many tokens."""
         manifest = self.bundle.manifest
         if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
-            return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context)
+            states = StateLayout(manifest.geometry.states).slot_bytes * SLOTS_IN_USE if manifest.geometry.states else 0
+            return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context) + states
         copies = 1 if manifest.decoder else _CONCAT_COPIES
         return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies
 
@@ -215,6 +217,9 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     widest = 2 * max(decoder.mlp_size(layer) for layer in layers) + hidden
     if (moe := decoder.moe) is not None:
         widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
+    for state in geometry.states:
+        # What the convolution reads and gives, then queries, keys, values and results; beside the gate.
+        widest = max(widest, 3 * state.channels + 3 * state.heads * state.value_size)
     if (latent := decoder.latent) is not None:
         # What queries meet and what heads take of it, and the former put together.
         widest = max(widest, decoder.num_heads * (latent.met_size + latent.rank))

@@ -5,14 +5,14 @@ Reads weights through the bundle's tensor table.
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import time
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -25,10 +25,8 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
-from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.recurrence import ConvSpec
+from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.errors import BundleError
@@ -36,6 +34,8 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.backends.reference import recurrent
+from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
@@ -69,7 +69,7 @@ class ReferenceBackend:
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
-        self._whole |= _expert_biases(self._spec, self._whole)
+        self._whole |= expert_bias_weights(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
@@ -77,15 +77,24 @@ class ReferenceBackend:
         self._tables = self._rotary_tables(capacity)
         self.geometry: Geometry = self._spec.geometry
         self.cache = self._new_cache(capacity, kv, kv_scales)
-        two_planes = bool(_two_plane_weights(bundle))
+        two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
 
     def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
+        geometry = self._cached_geometry()
         if scales is not None or kv == FLOAT32:
-            return KVBuffers(self.geometry, capacity, kv=kv, scales=scales)
-        pool = PagePool(PageLayout.of(self.geometry, kv), pages_for(capacity) + 1)
+            return KVBuffers(geometry, capacity, kv=kv, scales=scales)
+        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1)
         return PagedCache(pool, capacity)
+
+    def _cached_geometry(self) -> Geometry:
+        """Of the cache, which keeps what recurrences read of every token, and no states: those are computed again."""
+        if not self.geometry.states:
+            return self.geometry
+        read = recurrent.widths(self._spec)
+        kept = (KVLayer(1, 0, wide) if wide else each for wide, each in zip(read, self.geometry.kept, strict=True))
+        return dataclasses.replace(self.geometry, kv_layers=tuple(kept), states=())
 
     def rotate_long(self, long: bool) -> None:
         """See `contract.RotatingBackend.rotate_long`."""
@@ -115,7 +124,7 @@ class ReferenceBackend:
         vectors = self._per_layer(tokens, embedded)
         mask = batch.layer_mask
         if mask is not None and batch.hidden is None:
-            mask = self._spec.with_sources(mask)
+            mask = with_sources(self._spec.kv_sources, mask)
         seen = {
             window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
         }  # (S, T) each
@@ -141,7 +150,7 @@ class ReferenceBackend:
     @cached_property
     def _halved(self) -> dict[str, Floats]:
         """The weights, those of 8 bits in the layers read by their high plane alone."""
-        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _two_plane_weights(self._bundle)}
+        return self._whole | {t.name: high_plane(self._bundle, t) for t in two_plane_weights(self._bundle)}
 
     def _norm(self, name: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
         bias = self._weights.get(f"{name}_bias")
@@ -186,26 +195,21 @@ class ReferenceBackend:
         """What a layer's attention, or what stands in for it, makes of hidden states."""
         if self._spec.latent is not None:
             return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
-        conv = self._spec.conv if self._spec.mixer(layer) == "conv" else None
-        return self._attention(layer, x, positions, seen) if conv is None else self._short_conv(layer, conv, x, seen[0])
+        if self._spec.mixer(layer) == "attention":
+            return self._attention(layer, x, positions, seen)
+        return self._recurrence(layer, x, seen[0])
 
-    def _short_conv(
-        self, layer: int, conv: ConvSpec, x: Floats, seen: NDArray[np.bool_]
-    ) -> Floats:  # (S, D), (S, T) -> (S, D)
-        """A convolution over what was kept of the last tokens of each row's text."""
+    def _recurrence(self, layer: int, x: Floats, seen: NDArray[np.bool_]) -> Floats:  # (S, D), (S, T) -> (S, D)
+        """What a layer's recurrence makes of what was kept of each row's text."""
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
-        before, after, values = np.split(self._linear(f"{prefix}.in", x), 3, axis=1)
-        read = before * values
+        read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
         self.cache.write(layer, total - size, np.zeros((1, size, 0), np.float32), read[None])
-        _, kept = self.cache.read(layer, 0, total)  # (1, T, D)
-        weights = self._weights[f"{prefix}.conv"][:, 0]  # (D, width)
-        mixed = np.zeros_like(read) + self._weights.get(f"{prefix}.conv_bias", np.float32(0))
-        for row, visible in enumerate(seen):
-            path = np.flatnonzero(visible)[-conv.width :]
-            for place, slot in enumerate(path, conv.width - len(path)):
-                mixed[row] += weights[:, place] * kept[0, slot]
-        return self._linear(f"{prefix}.out", after * mixed)
+        _, kept = self.cache.read(layer, 0, total)  # (1, T, C)
+        mix, weights = recurrent.MIXES[self._spec.mixer(layer)], recurrent.weights_of(self._weights, prefix)
+        texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
+        mixed = np.stack([mix(self._spec, weights, text, own) for text, own in zip(texts, apart, strict=True)])
+        return self._linear(f"{prefix}.out", mixed)
 
     def _attention(
         self,
@@ -376,31 +380,3 @@ class ReferenceBackend:
 def _logistic(x: Floats) -> Floats:
     # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
     return np.float32(0.5) * (1 + np.tanh(x / 2))
-
-
-def _expert_biases(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
-    """Of every expert that has some, by the names of its matrices."""
-    found: dict[str, Floats] = {}
-    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
-        joined = weights.get(expert_biases(layer, part))
-        if joined is not None and spec.moe is not None:
-            each = enumerate(np.split(joined, spec.moe.experts))
-            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
-    return found
-
-
-def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
-    """Weights that have two planes to choose from."""
-    return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
-
-
-def _high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
-    """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
-    n, k = entry.shape
-    rows = bundle.rows(entry, 0, n)
-    below, above = (
-        dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
-        for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
-    )
-    middle: Floats = (below + above) / np.float32(2)
-    return middle

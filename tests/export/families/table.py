@@ -27,12 +27,14 @@ class Family:
         name: of transformers' classes, without what follows it.
         settings: of the configurations that are tried; the fast tier tries the first.
         portable: whether ONNX Runtime's own operators can compute it too.
+        rounded: error of logits of 4 bits, of their norm, where activations are rounded to int8 before every product.
     """
 
     title: str
     name: str
     settings: tuple[Settings, ...]
     portable: bool = True
+    rounded: float = 0.06
 
 
 def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
@@ -40,9 +42,13 @@ def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
     return Family(title, name, (first, *({**first, **settings} for settings in more)))
 
 
-def _native(title: str, name: str, *settings: Settings) -> Family:
-    """A family with recurrent layers, latent attention or layers that share keys and values, as `_family`."""
-    return dataclasses.replace(_family(title, name, *settings), portable=False)
+def _native(title: str, name: str, *settings: Settings, rounded: float = 0.06) -> Family:
+    """A family with recurrent layers, latent attention or shared caches, as `_family`."""
+    return dataclasses.replace(_family(title, name, *settings), portable=False, rounded=rounded)
+
+
+# What heads of a recurrence give is normalised however small it is, and with it what rounding made of it.
+_NORMED = 0.12
 
 
 # Rotations whose factors change with a text's length have tests of their own.
@@ -63,6 +69,10 @@ def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 _CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+_DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_DELTA |= {"linear_value_head_dim": 24}
+_LATE = ["linear_attention", "linear_attention", "full_attention"]
 _MIXED = ["conv", "sliding_attention", "full_attention", "conv"]
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -188,6 +198,29 @@ FAMILIES: tuple[Family, ...] = (
         {"layer_types": _MIXED, "num_hidden_layers": 4, "sliding_window": 5, "head_dim": 32},
         {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 3},
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "attention_bias": True},
+    ),
+    _native(
+        "Qwen3-Next",
+        "Qwen3Next",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64},
+        {"mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_key_heads": 4, "linear_key_head_dim": 8},
+        _TIED | {"decoder_sparse_step": 2, "linear_conv_kernel_dim": 3, "layer_types": _LATE},
+        rounded=_NORMED,
+    ),
+    _native(
+        "Qwen3.5",
+        "Qwen3_5",
+        _DELTA,
+        _TIED | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 8},
+        {"layer_types": None, "num_hidden_layers": 5, **_default(partial_rotary_factor=0.5)},
+        rounded=_NORMED,
+    ),
+    _native(
+        "Qwen3.5-MoE",
+        "Qwen3_5Moe",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64},
+        _TIED | {"linear_key_head_dim": 24, "linear_value_head_dim": 16, "num_key_value_heads": 1},
+        rounded=_NORMED,
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),

@@ -1,4 +1,4 @@
-"""The rotation of queries and keys, described by its constants."""
+"""The rotation of queries and keys that a decoder has, with the constants of its kind."""
 
 from __future__ import annotations
 
