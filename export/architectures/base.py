@@ -14,6 +14,7 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_
 from edgeinfer.export.architectures.plans import HeadPart, Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.packed import ternary_packing
 
 __all__ = ["SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
 
@@ -83,6 +84,8 @@ class Naming:
 
 # Names outside of the layers, and what precedes those inside.
 _PLACED = ("embed", "final_norm", "layer", "per_layer_table", "per_layer_projection", "per_layer_norm")
+# The matrices that a checkpoint of ternary weights packs.
+_TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,9 @@ class Architecture:
             plans.append(plan("head", (names.head, (vocab, hidden))))
         if spec.head_bias:
             plans.append(plan("head_bias", (names.head_bias, (vocab,))))
-        refine = self.refine
+        refine, packing = self.refine, ternary_packing(config)
+        if packing:
+            plans = [p.packed(packing) if p.name.endswith(_TERNARY) else p for p in plans]
         return tuple(plans if refine is None else (refine(config, spec, p) for p in plans))
 
     def _layer(self, spec: DecoderSpec, layer: int, stored: Collection[str]) -> list[TensorPlan]:
