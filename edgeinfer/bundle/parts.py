@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 
-__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "check_sources", "with_sources"]
+__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "check_heads", "with_sources"]
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,13 @@ class LayerHeads:
         return KVLayer(self.kv_heads, self.size, self.size) if self.owns else KVLayer(0, 0, 0)
 
 
-def check_sources(heads: Sequence[LayerHeads]) -> None:
+def check_heads(heads: Sequence[LayerHeads]) -> None:
     """Raises BundleError unless every layer reads the keys and values of one that can have them.
 
     Args:
         heads: of all layers.
     """
+    _require(all(each.heads % each.kv_heads == 0 for each in heads), "num_heads must be a multiple of num_kv_heads")
     earlier = all(0 <= each.source <= layer for layer, each in enumerate(heads))
     _require(earlier, "kv_sources must be layers that come before their readers")
     alike = all(heads[each.source].owns and each.kv_size == heads[each.source].kv_size for each in heads)
