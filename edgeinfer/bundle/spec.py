@@ -227,9 +227,7 @@ class DecoderSpec:
         for name in ("mlp_sizes", "kv_sources"):
             _require(len(getattr(self, name)) in (0, self.num_layers), f"{name} must name every layer or none")
         _require(min(self.mlp_sizes, default=1) > 0, "mlp_sizes must be positive")
-        check_heads(
-            [self.heads(layer) for layer in range(self.num_layers)] if self.kv_sources or self.full_heads else []
-        )
+        check_heads([self.heads(layer) for layer in range(len(self.kv_sources or self.windows or (0,)))])
 
     def _check_latent(self) -> None:
         latent = self.latent
