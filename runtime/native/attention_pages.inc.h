@@ -125,7 +125,11 @@ static void copy_position(const attention *a, const head_layout *l, const uint8_
     static const int64_t EIGHTHS[ATTENTION_TYPES] = {8 * 4, 8 * 2, 8, 4};
     const int64_t size = l->padded * EIGHTHS[a->value_type] / 8, end = ATTENTION_PAGE * size;
     const int64_t extra = a->value_type == ATTENTION_INT8 ? 4 : a->value_type == ATTENTION_INT4 ? l->value_groups * 2 : 0;
-    memcpy(out_values + to * size, values + from * size, (size_t)size);
+    if (a->value_type == ATTENTION_INT8)
+        copy_pieces(out_values + to / 4 * size * 4 + byte_of_four(to), values + from / 4 * size * 4 + byte_of_four(from),
+                    size, 1, 4);
+    else
+        memcpy(out_values + to * size, values + from * size, (size_t)size);
     memcpy(out_values + end + to * extra, values + end + from * extra, (size_t)extra);
 }
 
