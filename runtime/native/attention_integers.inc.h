@@ -105,8 +105,11 @@ static inline int64_t even_panel(int64_t left, int64_t most) {
 static void score_page_int8(const head_layout *l, const uint8_t *page, int64_t first, int64_t last,
                             const uint8_t *queries, int64_t count, intptr_t ahead, float *scores) {
     const uint8_t *scales = page + ATTENTION_PAGE * l->fours * 4;
+    /* Wanted before the values, if they are int8, too. */
+    const intptr_t value_scales = (intptr_t)page + l->key_bytes + ATTENTION_PAGE * l->padded;
     for (int64_t tile = first, width; tile < last; tile += width) {
         width = last - tile >= 2 && INT_WIDTH == 2 ? 2 : 1;
+        for (int64_t i = 0; i < width; i++) vec_fetch(value_scales + (tile + i) * 64);
         for (int64_t i = 0, rows; i < count; i += rows) {
             rows = even_panel(count - i, INT_PANEL);
             key_functions[rows - 1][width - 1]((key_panel){queries + i * l->query_bytes, page + tile * l->fours * 64,
