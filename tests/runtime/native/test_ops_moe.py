@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edgeinfer.bundle.activations import gate_up
+from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import MappedFile
@@ -45,9 +46,15 @@ class Experts:
 
 
 def make_experts(
-    rng: np.random.Generator, width: int, inner: list[int], alignment: int = ALIGNMENT, *, gated: bool = True
+    rng: np.random.Generator,
+    width: int,
+    inner: list[int],
+    alignment: int = ALIGNMENT,
+    *,
+    gated: bool = True,
+    e2m1: bool = False,
 ) -> Experts:
-    """Experts of these inner widths, each with bits and blocks of its own."""
+    """Experts of these inner widths, each with bits and blocks of its own, or of E2M1."""
     matrices, directory, parts, end = [], [], [], 0
 
     def append(array: NDArray[Any] | None) -> int:
@@ -63,24 +70,25 @@ def make_experts(
 
     def describe(packed: PackedMatrix) -> list[int]:
         offsets = [append(array) for array in (packed.data, packed.low, packed.scales, packed.zeros)]
-        return [packed.bits, packed.block, *offsets]
+        return [-4 if e2m1 else packed.bits, packed.block, *offsets]
 
     for f in inner:
         formats = [(int(rng.choice([2, 4, 8])), int(rng.choice([32, 64, 128])), bool(rng.integers(2))) for _ in "ab"]
-        (bits, block, zeros), (bits2, block2, zeros2) = formats
+        (bits, block, zeros), (bits2, block2, zeros2) = [(4, 32, False)] * 2 if e2m1 else formats
         rows = 2 * f if gated else f
-        gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated)
-        down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2)
+        gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated, e2m1=e2m1)
+        down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2, e2m1=e2m1)
         matrices.append((gate_up, down))
         directory.append([f, *describe(gate_up.packed), *describe(down.packed)])
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
 
 
-def expected(experts: Experts, given: Given, *, clamped: bool = False) -> Floats:
+def expected(experts: Experts, given: Given, *, clamped: bool = False, squared: bool = False) -> Floats:
     """The mixture, token by token and slot by slot."""
     high = given.get("planes", np.array([2]))[0] == 1
     x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
     y = np.zeros_like(x)
+    alone = partial(inner_values, "relu2") if squared else silu
     for token in range(len(x)):
         for slot in range(ids.shape[1]):
             if weights[token, slot] == 0:
@@ -89,7 +97,7 @@ def expected(experts: Experts, given: Given, *, clamped: bool = False) -> Floats
             gate_up, down = experts.matrices[expert]
             into, out = (m.high if high and m.packed.bits == 8 else m.dense for m in (gate_up, down))
             inner = linear(x[token : token + 1], into, gate_up.packed.block) + bias_of(given, "up_bias", expert)
-            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else silu(inner)
+            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else alone(inner)
             result = linear(hidden, out, down.packed.block) + bias_of(given, "down_bias", expert)
             y[token] += weights[token, slot] * result[0]
     return y + given.get("residual", np.float32(0))
@@ -122,7 +130,7 @@ def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
     tokens=st.integers(1, 20),
     slots=st.integers(1, 4),
     residual=st.booleans(),
-    gated=st.booleans(),
+    kind=st.sampled_from(["gated", "silu", "relu2"]),
     planes=st.sampled_from([0, 1, 2]),
     threads=st.sampled_from([1, 3]),
 )
@@ -135,18 +143,19 @@ def test_agrees_with_numpy(
     tokens: int,
     slots: int,
     residual: bool,
-    gated: bool,
+    kind: str,
     planes: int,
     threads: int,
 ) -> None:
-    rng = np.random.default_rng(seed)
-    experts = make_experts(rng, width, inner, gated=gated)
+    rng, squared = np.random.default_rng(seed), kind == "relu2"
+    experts = make_experts(rng, width, inner, gated=kind == "gated")
     given = draw(rng, experts, tokens, slots)
     if planes:
         given["planes"] = np.array([planes], np.int32)
     if residual:
         given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
-    got, wanted = run(open_session(kernel, model_of(experts, given), threads), **given), expected(experts, given)
+    got = run(open_session(kernel, model_of(experts, given, squared=int(squared)), threads), **given)
+    wanted = expected(experts, given, squared=squared)
     # A hidden value a rounding apart may be quantized to the neighbouring integer.
     assert np.abs(got - wanted).max() <= 2e-2 * max(1, np.abs(wanted).max())
 
@@ -169,10 +178,10 @@ def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int
     np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
 
 
-@pytest.mark.parametrize("clamped", [False, True])
-def test_experts_add_biases(kernel: NativeKernel, clamped: bool) -> None:
+@pytest.mark.parametrize(("clamped", "e2m1"), [(False, False), (True, False), (True, True)])
+def test_experts_add_biases(kernel: NativeKernel, clamped: bool, e2m1: bool) -> None:
     rng = np.random.default_rng(7)
-    experts = make_experts(rng, 70, [45] * 5)
+    experts = make_experts(rng, 70, [45] * 5, e2m1=e2m1)
     given = draw(rng, experts, 12, 3)
     given["x"] *= 8  # Far enough that both factors are clamped.
     given["up_bias"] = rng.standard_normal((5, 90), np.float32)
