@@ -16,10 +16,12 @@ The file is one of arrays (`array_file`):
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,11 +30,12 @@ from typing import Any, Literal
 import numpy as np
 
 from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
+from edgeinfer.bundle.writing import write_file
 
-__all__ = ["TABLE", "TokenizerTable", "encode_table"]
+__all__ = ["TABLE", "VERSION", "TokenizerTable", "encode_table"]
 
 TABLE = "tokenizer.table"
-_VERSION = "1"
+VERSION = "1"
 _NAMES = ("pairs", "merges", "sorted", "ends", "symbols", "spellings")
 # As the file spells them, by their bytes, and as memoryview does.
 _TYPES = {8: "U64", 4: "U32", 1: "U8"}
@@ -82,7 +85,7 @@ def encode_table(contents: bytes) -> bytes | None:
         "spellings": np.frombuffer(b"".join(spelled[id_] for id_ in sorted(spelled)), "u1"),
     }
     notes = {
-        "version": _VERSION,
+        "version": VERSION,
         "tokenizer": json.dumps(tokenizer | {"model": small}),
         "added": json.dumps(added),
         "size": json.dumps(len(vocab.keys() | added.keys())),
@@ -158,7 +161,7 @@ class TokenizerTable:
             index = read_index(file, size)
             mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         notes = index.notes
-        if notes.get("version") != _VERSION or tuple(stored.name for stored in index.arrays) != _NAMES:
+        if notes.get("version") != VERSION or tuple(stored.name for stored in index.arrays) != _NAMES:
             raise ArrayFileError("is no table of a tokenizer that this version reads")
         views = [
             mapped[stored.offset : stored.offset + stored.nbytes].cast(_FORMATS.get(stored.dtype, "B"))
@@ -195,3 +198,14 @@ class TokenizerTable:
 
     def _spelling(self, id_: int) -> bytes:
         return bytes(self._spellings[self._ends[id_] : self._ends[id_ + 1]])
+
+
+def main(source: str, digest: str, target: str) -> None:
+    """Writes the table of a tokenizer.json that has a digest, or an empty file where there can be none."""
+    contents = Path(source).read_bytes()
+    if hashlib.sha256(contents).hexdigest() == digest:
+        write_file(Path(target), encode_table(contents) or b"")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

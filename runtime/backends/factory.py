@@ -19,6 +19,7 @@ from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.mapped import find_table
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
@@ -100,6 +101,8 @@ class BackendFactory(ABC):
 
     def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
+        if find_table(bundle) is not None:
+            return ("mapped",)
         return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
 
     def tokenizer(self, backend: Backend) -> TokenizerLike:

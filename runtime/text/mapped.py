@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
@@ -12,17 +15,25 @@ from typing import Self
 import tokenizers
 from tokenizers import AddedToken
 
+from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.array_file import ArrayFileError
-from edgeinfer.bundle.tokenizer_table import TokenizerTable
-from edgeinfer.errors import TokenizerError
+from edgeinfer.bundle.tokenizer_table import TABLE, VERSION, TokenizerTable
+from edgeinfer.errors import StorageError, TokenizerError
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK
 from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
+from edgeinfer.user_folders import make_private, user_cache
 
-__all__ = ["MappedTokenizer"]
+__all__ = ["MappedTokenizer", "find_table", "make_table", "mapped_tokenizer_bytes"]
+
+_TOKENIZER = "tokenizer.json"
+# A smaller tokenizer.json is parsed within some 20 ms.
+_WORTH_BYTES = 500_000
 
 # Symbols of the longest word that is kept with its tokens.
 _LONGEST_SEEN = 32
+# Measured on 256 symbols and on 20,000: what the library takes of itself, and of each byte of the small tokenizer.json.
+_LIBRARY_BYTES, _PARSED, _SEEN_WORD_BYTES = 1_000_000, 30, 600
 _HALF = 32
 _LOWER = (1 << _HALF) - 1
 
@@ -34,6 +45,9 @@ class MappedTokenizer(Tokenizer):
     Args:
         table: of the tokenizer.
     """
+
+    # The library's account of every symbol, and there are four to a token.
+    _character_bytes = 300
 
     def __init__(self, table: TokenizerTable) -> None:
         backend = tokenizers.Tokenizer.from_buffer(table.tokenizer)
@@ -61,9 +75,21 @@ class MappedTokenizer(Tokenizer):
                 tokenizer = cls(TokenizerTable(Path(path)))
             except (ArrayFileError, OSError, KeyError, ValueError) as error:
                 message = f"Cannot use the tokenizer {path}: {error}."
-                raise TokenizerError(message, "Check the file or export again.") from error
+                raise TokenizerError(message, "Remove it where it lies in a cache, else export again.") from error
             tokenizer.decode(tokenizer.encode("a"))
         return tokenizer
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Self:
+        """That of a bundle with a table.
+
+        Raises:
+            TokenizerError: as `from_file`.
+            BundleError: the bundle's own table differs from its digest.
+        """
+        if bundle.has(TABLE):
+            bundle.check(TABLE)
+        return cls.from_file(find_table(bundle) or bundle.path / TABLE)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""
@@ -136,6 +162,52 @@ class MappedTokenizer(Tokenizer):
             if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
                 heappush(found, (precedes, start, ids[start], ids[at]))
         return tuple(id_ for id_ in ids if id_ != MARK)
+
+
+def find_table(bundle: Bundle) -> Path | None:
+    """The table of a bundle's tokenizer: its own, or one that was made of it here; None where there is none."""
+    if bundle.has(TABLE):
+        return bundle.path / TABLE
+    entry = bundle.manifest.files.get(_TOKENIZER)
+    if entry is None or entry.bytes < _WORTH_BYTES:
+        return None
+    with suppress(StorageError):
+        made = _made(entry.sha256)
+        return made if made.is_file() and made.stat().st_size else None
+    return None
+
+
+def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
+    """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read.
+
+    Args:
+        used: with the words it keeps of texts that it has seen.
+    """
+    with suppress(ArrayFileError, OSError, KeyError, ValueError):
+        symbols = TokenizerTable(table).tokenizer
+        return _LIBRARY_BYTES + _PARSED * len(symbols) + (SEEN_WORDS * _SEEN_WORD_BYTES if used else 0)
+    return 0
+
+
+def make_table(bundle: Bundle) -> None:
+    """Makes the table of an old bundle's tokenizer for the next time, in a process of its own, as it takes more memory
+    than a model is planned with. A tokenizer that has none leaves an empty file, and a failure nothing."""
+    entry = bundle.manifest.files.get(_TOKENIZER)
+    if not bundle.digests or bundle.has(TABLE) or entry is None or entry.bytes < _WORTH_BYTES:
+        return
+    if getattr(sys, "frozen", False):  # there is no interpreter to start
+        return
+    with suppress(OSError, StorageError):
+        made, source = _made(entry.sha256), bundle.path / _TOKENIZER
+        if not made.exists():
+            make_private(made.parent)
+            module = "edgeinfer.bundle.tokenizer_table"
+            command = [sys.executable, "-m", module, str(source), entry.sha256, str(made)]
+            subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _made(digest: str) -> Path:
+    return user_cache() / "edgeinfer" / "tokenizers" / f"{digest}-{VERSION}.table"
 
 
 def _word(symbol: tuple[int | None, int]) -> int | None:

@@ -32,7 +32,6 @@ __all__ = [
     "SHORT",
     "MarkStands",
     "Tokenizer",
-    "encoding_bytes",
     "has_pairs",
     "kept_bytes",
     "library_errors",
@@ -59,7 +58,7 @@ _PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = (320, 680), (116, 140
 # What parsing leaves behind: blocks too small to go back to the system.
 _LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_500_000
 _KEPT_BYTES = 2_000_000
-_ENCODED_CHARACTER_BYTES, _ENCODER_BYTES = 160, 250_000
+_ENCODER_BYTES = 250_000
 
 
 class Tokenizer:
@@ -68,6 +67,8 @@ class Tokenizer:
     Args:
         backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
     """
+
+    _character_bytes = 160  # of a text that is encoded
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
@@ -143,13 +144,17 @@ class Tokenizer:
                     f"The text is not valid Unicode: lone surrogate at index {error.start}.",
                     "Decode the input as UTF-8.",
                 ) from error
-        require_room("Turning the text into tokens", encoding_bytes(len(text)))
+        require_room("Turning the text into tokens", self.encoding_bytes(len(text)))
         with self._lock, allocating("The text"), library_errors("The tokenizer failed to encode"):
             self._backend.encode_special_tokens = not parse_special
             try:
                 yield
             finally:
                 self._backend.encode_special_tokens = False
+
+    def encoding_bytes(self, characters: int) -> int:
+        """What turning a text into tokens takes besides the tokenizer."""
+        return self._character_bytes * characters + _ENCODER_BYTES
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing. Like everything
@@ -347,11 +352,6 @@ def table_bytes(file_bytes: int, tokens: int) -> int:
         file_bytes, tokens: as of `parsing_bytes`.
     """
     return file_bytes // 3 + (4 + _LEFT_TOKEN_BYTES) * (tokens + 1) + _LEFT_BYTES
-
-
-def encoding_bytes(characters: int) -> int:
-    """What turning a text into tokens takes besides the tokenizer."""
-    return _ENCODED_CHARACTER_BYTES * characters + _ENCODER_BYTES
 
 
 def _buckets(tokens: int) -> int:
