@@ -7,7 +7,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub.cache import ready
 from edgeinfer.hub.last_use import note_use
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend

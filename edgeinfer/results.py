@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.searching import SearchUse
 
 __all__ = [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text import MappedTokenizer, Tokenizer, TokenizerLike, TransientTokenizer, surely_longer

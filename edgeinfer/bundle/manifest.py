@@ -21,7 +21,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
@@ -34,6 +34,7 @@ from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "FORMAT",

@@ -8,11 +8,12 @@ blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgeinfer.records import dataclass
 
 __all__ = [
     "BITS",

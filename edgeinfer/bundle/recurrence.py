@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from edgeinfer.bundle.geometry import require_described
+from edgeinfer.records import dataclass
 
 __all__ = ["ConvSpec", "Mixer"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.records import dataclass
 
 __all__ = [
     "Activation",

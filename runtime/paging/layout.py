@@ -7,7 +7,6 @@ channel, so that one channel of a query meets 16 keys at once; values lie row by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 

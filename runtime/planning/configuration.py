@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Protocol
+
+from edgeinfer.records import dataclass
 
 __all__ = ["TOKENIZER", "Configuration", "Footprint", "ModelMemory", "TokenizerMode"]
 
