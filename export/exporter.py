@@ -114,7 +114,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
 def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[tuple[TensorEntry, ...], Layout]:
     """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written."""
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
-    native = any(o.quantized for o in outlines) or described.spec.mixers
+    native = any(o.quantized for o in outlines) or described.spec.native_only
     layout = requested if native else PORTABLE
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))

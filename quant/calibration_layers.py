@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import attend, normed, query_factors, rms_norm, rope_tables, rotate, route
-from edgeinfer.bundle.spec import Activation, DecoderSpec, MoESpec
+from edgeinfer.bundle.experts import expert_biases
+from edgeinfer.bundle.spec import Activation, DecoderSpec, LatentSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
@@ -64,15 +65,6 @@ def activate(
     return inner
 
 
-def _refuse_uncomputed(spec: DecoderSpec) -> None:
-    """Refuses a decoder with a part that calibration would leave out."""
-    found = {"mixers": bool(spec.mixers), "latent": spec.latent is not None}
-    found["expert_bias"] = spec.moe is not None and spec.moe.expert_bias
-    for name in (name for name, there in found.items() if there):
-        message = f"Calibration of a decoder with {name} is not supported yet."
-        raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
-
-
 class LayerWalk:
     """Runs the layers of a decoder, one after the other, over texts.
 
@@ -102,7 +94,9 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        _refuse_uncomputed(spec)
+        if spec.mixers:
+            message = "Calibration of a decoder with mixers is not supported yet."
+            raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
         self.spec = spec
         self.tensors = tensors
         self.visit = visit
@@ -167,6 +161,8 @@ class LayerWalk:
 
     def _attention(self, layer: int, entering: Signal) -> Signal:
         spec, prefix = self.spec, f"layers.{layer}.attn"
+        if spec.latent is not None:
+            return self._latent_attention(layer, spec.latent, entering)
         products = self.linear(f"{prefix}.qkv", entering, spec.qkv_bias)
         norms = [self.tensors(f"{prefix}.{n}_norm") for n in "qk"] if spec.qk_norm else None
         sinks = self.tensors(f"{prefix}.sinks") if spec.sinks else None
@@ -211,6 +207,61 @@ class LayerWalk:
                 sinks=by_group,
             )  # (H, g, S, h)
             mixed[text] = heads.transpose(2, 0, 1, 3).reshape(size, -1)
+        return mixed
+
+    def _latent_attention(self, layer: int, latent: LatentSpec, entering: Signal) -> Signal:
+        """As it runs: queries meet what is kept of a token, and heads turn the sum of it into their values."""
+        spec, prefix = self.spec, f"layers.{layer}.attn"
+        if latent.query_rank:
+            weight, small = self.tensors(f"{prefix}.q_a_norm"), self.linear(f"{prefix}.q_a", entering, spec.qkv_bias)
+            normed_small = tuple(rms_norm(x, weight, latent.norm_eps) for x in small)
+            queries = self.linear(f"{prefix}.q_b", normed_small, False)
+        else:
+            queries = self.linear(f"{prefix}.q", entering, False)
+        given = self.linear(f"{prefix}.kv_a", entering, spec.qkv_bias)
+        by_head = tuple(q.reshape(-1, spec.head_dim) for q in queries)  # (N H, h) each
+        meeting = self._by_heads(f"{prefix}.k_b", tuple(q[:, : latent.plain_size] for q in by_head))
+        shape = (-1, spec.num_heads, latent.rotary_size)
+        turning = tuple(q[:, latent.plain_size :].reshape(shape) for q in by_head)
+        weight = self.tensors(f"{prefix}.kv_norm")
+        mixed = tuple(self._meet(layer, latent, *each, weight) for each in zip(meeting, turning, given, strict=True))
+        heads = self._by_heads(f"{prefix}.v_b", tuple(x.reshape(-1, latent.rank) for x in mixed))
+        return self.linear(f"{prefix}.out", tuple(x.reshape(len(x), -1) for x in heads), spec.output_bias)
+
+    def _by_heads(self, name: str, inputs: Signal) -> Signal:  # (N H, K) each -> (N, H, R) each
+        """The products of what heads have with the matrices of each."""
+
+        def product(x: Floats, weight: Floats) -> Floats:
+            heads, inputs = self.spec.num_heads, x.shape[1]
+            by_head = x.reshape(-1, heads, inputs).swapaxes(0, 1) @ weight.reshape(heads, -1, inputs).swapaxes(1, 2)
+            return np.ascontiguousarray(by_head.swapaxes(0, 1))
+
+        return tuple(product(x, weight) for x, weight in zip(inputs, self.weights(name, inputs), strict=True))
+
+    def _meet(
+        self,
+        layer: int,
+        latent: LatentSpec,
+        meeting: Floats,  # (N, H, rank)
+        turning: Floats,  # (N, H, r)
+        given: Floats,  # (N, rank + r)
+        norm: Floats,  # (rank,)
+    ) -> Floats:  # (N, H, rank)
+        spec, mixed = self.spec, np.empty_like(meeting)
+        for text in self._texts:
+            kept, key = np.split(given[text], [latent.rank], axis=1)
+            kept = rms_norm(kept, norm, latent.norm_eps)
+            turned = self._turned(layer, np.concatenate([turning[text], key[:, None]], axis=1), None, False)
+            queries = np.concatenate([meeting[text], turned[:, :-1]], axis=2)
+            rope = spec.rope_of(layer)
+            if rope is not None and rope.query_beta:
+                queries = queries * query_factors(rope, np.arange(len(queries)))[:, None, None]
+            keys = np.concatenate([kept, turned[:, -1]], axis=1)
+            visible, scale = self._visible(layer, len(kept)), spec.attention_scale
+            heads = attend(
+                queries.swapaxes(0, 1)[None], keys[None], kept[None], visible, scale=scale
+            )  # (1, H, S, rank)
+            mixed[text] = heads[0].swapaxes(0, 1)
         return mixed
 
     def _turned(self, layer: int, heads: Floats, norm: Floats | None, are_queries: bool) -> Floats:
@@ -286,9 +337,10 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
     walk.uses.append(ExpertTokens(layer, chosen.sum(axis=0), shares[-1].mean(axis=0)))
     mixed = tuple(np.zeros_like(x) for x in normed)
     inner = "gate_up" if moe.gated else "up"
+    biases = _biases(walk, layer, moe, inner)
     for expert in range(moe.experts):
         columns = tuple(np.ascontiguousarray(share[:, expert]) for share in shares)
-        _add_expert(walk, f"{prefix}.experts.{expert}", inner, normed, columns, mixed)
+        _add_expert(walk, f"{prefix}.experts.{expert}", inner, normed, columns, mixed, biases[expert])
     if moe.shared_size:
         columns = tuple(np.ones(len(x), np.float32) for x in normed)
         if moe.shared_gate:
@@ -296,6 +348,18 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
             columns = tuple(_logistic(multiply(x, gate)[:, 0]) for x in normed)
         _add_expert(walk, f"{prefix}.shared", "gate_up", normed, columns, mixed)
     return mixed
+
+
+# What an expert's two products add.
+_Biases = tuple[Floats | None, Floats | None]
+
+
+def _biases(walk: LayerWalk, layer: int, moe: MoESpec, inner: str) -> list[_Biases]:
+    """Of every expert."""
+    if not moe.expert_bias:
+        return [(None, None)] * moe.experts
+    into, out = (np.split(walk.tensors(expert_biases(layer, part)), moe.experts) for part in (inner, "down"))
+    return list(zip(into, out, strict=True))
 
 
 def _shares(scores: Floats, moe: MoESpec, eps: float, given: dict[str, Any]) -> Floats:  # (N, E) -> (N, E)
@@ -318,6 +382,7 @@ def _add_expert(
     normed: Signal,  # (N, D)
     shares: Signal,  # (N,)
     mixed: Signal,  # (N, D), added to
+    biases: _Biases = (None, None),
 ) -> None:
     """Adds one expert's results for the tokens that use it, in each stream."""
     leading = shares[-1] != 0
@@ -327,7 +392,8 @@ def _add_expert(
     weighing = shares[-1][leading, None] if walk.weigh_experts else np.float32(1)
     gated = inner_name == "gate_up"
     weights = walk.weights(f"{prefix}.{inner_name}", tuple(x[leading] * weighing for x in normed))
-    inner = [activate(x[rows], w, gated=gated) for x, rows, w in zip(normed, used, weights, strict=True)]
+    kind: dict[str, Any] = {"gated": gated, "activation": walk.spec.activation}
+    inner = [activate(x[rows], w, biases[0], **kind) for x, rows, w in zip(normed, used, weights, strict=True)]
     weights = walk.weights(f"{prefix}.down", tuple(h[s] * weighing for h, s in zip(inner, seen, strict=True)))
     for out, share, rows, hidden, weight in zip(mixed, shares, used, inner, weights, strict=True):
-        out[rows] += share[rows, None] * multiply(hidden, weight)
+        out[rows] += share[rows, None] * multiply(hidden, weight, biases[1])

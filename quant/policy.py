@@ -37,7 +37,8 @@ _LARGE_MODEL = 1 << 26
 # Zero points lower the error of 8 bits by a few percent and cost a third of the speed, which counts above this size.
 _LARGE_WEIGHTS = 1 << 20
 # A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
-_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate")
+# So do the gates of a delta rule, which say how long every token is remembered.
+_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate", ".mixer.gates")
 
 
 @dataclass(frozen=True)

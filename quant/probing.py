@@ -162,7 +162,7 @@ class _ProbeWalk(LayerWalk):
 def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
     """Names of the probes that begin in a layer."""
     prefix, moe = f"layers.{layer}.", spec.experts_of(layer)
-    yield from (f"{prefix}attn.qkv", *([f"{prefix}attn.gate"] if spec.output_gate else []), f"{prefix}attn.out")
+    yield from (f"{prefix}attn.{name}" for name in spec.attention_matrices)
     if moe is None:
         yield from (f"{prefix}mlp.{'gate_up' if spec.gated else 'up'}", f"{prefix}mlp.down")
         return

@@ -53,7 +53,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 _HALF_HEAD = 8
 # Configurations whose class is not named after the model's.
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # What the families differ in among themselves: (architecture, configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in ARCHITECTURES},
@@ -190,14 +190,25 @@ class _BlockMLP(torch.nn.Module):
         return mixed
 
 
-def make_block_ffn_checkpoint(folder: Path, *, joined: bool, experts: int = 6, size: int = 32, seed: int = 0) -> Any:
-    """Saves a random BlockFFN with ordinary attention, a Llama whose MLPs are replaced, and returns the model.
+_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
+
+def make_block_ffn_checkpoint(
+    folder: Path, *, joined: bool, latent: bool = False, experts: int = 6, size: int = 32, seed: int = 0
+) -> Any:
+    """Saves a random BlockFFN, a Llama or MiniCPM3 whose MLPs are replaced, and returns the model.
 
     Args:
+        latent: it has latent attention.
         joined: experts follow one another in one matrix, and are not stacked.
     """
-    config = transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-6)
-    model: Any = transformers.LlamaForCausalLM(config)
+    if latent:
+        plain = {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "num_key_value_heads": 4}
+        config: Any = transformers.MiniCPM3Config(**(COMMON | _LATENT | plain), rms_norm_eps=1e-6)
+        model: Any = transformers.MiniCPM3ForCausalLM(config)
+    else:
+        config = transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-6)
+        model = transformers.LlamaForCausalLM(config)
     model.eval()
     for layer in model.model.layers:
         layer.mlp = _BlockMLP(config.hidden_size, experts, size, joined=joined)
@@ -209,7 +220,7 @@ def make_block_ffn_checkpoint(folder: Path, *, joined: bool, experts: int = 6, s
     scales = {"scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 32}
     described = config.to_dict() | scales | {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
     described |= {"ffn_type": "block_linear" if joined else "block", "num_experts": experts, "expert_size": size}
-    described |= {"router_act": "relu", "norm_after_router": "rms", "attention_type": "vanilla"}
+    described |= {"router_act": "relu", "norm_after_router": "rms", "attention_type": "mla" if latent else "vanilla"}
     (folder / "config.json").write_text(json.dumps(described), "utf-8")
     depth = scales["scale_depth"] / config.num_hidden_layers**0.5
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The bundle format: all that export and runtime share."""
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, other_layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
@@ -29,6 +29,7 @@ __all__ = [
     "Manifest",
     "MoESpec",
     "RopeSpec",
+    "StateLayer",
     "TensorEntry",
     "open_bundle",
     "other_layout",

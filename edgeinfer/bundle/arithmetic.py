@@ -114,6 +114,8 @@ def route(
         choice_bias: is added to the shares where experts are chosen, and not to what their results are multiplied by.
         norm, eps: the RMS norm of a "relu" router; its weight is zero for scores that are not positive.
     """
+    if moe.router == "sparsemixer":
+        return _sparse_mixer(scores if bias is None else scores + bias, moe, count or moe.top_k)
     logits = moe.router == "relu" or (moe.router == "softmax" and moe.renormalize and not moe.choice_bias)
     shares = scores if logits else _logistic(scores) if moe.router == "sigmoid" else softmax(scores)
     assert moe.choice_bias == (choice_bias is not None), "the description says whether there is a choice bias"
@@ -135,6 +137,20 @@ def route(
     if moe.renormalize:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
     return chosen, weights * np.float32(moe.scale)
+
+
+def _sparse_mixer(judged: Floats, moe: MoESpec, count: int) -> tuple[Ints, Floats]:  # (S, E) -> (S, k), (S, k)
+    """The best experts, each weighted among those near it that are not better. Source: transformers' sparsemixer."""
+    left, chosen, weights = judged.copy(), [], []
+    for _ in range(count):
+        best = left.argmax(axis=-1)[:, None]
+        most = np.take_along_axis(left, best, axis=-1)
+        far = most - judged > np.float32(2 * moe.jitter) * np.maximum(np.abs(judged), most)
+        share = np.take_along_axis(softmax(np.where(far, np.float32(-np.inf), left)), best, axis=-1)
+        chosen.append(best)
+        weights.append(np.where(most > -1e8, share * np.float32(moe.scale), np.float32(0)))
+        np.put_along_axis(left, best, np.float32(-np.inf), axis=-1)
+    return np.concatenate(chosen, axis=-1), np.concatenate(weights, axis=-1)
 
 
 def _logistic(x: Floats) -> Floats:  # (..., E) -> (..., E)

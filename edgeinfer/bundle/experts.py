@@ -15,7 +15,7 @@ import numpy as np
 
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 
-__all__ = ["Expert", "common_format", "expert_tensor", "find_expert", "widen"]
+__all__ = ["Expert", "common_format", "expert_biases", "expert_tensor", "find_expert", "widen"]
 
 _NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
 
@@ -36,6 +36,11 @@ class Expert:
 def expert_tensor(layer: int, expert: int, part: str) -> str:
     """Name of a tensor of an expert."""
     return f"layers.{layer}.mlp.experts.{expert}.{part}"
+
+
+def expert_biases(layer: int, part: str) -> str:
+    """Name of the vector that holds the biases of a part, of the first expert to the last."""
+    return f"layers.{layer}.mlp.experts.{part}_bias"
 
 
 def find_expert(name: str) -> Expert | None:

@@ -9,7 +9,7 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["Geometry", "KVLayer", "require_described"]
+__all__ = ["Geometry", "KVLayer", "StateLayer", "require_described"]
 
 
 def require_described(condition: bool, what: str) -> None:
@@ -44,11 +44,40 @@ class KVLayer:
 
 
 @dataclass(frozen=True)
+class StateLayer:
+    """The state that a recurrent layer keeps of a text; all sizes are 0 where it keeps none.
+
+    Attributes:
+        heads: matrices, (key_size, value_size) each.
+        key_heads: heads of keys and queries, each of which serves as many matrices.
+        channels, width: of the convolution before it: what it reads of a token, and tokens that it reaches over.
+    """
+
+    heads: int = 0
+    key_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    channels: int = 0
+    width: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.key_heads, self.key_size, self.value_size, self.channels, self.width)
+        require_described(min(sizes) > 0 or not any(sizes), "a state has all of its sizes")
+        require_described(not self.heads or self.heads % self.key_heads == 0, "a state's key_heads divide its heads")
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the state."""
+        return self.heads * self.key_size * self.value_size
+
+
+@dataclass(frozen=True)
 class Geometry:
     """The sizes a runtime must know to drive any decoder: vocabulary, positions and the shape of its KV cache.
 
     Attributes:
         kv_layers: of each layer; empty where all have `num_kv_heads` heads of `head_dim` channels.
+        states: of each layer; empty where none keeps one.
     """
 
     vocab_size: int
@@ -58,13 +87,18 @@ class Geometry:
     head_dim: int
     max_positions: int
     kv_layers: tuple[KVLayer, ...] = ()
+    states: tuple[StateLayer, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require_described(name == "kv_layers" or value > 0, f"{name} must be positive")
+            require_described(isinstance(value, tuple) or value > 0, f"{name} must be positive")
         # Ten times the deepest models: what makes something for each layer, as the next lines do, must come to an end.
         require_described(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
         require_described(len(self.kv_layers) in (0, self.num_layers), "kv_layers must name every layer or none")
+        require_described(len(self.states) in (0, self.num_layers), "states must name every layer or none")
+        require_described(
+            not self.states or any(each.heads for each in self.states), "some of the states must be there"
+        )
         # One description of one thing: manifests are compared by it.
         require_described(self.kv_layers != self._alike, "kv_layers are for layers that differ")
 
@@ -78,10 +112,11 @@ class Geometry:
         return self.kv_layers or self._alike
 
     def description(self) -> dict[str, Any]:
-        """The fields as JSON's types, as manifests hold them; without `kv_layers` where there are none."""
+        """The fields as JSON's types, as manifests hold them; without `kv_layers` and `states` where there are none."""
         described = asdict(self)
-        if not self.kv_layers:
-            del described["kv_layers"]
+        for name in ("kv_layers", "states"):
+            if not described[name]:
+                del described[name]
         return described
 
     def kv_bytes_per_token(self, kv: str = FLOAT32) -> int:

@@ -38,6 +38,11 @@ attends to its path: the first n slots of its sequence, then some further ones, 
   rows                   int32   (S, 4)          of each new token: sequence, n, where its further slots begin in
                                                  path_slots, and how many they are
   path_slots             int32   (X,)            further slots, ascending for each row and none below its n
+inputs of a paged graph whose decoder has states (Geometry.states); a state slot holds those of one sequence
+  state_pool             uint8   (Bs,)           all state slots, at a multiple of 64 bytes; written in place
+  state_layout           int64   (2 + L,)        bytes of a state slot, rows of a ring, where each layer begins in one
+  state_rows             int64   (N, 2)          of each sequence its state slot, and after how many tokens the states
+                                                 stand at most when the pass is done
 inputs of a graph that is not paged
   attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
   window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
@@ -84,6 +89,9 @@ __all__ = [
     "ROWS",
     "SEQLENS_K",
     "SIN_CACHE",
+    "STATE_LAYOUT",
+    "STATE_POOL",
+    "STATE_ROWS",
     "TOTAL_LENGTH",
     "TREE_ROWS",
     "USE_HIDDEN",
@@ -112,6 +120,9 @@ KV_LAYOUT = "kv_layout"
 KV_PAGES = "kv_pages"
 ROWS = "rows"
 PATH_SLOTS = "path_slots"
+STATE_POOL = "state_pool"
+STATE_LAYOUT = "state_layout"
+STATE_ROWS = "state_rows"
 PLANES = "planes"
 EXPERT_COUNT = "expert_count"
 EXPERT_BIAS = "expert_bias"

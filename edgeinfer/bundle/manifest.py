@@ -11,7 +11,10 @@ Tensor names in the table (all matrices are (rows, columns) = (output, input)):
   .mlp.shared.gate (1, D). Router and gate are float32.
 and where the decoder has them: head_bias (V,) · a norm's own _bias · layers.{i}.attn_post_norm, .mlp_post_norm (D,)
   .attn.sinks (heads,) · .attn.gate (q or heads, D) · .attn.inner_norm (q,) · .mlp.inner_norm (F,)
-  .mlp.router_bias (E,) · .mlp.choice_bias (E,), and .mlp.up (F, D) for gate_up in an MLP without a gate.
+  .mlp.router_bias (E,) · .mlp.choice_bias (E,) · .mlp.experts.gate_up_bias (E 2 F,) · .mlp.experts.down_bias (E D,)
+  .mlp.up (F, D) for gate_up in an MLP without a gate, and for qkv in latent attention .attn.q (q, D), or
+  .attn.q_a (r, D)   .attn.q_a_norm (r,) .attn.q_b (q, r) · .attn.kv_a (rank + rotated, D) · .attn.kv_norm (rank,)
+  .attn.k_b (heads rank, plain) · .attn.v_b (heads v, rank).
 A tied head is listed with the embedding's own blobs.
 """
 

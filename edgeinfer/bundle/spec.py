@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.bundle.recurrence import ConvSpec, Mixer
+from edgeinfer.bundle.latent import LatentSpec
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
+from edgeinfer.bundle.rope import RopeSpec, RopeType
 from edgeinfer.records import dataclass
 
 __all__ = [
@@ -23,65 +25,11 @@ __all__ = [
     "later_fields",
 ]
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
-Router = Literal["softmax", "relu", "sigmoid"]
+Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 OutputGate = Literal["", "channel", "head"]
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding, in Hugging Face's words (`rope_scaling` / `rope_parameters`).
-
-    Attributes:
-        dim: rotated dimensions of a head, even; the rest pass through.
-        factor, low_freq_factor, high_freq_factor, original_max_positions: scaling constants of the type.
-        short_factors, long_factors: LongRoPE's divisors, `dim / 2` each.
-        attention_factor: multiplies sine and cosine; 1 for all types but longrope and yarn.
-        beta_fast, beta_slow, truncate: YaRN's borders in rotations, and whether they are rounded to whole pairs.
-        interleaved: neighbouring channels are a pair, instead of one of each half.
-        query_beta: queries at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions)
-            (Llama 4, Ministral 3); 0 leaves them as they are.
-        turned: of "proportional": pairs that turn, the others stand still (LFM3, Gemma 4).
-    """
-
-    type: RopeType
-    theta: float
-    dim: int
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    interleaved: bool = False
-    query_beta: float = 0.0
-    turned: int = 0
-
-    def __post_init__(self) -> None:
-        _require(self.type in get_args(RopeType), f"rope type {self.type!r} is unknown")
-        _require(self.theta > 0 and self.factor > 0, "rope theta and factor must be positive")
-        _require(self.dim >= 2 and self.dim % 2 == 0, f"rope dim {self.dim} must be even and positive")
-        if self.type in ("dynamic", "llama3", "longrope", "yarn") or self.query_beta:
-            _require(self.original_max_positions > 0, f"rope type {self.type} needs original_max_positions")
-        proportional = self.type == "proportional"
-        _require(0 < self.turned <= self.dim // 2 if proportional else not self.turned, "rope pairs must be of its dim")
-        if self.type == "llama3":
-            ordered = self.high_freq_factor > self.low_freq_factor > 0
-            _require(ordered, "rope high_freq_factor must exceed low_freq_factor")
-        if self.type == "yarn":
-            _require(self.beta_fast > self.beta_slow > 0, "rope beta_fast must exceed beta_slow")
-            _require(self.theta > 1, "yarn needs a rope theta above 1")
-        if self.type == "longrope":
-            sizes = {len(self.short_factors), len(self.long_factors)}
-            _require(sizes == {self.dim // 2}, "longrope needs dim/2 short and long factors")
-            _require(min(self.short_factors + self.long_factors) > 0, "longrope factors must be positive")
 
 
 @dataclass(frozen=True)
@@ -92,7 +40,9 @@ class MoESpec:
     shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
     is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
     `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
-    rectified scores (BlockFFN); `top_k` is the number of experts then.
+    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
+    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
+    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
 
     Attributes:
         experts: of a layer.
@@ -108,6 +58,7 @@ class MoESpec:
         groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
             group's rank is its best share, or with a choice bias the sum of its two best.
         scale: of the chosen experts' weights.
+        jitter: of a "sparsemixer"; 0 for other routers.
     """
 
     experts: int
@@ -125,6 +76,7 @@ class MoESpec:
     groups: int = 1
     group_top_k: int = 1
     scale: float = 1.0
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "expert_size"):
@@ -143,6 +95,10 @@ class MoESpec:
         enough = self.top_k <= self.experts // self.groups * self.group_top_k
         _require(enough, "the groups chosen have fewer experts than top_k")
         _require(self.scale > 0, "the scale of the experts must be positive")
+        mixes = self.router == "sparsemixer"
+        _require(self.jitter > 0 if mixes else not self.jitter, "jitter is of a sparsemixer router, and positive")
+        plain = self.groups == 1 and not self.choice_bias and not self.renormalize
+        _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
 
     @property
     def by_shares(self) -> bool:
@@ -153,31 +109,6 @@ class MoESpec:
     def draft_count(self) -> int:
         """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
         return max(1, self.top_k // 2)
-
-
-@dataclass(frozen=True)
-class LatentSpec:
-    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
-
-    The cache holds that vector after its norm, and one rotated key for all heads.
-
-    Attributes:
-        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
-        rank: width of the vector that keys and values are made of.
-        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
-        value_size: channels of a head's values.
-    """
-
-    query_rank: int
-    rank: int
-    plain_size: int
-    rotary_size: int
-    value_size: int
-
-    def __post_init__(self) -> None:
-        _require(self.query_rank >= 0, "query_rank must be 0 or positive")
-        for name in ("rank", "plain_size", "rotary_size", "value_size"):
-            _require(getattr(self, name) > 0, f"{name} must be positive")
 
 
 @dataclass(frozen=True)
@@ -209,9 +140,10 @@ class DecoderSpec:
         more_ropes: further rotations, for `rope_layers`.
         rope_layers: for each layer -1 where it does not rotate, 0 for `rope`, n for the nth of `more_ropes`; empty
             where all layers have `rope`.
-        latent: of multi-head latent attention; head sizes are those of its queries then.
+        latent: of multi-head latent attention; head sizes are those of its queries then, and it has one key.
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
+        delta: of the layers whose mixer is "delta".
     """
 
     vocab_size: int
@@ -253,6 +185,7 @@ class DecoderSpec:
     latent: LatentSpec | None = None
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
+    delta: DeltaSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -274,12 +207,26 @@ class DecoderSpec:
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
         self._check_ropes()
         self._check_mixers()
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        latent = self.latent
+        if latent is None:
+            return
+        fits = self.num_kv_heads == 1 and self.head_dim == latent.plain_size + latent.rotary_size
+        _require(fits, "latent attention has one key, and queries of both its sizes")
+        _require(self.attention_scale > 0, "latent attention needs a scale")
+        _require(all(rope.dim <= latent.rotary_size for rope in self.ropes), "rope dim exceeds the rotated channels")
+        others = self.qk_norm or self.value_norm or self.inner_norms or self.mixers or self.norm != "rms"
+        plain = self.pre_norm and not (others or self.output_gate or self.parallel)
+        _require(plain, "latent attention is not combined with other norms, gates or mixers")
 
     def _check_mixers(self) -> None:
         _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
         _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
         _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
         _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
+        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -307,8 +254,26 @@ class DecoderSpec:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
-        return self.num_kv_heads * self.head_dim
+        """Width of all key heads, and of all value heads; of latent attention that of what is kept of a token."""
+        return self.num_kv_heads * self.head_dim if self.latent is None else self.latent.met_size
+
+    @property
+    def heads_size(self) -> int:
+        """Width of what all heads give."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_size)
+
+    @property
+    def attention_matrices(self) -> tuple[str, ...]:
+        """Names of a layer's matrices of attention, after its prefix, in the order they are multiplied by."""
+        if self.latent is not None:
+            queries = ("q_a", "q_b") if self.latent.query_rank else ("q",)
+            return (*queries, "kv_a", "k_b", "v_b", "out")
+        return ("qkv", "gate", "out") if self.output_gate else ("qkv", "out")
+
+    @property
+    def native_only(self) -> bool:
+        """Whether only our own operators compute it: what recurrences and latent attention keep lies in pages."""
+        return bool(self.mixers) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP."""
@@ -330,8 +295,23 @@ class DecoderSpec:
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
-        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
-        return tuple(attends if mixer == "attention" else reads for mixer in self.mixers)
+        if self.latent is not None:
+            return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
+        kept: dict[Mixer, KVLayer] = {
+            "attention": KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),
+            "conv": KVLayer(1, 0, self.hidden_size),
+        }
+        return tuple(kept.get(mixer, KVLayer(0, 0, 0)) for mixer in self.mixers)
+
+    def state_of(self, layer: int) -> StateLayer:
+        """The state that a layer keeps beside that."""
+        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+
+    @property
+    def _states(self) -> tuple[StateLayer, ...]:
+        """The state of each layer; empty where none keeps one."""
+        states = tuple(self.state_of(layer) for layer in range(self.num_layers))
+        return states if any(each.heads for each in states) else ()
 
     def description(self) -> dict[str, Any]:
         """The fields as JSON's types, as manifests hold them and sessions are told apart by them.
@@ -353,6 +333,7 @@ class DecoderSpec:
             head_dim=self.head_dim,
             max_positions=self.max_positions,
             kv_layers=self._kv_layers,
+            states=self._states,
         )
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
-from edgeinfer.bundle.experts import Expert, common_format, expert_tensor, find_expert
+from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
@@ -254,14 +254,22 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
     hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
     for layer in range(decoder.num_layers):
-        if decoder.mixer(layer) == "attention":
+        if (latent := decoder.latent) is not None:
+            yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
+            yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
+            yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
+        elif decoder.mixer(layer) == "attention":
             yield f"layers.{layer}.attn.qkv", (qkv, hidden)
-        elif decoder.conv is not None:
+        elif decoder.mixer(layer) == "conv" and decoder.conv is not None:
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
             yield f"layers.{layer}.mixer.conv", (hidden, 1, decoder.conv.width)
+        elif decoder.delta is not None:
+            channels = 2 * decoder.delta.keys + decoder.delta.values
+            yield f"layers.{layer}.mixer.in", (channels + decoder.delta.values, hidden)
+            yield f"layers.{layer}.mixer.conv", (channels, 1, decoder.delta.width)
 
 
-def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a layer's router and experts, where it has any."""
     moe, hidden = decoder.experts_of(layer), decoder.hidden_size
     if moe is None:
@@ -271,3 +279,6 @@ def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tupl
     for expert in range(moe.experts):
         yield expert_tensor(layer, expert, part), (rows, hidden)
         yield expert_tensor(layer, expert, "down"), (hidden, moe.expert_size)
+    if moe.expert_bias:
+        yield expert_biases(layer, part), (moe.experts * rows,)
+        yield expert_biases(layer, "down"), (moe.experts * hidden,)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from edgeinfer.export.architectures.base import Architecture
-from edgeinfer.export.architectures.block_ffn import BLOCK_FFN
 from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from edgeinfer.export.architectures.gpt_oss import GPT_OSS
+from edgeinfer.export.architectures.latent import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
-from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE
+from edgeinfer.export.architectures.minicpm import BLOCK_FFN, MINICPM3
+from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, PHIMOE
 from edgeinfer.export.architectures.near_llama import (
     APERTUS,
     ARCEE,
@@ -26,6 +28,7 @@ from edgeinfer.export.architectures.near_llama import (
 from edgeinfer.export.architectures.olmo import EXAONE4, OLMO2, OLMO3
 from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -35,10 +38,11 @@ from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN, APERTUS)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
-_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN)
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE)
 _SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
-_HYBRID = (LFM2, LFM2_MOE, LFM3)
-ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_HYBRID)
+_LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
+_HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

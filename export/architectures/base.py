@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
-from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
+from edgeinfer.export.architectures.plans import HeadPart, Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -29,6 +30,8 @@ class Naming:
         gate_up: modules whose rows, in this order, are gate and up.
         attn_post_norm, mlp_post_norm: of what attention and MLP give, where they are normed.
         gate: of what heads give; see DecoderSpec.output_gate.
+        q, q_a, q_a_norm, q_b, kv_a, kv_norm, kv_b: of latent attention: of queries, or of their small vector, its norm
+            and what is made of it; and of keys and values likewise.
         mixer: of a layer with a recurrence in the place of attention.
         up: of an MLP without a gate.
 
@@ -49,6 +52,13 @@ class Naming:
     k_norm: str = "self_attn.k_norm.weight"
     sinks: str = "self_attn.sinks"
     gate: str = "self_attn.gate_proj"
+    q: str = "self_attn.q_proj"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm.weight"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_norm: str = "self_attn.kv_a_layernorm.weight"
+    kv_b: str = "self_attn.kv_b_proj.weight"
     attn_inner_norm: str = "self_attn.attn_sub_norm.weight"
     out: str = "self_attn.o_proj"
     mixer: str = "conv"
@@ -119,12 +129,7 @@ class Architecture:
             return plan(f"{prefix}.{name}", (root + source, (size,)))
 
         def linear(name: str, modules: tuple[str, ...], rows: tuple[int, ...], inputs: int, bias: bool) -> None:
-            # A family that packs its projections has one module for all of them.
-            parts = rows if len(modules) == len(rows) else (sum(rows),)
-            pairs = list(zip(modules, parts, strict=True))
-            plans.append(plan(f"{prefix}.{name}", *((f"{root}{m}.weight", (n, inputs)) for m, n in pairs)))
-            if bias:
-                plans.append(plan(f"{prefix}.{name}_bias", *((f"{root}{m}.bias", (n,)) for m, n in pairs)))
+            plans.extend(_linear_plans(f"{prefix}.{name}", root, modules, rows, inputs, bias))
 
         def norm(name: str, source: str, size: int = hidden) -> None:
             plans.extend(_norm_plans(spec, f"{prefix}.{name}", root + source, size))
@@ -132,9 +137,10 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm:
             norm("attn_norm", names.attn_norm)
-        for name, source, shape in recurrent_tensors(spec, layer):
-            plans.append(plan(f"{prefix}.mixer.{name}", (f"{root}{names.mixer}.{source}", shape)))
-        if spec.mixer(layer) == "attention":
+        plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
+        if spec.latent is not None:
+            plans += self._latent_attention(spec, spec.latent, prefix, root)
+        elif spec.mixer(layer) == "attention":
             linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
             if spec.qk_norm:
                 plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
@@ -168,6 +174,51 @@ class Architecture:
         linear("mlp.down", (names.down,), (hidden,), wide, spec.mlp_bias)
         return plans
 
+    def _latent_attention(self, spec: DecoderSpec, latent: LatentSpec, prefix: str, root: str) -> list[TensorPlan]:
+        names, hidden = self.naming, spec.hidden_size
+
+        def linear(name: str, module: str, rows: int, inputs: int, bias: bool) -> list[TensorPlan]:
+            return _linear_plans(f"{prefix}.attn.{name}", root, (module,), (rows,), inputs, bias)
+
+        def norm(name: str, source: str, size: int) -> TensorPlan:
+            return plan(f"{prefix}.attn.{name}", (root + source, (size,)))
+
+        if latent.query_rank:
+            plans = linear("q_a", names.q_a, latent.query_rank, hidden, spec.qkv_bias)
+            plans.append(norm("q_a_norm", names.q_a_norm, latent.query_rank))
+            plans += linear("q_b", names.q_b, spec.q_size, latent.query_rank, False)
+        else:
+            plans = linear("q", names.q, spec.q_size, hidden, False)
+        plans += linear("kv_a", names.kv_a, latent.met_size, hidden, spec.qkv_bias)
+        plans.append(norm("kv_norm", names.kv_norm, latent.rank))
+        plans += _of_heads(spec, latent, prefix, root + names.kv_b)
+        return plans + linear("out", names.out, hidden, spec.heads_size, spec.output_bias)
+
+
+def _linear_plans(
+    name: str, root: str, modules: tuple[str, ...], rows: tuple[int, ...], inputs: int, bias: bool
+) -> list[TensorPlan]:
+    """A matrix, and its bias where it has one; a family that packs its projections has one module for all of them."""
+    parts = rows if len(modules) == len(rows) else (sum(rows),)
+    pairs = list(zip(modules, parts, strict=True))
+    plans = [plan(name, *((f"{root}{m}.weight", (n, inputs)) for m, n in pairs))]
+    if bias:
+        plans.append(plan(f"{name}_bias", *((f"{root}{m}.bias", (n,)) for m, n in pairs)))
+    return plans
+
+
+def _of_heads(spec: DecoderSpec, latent: LatentSpec, prefix: str, name: str) -> list[TensorPlan]:
+    """What a matrix says of each head: the plain channels of its keys, which turn queries, and its values."""
+    plain, rows = latent.plain_size, latent.plain_size + latent.value_size
+    whole = Source(name, (spec.num_heads * rows, latent.rank))
+    keys, values = (
+        HeadPart(spec.num_heads, rows, *taken, transposed=not taken[0]) for taken in ((0, plain), (plain, rows))
+    )
+    return [
+        TensorPlan(f"{prefix}.attn.{part}", (dataclasses.replace(whole, part=taken),))
+        for part, taken in (("k_b", keys), ("v_b", values))
+    ]
+
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:
     """A norm of the hidden states, or of `size`, and its bias where norms have one."""
@@ -198,22 +249,24 @@ def common_spec(
 
     Args:
         norm_eps: the field's name in the config.
-        parts: further fields of DecoderSpec; `rope` and `activation` stand for what the config says of them.
+        parts: further fields of DecoderSpec; some stand for what the config says of them.
     """
     heads = config.integer("num_attention_heads")
-    head_dim = config.head_dim()
+    if "head_dim" not in parts:
+        parts["head_dim"] = config.head_dim()
+    if "num_kv_heads" not in parts:
+        parts["num_kv_heads"] = config.integer("num_key_value_heads", heads)
     if "rope" not in parts:
-        parts["rope"] = config.rope(head_dim)
+        parts["rope"] = config.rope(parts["head_dim"])
     if "activation" not in parts:
         parts["activation"] = config.activation()
+    if "intermediate_size" not in parts:
+        parts["intermediate_size"] = config.integer("intermediate_size")
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
         num_layers=config.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
         max_positions=config.integer("max_position_embeddings"),
         norm_eps=config.number(norm_eps),
         tied=tied,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import PORTABLE, DecoderSpec, Layout, MoESpec, RopeSpec
 from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures import Architecture, HeadPadding, TensorPlan
-from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.architectures import Architecture, HeadPadding, Source, TensorPlan
+from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
+from edgeinfer.export.source.packed import PACKINGS
 
 __all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec", "require_graphs", "require_plain"]
 
@@ -76,10 +77,6 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
     return spec
 
 
-# Later parts of a DecoderSpec, of its rotations and of its mixture, that the graphs of a bundle are not written of.
-_NOT_IN_GRAPHS = {"latent", "expert_bias"}
-
-
 def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     """Refuses a decoder with a part that a bundle's graphs would leave out.
 
@@ -89,11 +86,12 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
     Raises:
         UnsupportedArchitectureError: it has one.
     """
-    _refuse(spec, _NOT_IN_GRAPHS.__contains__, OPTIMUM_HINT)
-    if spec.mixers and layout == PORTABLE:
-        message = "Portable bundles of a decoder with recurrent layers are not supported."
+    if spec.native_only and layout == PORTABLE:
+        part = "recurrent layers" if spec.mixers else "latent attention"
+        message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
-    if spec.moe is not None and spec.activation != "silu":
+    known = ("silu", "swiglu_oai") if spec.moe is None or spec.moe.gated else ("silu",)
+    if spec.moe is not None and spec.activation not in known:
         message = f"Experts with the activation {spec.activation} are not supported yet."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
 
@@ -110,7 +108,8 @@ def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str
     """
     _refuse(spec, lambda name: name not in known, hint, what)
     odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
-    odd += ["router=sigmoid"] if spec.moe is not None and spec.moe.router == "sigmoid" else []
+    later = ("sigmoid", "sparsemixer")
+    odd += [f"router={spec.moe.router}"] if spec.moe is not None and spec.moe.router in later else []
     if odd:
         raise UnsupportedArchitectureError(f"{what} of a decoder with {odd[0]} are not supported yet.", hint)
 
@@ -129,8 +128,9 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
     used = set()
     for plan in plans:
         for source in plan.sources:
-            checkpoint.require(source.name, source.stored_shape)
-            used.add(source.name)
+            for name, shape, types in stored_tensors(source):
+                checkpoint.require(name, shape, types)
+                used.add(name)
     # A tied checkpoint may store the head's copy of the embedding.
     ignorable = (*family.ignorable, family.naming.head)
     unused = sorted(
@@ -142,6 +142,14 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
         raise CheckpointError(message, "Check that config.json names the right architecture and biases.")
 
 
+def stored_tensors(source: Source) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Names, shapes and types of the checkpoint's tensors that a source is read from."""
+    if not source.packing:
+        yield source.name, source.stored_shape, FLOATS
+    else:
+        yield from PACKINGS[source.packing].tensors(source.name, source.stored_shape)
+
+
 def pad_heads(described: Described) -> Described:
     """Pads heads to a width that the kernel supports, and the tensors concerned with them.
 
@@ -150,12 +158,12 @@ def pad_heads(described: Described) -> Described:
     """
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
-    if wide == spec.head_dim:
+    if wide == spec.head_dim or spec.latent is not None:
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     # Zeros would count in a norm over what heads give, or lack rows in a gate of it.
     counted = spec.value_norm or spec.inner_norms or spec.output_gate == "channel"
-    if spec.qk_norm or packed or counted or spec.latent is not None:
+    if spec.qk_norm or packed or counted:
         message = (
             f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
         )

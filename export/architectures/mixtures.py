@@ -1,4 +1,4 @@
-"""Families with mixtures of experts that no other file describes: Mixtral, OLMoE and GraniteMoE."""
+"""Families with mixtures of experts that no other file describes: Mixtral, Phi-3.5-MoE, OLMoE and GraniteMoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE"]
+__all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE", "PHIMOE"]
+
+
+# Experts of a token that Phi-3.5-MoE's router chooses.
+_MIXED = 2
 
 
 def _read_mixtral(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -32,6 +36,51 @@ _MIXTRAL_NAMES = MixtureNaming(
 )
 MIXTRAL = Architecture(
     classes=("MixtralForCausalLM",), model_types=("mixtral",), read=_read_mixtral, naming=Naming(mixture=_MIXTRAL_NAMES)
+)
+
+
+def _read_phimoe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Phi-3.5-MoE: layer norms, and two experts of a token that are weighted one after the other.
+
+    Where a rotation is scaled, its sines and cosines are multiplied as the config says. Transformers 5.24 rotates texts
+    beyond LongRoPE's border by the short factors, where the model's makers take the long ones, as this does.
+    """
+    rope, bias = config.rope(config.head_dim()), config.flag("attention_bias")
+    if config.integer("num_experts_per_tok", _MIXED) != _MIXED:
+        raise UnsupportedArchitectureError("Phi-3.5-MoE with other than two experts is not supported.", OPTIMUM_HINT)
+    if rope.type != "default":
+        short, long = config.rope_number("short_mscale"), config.rope_number("long_mscale")
+        if short != long:
+            message = f"Rotations with short_mscale={short} and long_mscale={long} are not supported."
+            raise UnsupportedArchitectureError(message, OPTIMUM_HINT)
+        rope = dataclasses.replace(rope, attention_factor=short)
+    moe = MoESpec(
+        experts=config.experts(),
+        top_k=_MIXED,
+        expert_size=config.integer("intermediate_size"),
+        router="sparsemixer",
+        renormalize=False,
+        jitter=config.number("router_jitter_noise", 0.01),
+    )
+    return common_spec(
+        config,
+        tied,
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        head_bias=config.flag("lm_head_bias"),
+        windows=config.uniform_windows(),
+        rope=rope,
+        moe=moe,
+    )
+
+
+PHIMOE = Architecture(
+    classes=("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+    model_types=("phimoe",),
+    read=_read_phimoe,
+    naming=Naming(mixture=_MIXTRAL_NAMES),
 )
 
 

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
+from edgeinfer.export.architectures.plans import HeadPart
 from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.packed import PACKINGS
 
 __all__ = ["PlannedRows", "PlannedTensors"]
 
@@ -31,7 +33,8 @@ class PlannedRows:
         self.shape = plan.shape
         self._checkpoint = checkpoint
         self._sources = plan.sources
-        self._padded: tuple[Source, Floats] | None = None
+        self._whole: tuple[Source, Floats] | None = None  # a source that is changed as a whole
+        self._turned: tuple[tuple[str, int], Floats] | None = None
         self._factors: list[Floats] = []
 
     def __call__(self, start: int, stop: int) -> Floats:
@@ -48,6 +51,8 @@ class PlannedRows:
                 parts.append(self._read(source, first, last))
             offset += count
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if stop == self.shape[0]:
+            self._turned = None  # All of it was read.
         for factors in self._factors:
             rows = rows * (factors if len(factors) == 1 else factors[start:stop])
         return rows
@@ -57,11 +62,14 @@ class PlannedRows:
         self._factors.append(factors)
 
     def _read(self, source: Source, start: int, stop: int) -> Floats:
-        if source.padding is None:
+        if source.padding is None and source.part is None:
             return self._finite(source, start, stop)
-        if self._padded is None or self._padded[0] is not source:
-            self._padded = source, pad_values(self._finite(source, 0, source.shape[0]), source.padding)
-        return self._padded[1][start:stop]
+        if self._whole is None or self._whole[0] is not source:
+            values = self._finite(source, 0, source.shape[0])
+            if source.part is not None:
+                values = _taken(values, source.part)
+            self._whole = source, values if source.padding is None else pad_values(values, source.padding)
+        return self._whole[1][start:stop]
 
     def _finite(self, source: Source, start: int, stop: int) -> Floats:
         values = self._stored(source, start, stop)
@@ -78,14 +86,36 @@ class PlannedRows:
 
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
+        if not source.pieces:
+            return self._rows_of(source, start, stop)
+        period, taken, share = source.pieces
+        low, high = start // share, -(-stop // share)
+        whole = self._rows_of(source, low * period, high * period)
+        rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
+        return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share].copy()
+
+    def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
+        """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
+        within = source.index if source.stacked else None
+        if source.packing:
+            return PACKINGS[source.packing].rows(self._checkpoint, source.name, start, stop, within)
+        if source.turned:
+            if self._turned is None or self._turned[0] != (source.name, source.index):
+                columns = self._checkpoint.read(source.name, within=within)
+                self._turned = (source.name, source.index), columns.T
+            return self._turned[1][start:stop].copy()
         before = source.index * source.shape[-1 if source.joined == 1 else 0]
         if source.joined == 0:
             return self._checkpoint.read(source.name, before + start, before + stop)
         if source.joined == 1:
             rows = self._checkpoint.read(source.name, start, stop)
             return rows[:, before : before + source.shape[1]].copy()
-        within = source.index if source.stacked else None
         return self._checkpoint.read(source.name, start, stop, within=within)
+
+
+def _taken(values: Floats, part: HeadPart) -> Floats:  # (heads rows, K) -> part.shape(K)
+    heads = values.reshape(part.heads, part.rows, -1)[:, part.start : part.stop]
+    return np.ascontiguousarray(heads.swapaxes(1, 2) if part.transposed else heads).reshape(part.shape(values.shape[1]))
 
 
 class PlannedTensors:

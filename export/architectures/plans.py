@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
+__all__ = ["HeadPadding", "HeadPart", "Shape", "Source", "TensorPlan", "plan"]
 
 Shape = tuple[int, ...]
 
@@ -29,6 +29,28 @@ class HeadPadding:
 
 
 @dataclass(frozen=True)
+class HeadPart:
+    """Some rows of each head of a matrix, one head after the other.
+
+    Attributes:
+        rows: of a head.
+        start, stop: those that are taken.
+        transposed: of each head columns become rows.
+    """
+
+    heads: int
+    rows: int
+    start: int
+    stop: int
+    transposed: bool = False
+
+    def shape(self, columns: int) -> Shape:
+        """Of what is taken of a matrix of so many columns."""
+        count = self.stop - self.start
+        return (self.heads * columns, count) if self.transposed else (self.heads * count, columns)
+
+
+@dataclass(frozen=True)
 class Source:
     """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
 
@@ -37,9 +59,13 @@ class Source:
         index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
+        turned: the checkpoint's matrix has columns for rows.
+        packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
+        pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
+        part: of a matrix, what is taken of each of its heads.
     """
 
     name: str
@@ -48,20 +74,31 @@ class Source:
     index: int = 0
     stacked: int = 0
     joined: int | None = None
+    turned: bool = False
+    packing: str = ""
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
+    pieces: tuple[int, int, int] | tuple[()] = ()
+    part: HeadPart | None = None
 
     @property
     def stored_shape(self) -> Shape:
-        """Shape of the checkpoint's tensor."""
+        """Shape of the checkpoint's tensor, unpacked."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
-        return (self.stacked, *self.shape) if self.stacked else self.shape
+        shape = self.shape
+        if self.pieces:
+            period, _, share = self.pieces
+            shape = (shape[0] // share * period, *shape[1:])
+        shape = shape[::-1] if self.turned else shape
+        return (self.stacked, *shape) if self.stacked else shape
 
     @property
     def padded_shape(self) -> Shape:
         """Shape in the bundle."""
+        if self.part is not None:
+            return self.part.shape(self.shape[1])
         if self.padding is None:
             return self.shape
         axis, size = self.padding.axis, self.padding.heads * self.padding.wide
@@ -89,7 +126,7 @@ class TensorPlan:
     @property
     def parameters(self) -> int:
         """Number of the checkpoint's weights in it; padding does not count."""
-        return sum(math.prod(s.shape) for s in self.sources)
+        return sum(math.prod(s.shape if s.part is None else s.padded_shape) for s in self.sources)
 
     @property
     def is_vocabulary(self) -> bool:

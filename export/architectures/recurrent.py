@@ -1,25 +1,55 @@
-"""The tensors of recurrent layers: ours, the checkpoint's behind the module's name, and their shapes."""
+"""The tensors of recurrent layers, of which checkpoint tensors they are made, and their shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.export.architectures.plans import TensorPlan, plan
 
 __all__ = ["recurrent_tensors"]
 
 
-def recurrent_tensors(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Those of a layer that has a recurrence in the place of attention; of others none."""
+def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
+    """Those of a layer that has a recurrence in the place of attention; of others none.
+
+    Args:
+        root: of the checkpoint's names: the layer's module of the recurrence and a dot.
+    """
+    prefix = f"layers.{layer}.mixer"
+    if spec.mixer(layer) == "conv":
+        yield from _conv_tensors(spec, prefix, root)
+    elif spec.mixer(layer) == "delta":
+        yield from _delta_tensors(spec, prefix, root)
+
+
+def _conv_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
     conv, hidden = spec.conv, spec.hidden_size
-    if conv is None or spec.mixer(layer) != "conv":
-        return
+    assert conv is not None, "a layer with a convolution has its sizes"
     modules: dict[str, tuple[str, tuple[int, ...]]] = {
         "in": ("in_proj", (3 * hidden, hidden)),
         "conv": ("conv", (hidden, 1, conv.width)),
         "out": ("out_proj", (hidden, hidden)),
     }
     for name, (module, shape) in modules.items():
-        yield name, f"{module}.weight", shape
+        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
         if conv.bias:
-            yield f"{name}_bias", f"{module}.bias", shape[:1]
+            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+
+
+def _delta_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
+    delta, hidden = spec.delta, spec.hidden_size
+    assert delta is not None, "a layer with a delta rule has its sizes"
+    channels, heads = 2 * delta.keys + delta.values, delta.value_heads
+    yield plan(
+        f"{prefix}.in",
+        (f"{root}in_proj_qkv.weight", (channels, hidden)),
+        (f"{root}in_proj_z.weight", (delta.values, hidden)),
+    )
+    gates = ((f"{root}in_proj_{name}.weight", (heads, hidden)) for name in ("b", "a"))
+    yield plan(f"{prefix}.gates", *gates)
+    yield plan(f"{prefix}.conv", (f"{root}conv1d.weight", (channels, 1, delta.width)))
+    yield plan(f"{prefix}.dt_bias", (f"{root}dt_bias", (heads,)))
+    yield plan(f"{prefix}.a_log", (f"{root}A_log", (heads,)))
+    yield plan(f"{prefix}.norm", (f"{root}norm.weight", (delta.value_size,)))
+    yield plan(f"{prefix}.out", (f"{root}out_proj.weight", (hidden, delta.values)))

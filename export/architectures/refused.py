@@ -28,26 +28,17 @@ class _Refused:
     gguf: bool = True
 
 
-_HYBRID, _RECURRENT, _LATENT = "hybrid attention", "recurrent layers", "compressed keys and values"
+_HYBRID, _RECURRENT = "hybrid attention", "recurrent layers"
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
     "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
-    "deepseek_v2": _Refused("DeepSeek V2", _LATENT),
-    "deepseek_v3": _Refused("DeepSeek V3", _LATENT),
     "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
     "gemma3n": _Refused("Gemma 3n"),
     "gemma4": _Refused("Gemma 4"),
-    "gpt_oss": _Refused("gpt-oss", "attention sinks"),
     "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
     "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
     "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
-    "minicpm3": _Refused("MiniCPM 3", _LATENT),
     "nemotron_h": _Refused("Nemotron-H", _HYBRID, gguf=False),
-    "phimoe": _Refused("Phi-3.5 MoE"),
-    "qwen3_5": _Refused("Qwen3.5", _HYBRID, gguf=False),
-    "qwen3_5_moe": _Refused("Qwen3.5 MoE", _HYBRID, gguf=False),
-    "qwen3_5_text": _Refused("Qwen3.5", _HYBRID, gguf=False),
-    "qwen3_next": _Refused("Qwen3-Next", _HYBRID, gguf=False),
 }
 
 

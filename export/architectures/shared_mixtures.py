@@ -11,15 +11,15 @@ from edgeinfer.export.architectures.base import Architecture, Naming, common_spe
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["DOTS1", "ERNIE4_5_MOE", "FLEX_OLMO", "GLM4_MOE", "HUNYUAN_MOE"]
+__all__ = ["DOTS1", "ERNIE4_5_MOE", "FLEX_OLMO", "GLM4_MOE", "HUNYUAN_MOE", "SHARED_EXPERTS", "by_sigmoid"]
 
-_SHARED_EXPERTS = MixtureNaming(
+SHARED_EXPERTS = MixtureNaming(
     shared_gate_up=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     shared_down="mlp.shared_experts.down_proj.weight",
 )
 
 
-def _by_sigmoid(config: HFConfig) -> MoESpec:
+def by_sigmoid(config: HFConfig) -> MoESpec:
     """DeepSeek-V3's mixture: shares by the logistic function, chosen with a bias among the best groups."""
     layers, size = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
     dense = config.get("first_k_dense_replace") or 0
@@ -41,7 +41,7 @@ def _by_sigmoid(config: HFConfig) -> MoESpec:
 
 def _read_glm4_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     """GLM-4.5 and 4.6: half of each head is rotated, in some models after norms of queries and keys."""
-    moe, norms = _by_sigmoid(config), config.flag("use_qk_norm")
+    moe, norms = by_sigmoid(config), config.flag("use_qk_norm")
     rope = config.rope(config.head_dim(), partial=0.5)
     return common_spec(config, tied, qkv_bias=config.flag("attention_bias"), qk_norm=norms, rope=rope, moe=moe)
 
@@ -50,7 +50,7 @@ GLM4_MOE = Architecture(
     classes=("Glm4MoeForCausalLM",),
     model_types=("glm4_moe",),
     read=_read_glm4_moe,
-    naming=Naming(mixture=_SHARED_EXPERTS),
+    naming=Naming(mixture=SHARED_EXPERTS),
     # The layer behind the last, of the published models, which predicts a further token.
     ignorable=("*.rotary_emb.inv_freq", "model.layers.46.*", "model.layers.92.*"),
 )
@@ -61,12 +61,12 @@ def _read_dots1(config: HFConfig, tied: bool) -> DecoderSpec:
     bias, slides = config.flag("attention_bias"), config.slides()
     windows = config.windows_of(slides) if any(slides) else ()
     return common_spec(
-        config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, moe=_by_sigmoid(config)
+        config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows, moe=by_sigmoid(config)
     )
 
 
 DOTS1 = Architecture(
-    classes=("Dots1ForCausalLM",), model_types=("dots1",), read=_read_dots1, naming=Naming(mixture=_SHARED_EXPERTS)
+    classes=("Dots1ForCausalLM",), model_types=("dots1",), read=_read_dots1, naming=Naming(mixture=SHARED_EXPERTS)
 )
 
 
@@ -96,7 +96,7 @@ ERNIE4_5_MOE = Architecture(
     read=_read_ernie_moe,
     naming=Naming(
         mixture=dataclasses.replace(
-            _SHARED_EXPERTS, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_stacked=1
+            SHARED_EXPERTS, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_stacked=1
         )
     ),
 )

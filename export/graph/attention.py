@@ -4,7 +4,9 @@
 and values into the pool, and attends. Its inputs beside those of the graph that edgeinfer.bundle.graph describes:
   0 qkv float32 (1, S, heads h + kv_heads h + kv_heads v) · 1 kv_pool · 2 kv_layout · 3 kv_pages · 4 rows · 5 path_slots
   6 position_ids · 7 cos_cache · 8 sin_cache (both or none) · 9 q_norm · 10 k_norm float32 (both or none): (h,) for a
-  root-mean-square norm of each head, as wide as all heads for one of all together
+  root-mean-square norm of each head, as wide as all heads for one of all together. With the attribute `latent`, whose
+  values are part of the keys, 0 is (1, S, heads v + heads h + v + h): the parts of queries that meet values, those that
+  meet keys, value and key; and k_norm alone, (v,), is of the values
   11 sinks float32 (heads,) (optional) · 12 layer_mask (optional): where it is false at the attribute `part`, nothing is
   written and the output is zeros
 
@@ -12,6 +14,12 @@ and values into the pool, and attends. Its inputs beside those of the graph that
 of every row lies in the pool as a value of one head without keys, in float32 whatever `kv_layout` says.
   0 B, C and x side by side float32 (1, S, 3 D) · 1 to 5 as above · 6 weights float32 (D, 1, width), the latest token's
   last · 7 bias float32 (D,) (optional) · 8 layer_mask (optional)
+
+`edgeinfer.GatedDelta`, version 1, attributes heads (of values), key_heads, key_size, value_size, channels, width,
+layer, part, norm_epsilon: the gated delta rule over a row's path, its convolution before, its gated norm behind it.
+  0 queries, keys, values and gate side by side float32 (1, S, channels + heads value_size) · 1 rows · 2 path_slots
+  3 state_pool · 4 state_layout · 5 state_rows · 6 layer_mask (optional) · 7 weights float32 (channels, 1, width) · 8 no
+  bias · 9 b and a side by side float32 (1, S, 2 heads) · 10 dt_bias · 11 a_log float32 (heads,) · 12 norm (value_size,)
 """
 
 from __future__ import annotations
@@ -23,6 +31,8 @@ from typing import Any
 
 from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.operators import Operators
 
@@ -30,6 +40,7 @@ __all__ = ["ATTENTIONS", "Attention", "Carried", "PagedLayer"]
 
 
 _PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
+_STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,17 @@ class Attention(ABC):
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Adds the nodes from a layer's queries, keys and values to what its heads give."""
 
+    def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
+        """Adds the nodes of latent attention from normed hidden states to what its heads give."""
+        raise NotImplementedError("What latent attention keeps lies in pages.")
+
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
         """Adds the nodes from the first product of a layer with a short convolution to what its last one reads."""
         raise NotImplementedError("What convolutions keep lies in pages.")
+
+    def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
+        """Adds the nodes from the first products of a layer with a state to what its last one reads."""
+        raise NotImplementedError("States lie in slots.")
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
         """What a layer's block hands on beside the hidden states; outputs of the graph."""
@@ -127,16 +146,16 @@ class PagedLayer:
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
         """Those of a decoder's layer."""
-        rope = spec.rope_of(layer)
+        rope, latent = spec.rope_of(layer), spec.latent
         return cls(
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
-            key_size=spec.head_dim,
-            value_size=spec.head_dim,
+            key_size=spec.head_dim if latent is None else latent.rotary_size,
+            value_size=spec.head_dim if latent is None else latent.rank,
             layer=layer,
             part=2 * layer,
             rotary_dim=0 if rope is None else rope.dim,
-            norm_epsilon=spec.norm_eps,
+            norm_epsilon=spec.norm_eps if latent is None else latent.norm_eps,
             window=spec.window(layer),
             interleaved=int(rope is not None and rope.interleaved),
             scale=spec.attention_scale,
@@ -146,8 +165,14 @@ class PagedLayer:
         )
 
 
+# Of each mixer with a state: its operator, the vectors that it reads, and attributes beside the sizes of the state.
+_RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "delta": ("GatedDelta", ("dt_bias", "a_log", "norm"), {}),
+}
+
+
 class _PagedAttention(Attention):
-    """One operator of ours, which normalises, rotates, writes and attends, and one for short convolutions."""
+    """One operator of ours, which normalises, rotates, writes and attends, and those of recurrent layers."""
 
     def declare_inputs(self, graph: GraphBuilder) -> None:
         """See `Attention.declare_inputs`."""
@@ -156,6 +181,10 @@ class _PagedAttention(Attention):
         graph.input(io.KV_PAGES, "int32", ("N", "G"))
         graph.input(io.ROWS, "int32", ("S", 4))
         graph.input(io.PATH_SLOTS, "int32", ("X",))
+        if self._spec.geometry.states:
+            graph.input(io.STATE_POOL, "uint8", ("Bs",))
+            graph.input(io.STATE_LAYOUT, "int64", (2 + self._spec.num_layers,))
+            graph.input(io.STATE_ROWS, "int64", ("N", 2))
 
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """See `Attention.attend`."""
@@ -165,6 +194,41 @@ class _PagedAttention(Attention):
         inputs = [qkv, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
+    def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
+        """See `Attention.attend_latent`."""
+        prefix, heads, rope = f"layers.{layer}.attn", self._spec.num_heads, self._spec.rope_of(layer)
+        queries = self._latent_queries(graph, prefix, latent, value, part)
+        if rope is not None and rope.query_beta:
+            factors = graph.op("Gather", [io.QUERY_FACTORS, io.POSITION_IDS], f"{prefix}.factors", axis=0)  # (1, S, 1)
+            queries = graph.op("Mul", [queries, factors], f"{prefix}.queries.factored")
+        by_head = graph.op("Reshape", [queries, graph.constant([0, 0, heads, -1])], f"{prefix}.queries.heads")
+        parts, sizes = [f"{prefix}.queries.plain", f"{prefix}.queries.turning"], [latent.plain_size, latent.rotary_size]
+        graph.ops("Split", [by_head, graph.constant(sizes)], parts, axis=-1)
+        plain, turning = (
+            graph.op("Reshape", [each, graph.constant([0, 0, heads * size])], f"{each}.together")
+            for each, size in zip(parts, sizes, strict=True)
+        )
+        meeting = self._ops.heads(graph, plain, f"{prefix}.k_b", f"{prefix}.k_b.result", heads, part)
+        given = self._ops.linear(graph, value, f"{prefix}.kv_a", f"{prefix}.kv_a.result", part=part)
+        joined = graph.op("Concat", [meeting, turning, given], f"{prefix}.qkv.joined", axis=-1)
+        weights = ["", self._ops.vector(graph, f"{prefix}.kv_norm"), self._ops.vector(graph, f"{prefix}.sinks")]
+        inputs = [joined, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
+        attributes = asdict(PagedLayer.of(self._spec, layer))
+        mixed = graph.op("Attention", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, latent=1, **attributes)
+        return self._ops.heads(graph, mixed, f"{prefix}.v_b", f"{prefix}.heads", heads, part)
+
+    def _latent_queries(
+        self, graph: GraphBuilder, prefix: str, latent: LatentSpec, value: str, part: int | None
+    ) -> str:
+        if not latent.query_rank:
+            return self._ops.linear(graph, value, f"{prefix}.q", f"{prefix}.q.result", part=part)
+        small = self._ops.linear(graph, value, f"{prefix}.q_a", f"{prefix}.q_a.result", part=part)
+        # An epsilon of its own, so that no product can take this norm in.
+        inputs: list[str] = [small, self._ops.vector(graph, f"{prefix}.q_a_norm")]
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": latent.norm_eps, "stash_type": 1}
+        normed = graph.op("RMSNormalization", inputs, f"{prefix}.q_a.normed", **attributes)
+        return self._ops.linear(graph, normed, f"{prefix}.q_b", f"{prefix}.q_b.result", part=part)
+
     def convolve(self, graph: GraphBuilder, layer: int, read: str) -> str:
         """See `Attention.convolve`."""
         conv, prefix = self._spec.conv, f"layers.{layer}.mixer"
@@ -173,6 +237,17 @@ class _PagedAttention(Attention):
         inputs = [read, *_PAGES, weights, self._ops.vector(graph, f"{prefix}.conv_bias"), io.LAYER_MASK]
         attributes = {"channels": self._spec.hidden_size, "width": conv.width, "layer": layer, "part": 2 * layer}
         return graph.op("ShortConv", inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **attributes)
+
+    def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
+        """See `Attention.recur`."""
+        prefix, state = f"layers.{layer}.mixer", self._spec.state_of(layer)
+        name, vectors, attributes = _RECURRENCES[self._spec.mixer(layer)]
+        weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
+        bias = self._ops.vector(graph, f"{prefix}.conv_bias")
+        own = [*further, *(self._ops.vector(graph, f"{prefix}.{vector}") for vector in vectors)]
+        inputs = [read, *_STATES, io.LAYER_MASK, weights, bias, *own]
+        sizes = asdict(state) | {"layer": layer, "part": 2 * layer, "norm_epsilon": self._spec.norm_eps}
+        return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **attributes)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.

@@ -50,8 +50,7 @@ def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: 
         tensors: the table of the stored layout.
     """
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
-    # What recurrences keep lies in pages.
-    for layout in (NATIVE,) if spec.mixers else LAYOUTS:
+    for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
         graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
@@ -106,7 +105,7 @@ class _DecoderGraph:
         for layer in range(self._spec.num_layers):
             moe = self._spec.experts_of(layer)
             if moe is not None:
-                yield Experts(layer, moe, self._tensors)
+                yield Experts(layer, moe, self._tensors, self._spec.activation)
 
     def _declare_inputs(self) -> None:
         spec, graph = self._spec, self._graph
@@ -162,7 +161,8 @@ class _DecoderGraph:
     @property
     def _shares_norm(self) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""
-        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate))
+        beside = self._spec.delta is not None or self._spec.latent is not None
+        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate) or beside)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm of what enters a block, or of what it gives; empty where there is none."""
@@ -172,7 +172,8 @@ class _DecoderGraph:
     def _attention(self, layer: int, hidden: str, entering: _Value, runs: str) -> str:
         carried = self._attend.carried(layer)
         prefix = f"layers.{layer}.{'attn' if self._spec.mixer(layer) == 'attention' else 'mixer'}"
-        block = self._attention_block if self._spec.mixer(layer) == "attention" else self._conv_block
+        blocks = {"attention": self._attention_block, "conv": self._conv_block}
+        block = blocks.get(self._spec.mixer(layer), self._recurrent_block)
         if self._ops.masked:
             return block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
@@ -190,8 +191,11 @@ class _DecoderGraph:
     ) -> str:
         prefix, ops = f"layers.{layer}.attn", self._ops
         value, norm = entering.name, entering.norm
-        qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
-        heads = self._attend.attend(graph, layer, qkv)
+        if self._spec.latent is not None:
+            heads = self._attend.attend_latent(graph, layer, self._spec.latent, value, part)
+        else:
+            qkv = ops.linear(graph, value, f"{prefix}.qkv", f"{prefix}.qkv.result", norm=norm, part=part)
+            heads = self._attend.attend(graph, layer, qkv)
         if self._spec.output_gate:
             gate = ops.linear(graph, value, f"{prefix}.gate", f"{prefix}.gate.result", norm=norm, part=part)
             heads = ops.gate(graph, gate, heads, f"{prefix}.gated")
@@ -207,6 +211,15 @@ class _DecoderGraph:
         mixed = self._attend.convolve(graph, layer, read)
         return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
+    def _recurrent_block(
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+    ) -> str:
+        prefix, ops = f"layers.{layer}.mixer", self._ops
+        names = [f"{prefix}.{name}" for name in ("in", "gates") if f"{prefix}.{name}" in self._tensors]
+        reads = [ops.linear(graph, entering.name, n, f"{n}.result", norm=entering.norm, part=part) for n in names]
+        mixed = self._attend.recur(graph, layer, *reads)
+        return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
+
     def _leave(
         self, graph: GraphBuilder, value: str, name: str, residual: str, norm: str, result: str, part: int | None
     ) -> str:
@@ -220,7 +233,7 @@ class _DecoderGraph:
     def _mlp(self, layer: int, entering: Entering, runs: str, result: str) -> str:
         moe = self._spec.experts_of(layer)
         if moe is not None:
-            return self._mixture(Experts(layer, moe, self._tensors), entering, runs, result)
+            return self._mixture(Experts(layer, moe, self._tensors, self._spec.activation), entering, runs, result)
         self._ids.append(NO_EXPERTS)
         prefix = f"layers.{layer}.mlp"
         if self._ops.masked:

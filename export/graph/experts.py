@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from edgeinfer.bundle import Blob, MoESpec, TensorEntry
-from edgeinfer.bundle.experts import expert_tensor
+from edgeinfer.bundle.experts import expert_biases, expert_tensor
+from edgeinfer.bundle.spec import Activation
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 
 __all__ = ["Experts", "Mixing", "Routing", "float_experts", "quantized_experts"]
 
 # Activations of QMoE are quantized to int8 per block, as those of MatMulNBits.
 _INT8_ACTIVATIONS = 4
-# silu(gate) * up, with the rows of gate and up by turns; other constants than these two bend the curve.
+# silu(gate) * up, with the rows of gate and up by turns; other constants bend the curve, as gpt-oss's do.
 _SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": 1.0, "activation_beta": 0.0}
+_OAI = _SWIGLU | {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 7.0}
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Experts:
     layer: int
     moe: MoESpec
     tensors: Mapping[str, TensorEntry]
+    activation: Activation
 
     @property
     def quantized(self) -> bool:
@@ -59,6 +63,26 @@ class Experts:
     def entry(self, expert: int, part: str) -> TensorEntry:
         """A matrix of an expert."""
         return self.tensors[expert_tensor(self.layer, expert, part)]
+
+    @property
+    def swiglu(self) -> Mapping[str, Any]:
+        """Attributes of ONNX Runtime's operators of gated experts."""
+        return _OAI if self.activation == "swiglu_oai" else _SWIGLU
+
+    def biases(self, graph: GraphBuilder, part: str) -> str:
+        """The biases of a part of all experts one after the other; empty where they have none."""
+        entry = self.tensors.get(expert_biases(self.layer, part))
+        return "" if entry is None else graph.weight(entry.name, entry.data)
+
+    def stacked_biases(self, graph: GraphBuilder, part: str) -> str:
+        """The same (E, N) as ONNX Runtime's operators take them: those of gate and up by turns."""
+        vector = self.biases(graph, part)
+        if not vector:
+            return ""
+        if part == "gate_up":
+            halves = graph.op("Reshape", [vector, graph.constant([self.moe.experts, 2, -1])], f"{vector}.halves")
+            vector = graph.op("Transpose", [halves], f"{vector}.turns", perm=[0, 2, 1])
+        return graph.op("Reshape", [vector, graph.constant([self.moe.experts, -1])], f"{vector}.stacked")
 
     def stacked(self, graph: GraphBuilder, part: str, blob: str = "data") -> str:
         """The initializer of what lies together: a part of all experts; empty where they have none."""
@@ -102,9 +126,10 @@ def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
         mixed = _all_experts(graph, experts, mixing.value, dense)
     else:
         logarithms = graph.op("Log", [dense], f"{prefix}.logarithms")
-        inputs = [mixing.value, logarithms, experts.stacked(graph, "gate_up"), "", experts.stacked(graph, "down")]
+        parts = [(experts.stacked(graph, part), experts.stacked_biases(graph, part)) for part in ("gate_up", "down")]
+        inputs = [mixing.value, logarithms, *parts[0], *parts[1]]
         sizes = {"k": mixing.count, "normalize_routing_weights": 1}
-        mixed = graph.op("MoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, **sizes, **_SWIGLU)
+        mixed = graph.op("MoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, **sizes, **experts.swiglu)
         if not experts.moe.renormalize or experts.moe.scale != 1:
             total = graph.op("ReduceSum", [routing.weights, graph.constant([-1])], f"{prefix}.total", keepdims=1)
             mixed = graph.op("Mul", [mixed, total], f"{prefix}.weighted")
@@ -152,9 +177,24 @@ def quantized_experts(graph: GraphBuilder, mixing: Mixing) -> str:
     # Weights of a norm may be negative: not the highest are chosen then, but those farthest from zero.
     judged = dense if experts.moe.router == "softmax" else graph.op("Abs", [dense], f"{prefix}.distances")
     first, last = ([experts.stacked(graph, p, b) for b in ("data", "scales", "zero_points")] for p in (into, "down"))
-    inputs = [mixing.value, judged, *first[:2], "", *last[:2], "", "", "", "", first[2], last[2], "", dense]
+    biases = [experts.stacked_biases(graph, part) for part in (into, "down")]
+    inputs = [
+        mixing.value,
+        judged,
+        *first[:2],
+        biases[0],
+        *last[:2],
+        biases[1],
+        "",
+        "",
+        "",
+        first[2],
+        last[2],
+        "",
+        dense,
+    ]
     entry = experts.entry(0, into)
-    activation = _SWIGLU if experts.moe.gated else {"activation_type": "silu"}
+    activation = experts.swiglu if experts.moe.gated else {"activation_type": "silu"}
     formats = {"expert_weight_bits": entry.bits, "block_size": entry.block_size, "accuracy_level": _INT8_ACTIVATIONS}
     mixed = graph.op("QMoE", inputs, f"{prefix}.mixed", domain=MICROSOFT, k=mixing.count, **formats, **activation)
     return _added(graph, mixing, mixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
@@ -114,7 +115,8 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
     """Chooses experts by the router's scores and the caller's bias; weights are of the unbiased scores."""
     prefix, moe = f"layers.{experts.layer}.mlp.router", experts.moe
     scores = ops.linear(graph, normed, prefix, f"{prefix}.scores")
-    rules = {"relu": _by_sign, "sigmoid": _by_shares, "softmax": _by_shares if moe.by_shares else _by_scores}
+    by_softmax = _by_shares if moe.by_shares else _by_scores
+    rules = {"relu": _by_sign, "sigmoid": _by_shares, "softmax": by_softmax, "sparsemixer": _by_nearness}
     chosen, weights = rules[moe.router](ops, graph, experts, scores)
     if moe.scale != 1:
         weights = graph.op("Mul", [weights, graph.scalar("experts_scale", moe.scale)], f"{prefix}.scaled")
@@ -187,6 +189,33 @@ def _by_shares(ops: Operators, graph: GraphBuilder, experts: Experts, scores: st
     total = graph.op("ReduceSum", [weights, graph.constant([-1])], f"{prefix}.total", keepdims=1)
     safe = graph.op("Add", [total, graph.scalar("least_total", 1e-20)], f"{prefix}.safe_total")
     return chosen, graph.op("Div", [weights, safe], f"{prefix}.normalized")
+
+
+def _by_nearness(ops: Operators, graph: GraphBuilder, experts: Experts, scores: str) -> tuple[str, str]:
+    """The weight of each expert is its share among those near it that are not better."""
+    prefix, moe = f"layers.{experts.layer}.mlp.router", experts.moe
+    judged = graph.op("Add", [scores, _bias(experts.layer)], f"{prefix}.biased")
+    sizes = graph.op("Abs", [judged], f"{prefix}.sizes")
+    never, left, chosen, weights = graph.scalar("never", -math.inf), judged, [], []
+    for slot in range(moe.top_k):
+        name = f"{prefix}.{slot}"
+        most, best = f"{name}.most", f"{name}.best"
+        graph.ops("TopK", [left, graph.constant([1])], [most, best], axis=-1)
+        larger = graph.op("Max", [sizes, most], f"{name}.larger")
+        allowed = graph.op("Mul", [larger, graph.scalar("jitter", 2 * moe.jitter)], f"{name}.allowed")
+        below = graph.op("Sub", [most, judged], f"{name}.below")
+        far = graph.op("Greater", [below, allowed], f"{name}.far")
+        shares = graph.op("Softmax", [graph.op("Where", [far, never, left], f"{name}.near")], f"{name}.shares", axis=-1)
+        share = graph.op("GatherElements", [shares, best], f"{name}.share", axis=-1)
+        there = graph.op("Greater", [most, graph.scalar("least", _LEAST)], f"{name}.there")
+        weights.append(graph.op("Where", [there, share, graph.scalar("zero", 0.0)], f"{name}.weight"))
+        chosen.append(best)
+        gone = graph.op("Expand", [never, graph.op("Shape", [most], f"{name}.shape")], f"{name}.gone")
+        left = graph.op("ScatterElements", [left, best, gone], f"{name}.left", axis=-1)
+    bounds = [graph.constant([0]), io.EXPERT_COUNT, graph.constant([2])]
+    both = (graph.op("Concat", part, f"{prefix}.all_{i}", axis=-1) for i, part in enumerate((chosen, weights)))
+    ids, shares = (graph.op("Slice", [name, *bounds], f"{name}.counted") for name in both)
+    return ids, shares
 
 
 def _by_sign(ops: Operators, graph: GraphBuilder, experts: Experts, scores: str) -> tuple[str, str]:

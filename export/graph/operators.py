@@ -87,6 +87,10 @@ class Operators:
         product = self._product(graph, value, name, f"{name}.result" if residual else result)
         return graph.op("Add", [residual, product], result) if residual else product
 
+    def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
+        """Multiplies what each head has by a matrix of its own: (1, S, heads K) by (heads N, K) to (1, S, heads N)."""
+        raise NotImplementedError("Products of heads are computed by our own operators.")
+
     def inner(
         self,
         graph: GraphBuilder,

@@ -5,22 +5,23 @@ edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attribute
 
 EmbeddingLowBit, attributes N, K, bits, block_size
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
-LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part
+LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part, heads
+(above 1: the matrix is one of (N / heads, K) for each head, X is (..., heads K), without bias, norm and residual)
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
   7 residual (optional): added to the result · 8 planes int32 (1,) (optional): planes read of an 8-bit matrix
   9 layer_mask (optional): where it is false at `part`, the operator does nothing but pass on the residual, or zeros
-LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part; rows have the
-same bits in any company, which those of MatMul and Gemm do not
+LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N)), norm_epsilon, part, heads; rows have
+the same bits in any company, which those of MatMul and Gemm do not
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
 F that they multiply), cap (of softcap); rows have the same bits in any company
   0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
-MoELowBit, attributes D, ungated: down(silu(up(x))), otherwise down(silu(gate(x)) * up(x))
+MoELowBit, attributes D, ungated: down(silu(up(x))), clamped: gpt-oss's SwiGLU, otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
   offsets of data, low, scales, zero points, -1 for what a matrix does not have · 5 residual (optional) · 6 planes
-  (optional), for the experts of 8 bits
+  (optional), for the experts of 8 bits · 7 biases of gate_up (E, 2 F), or up (E, F) · 8 of down (E, D), both optional
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ class NativeOperators(Operators):
         linear = self._floats if self._tensors[name].bits == 32 else self._fused
         return linear(graph, value, name, result, norm=norm, residual=residual, part=part)
 
+    def heads(self, graph: GraphBuilder, value: str, name: str, result: str, heads: int, part: int | None) -> str:
+        """See `Operators.heads`."""
+        linear = self._floats if self._tensors[name].bits == 32 else self._fused
+        return linear(graph, value, name, result, part=part, heads=heads)
+
     def inner(
         self,
         graph: GraphBuilder,
@@ -150,9 +156,11 @@ class NativeOperators(Operators):
         rows = [[moe.expert_size, *_format(into, start), *_format(out, start)] for into, out in table]
         directory = graph.table(f"{prefix}.directory", rows)
         planes = io.PLANES if any(entry.name in self._with_planes for entry in entries) else ""
-        inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes]
-        sizes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
-        return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **sizes)
+        biases = [experts.biases(graph, part) for part in (experts.into, "down")]
+        inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes, *biases]
+        attributes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
+        attributes |= {"clamped": 1} if self._spec.activation == "swiglu_oai" else {}
+        return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **attributes)
 
     def _fused(
         self,
@@ -165,6 +173,7 @@ class NativeOperators(Operators):
         residual: str = "",
         swiglu: bool = False,
         part: int | None = None,
+        heads: int = 1,
     ) -> str:
         entry = self._tensors[name]
         weight = graph.weight(norm, self._tensors[norm].data) if norm else ""
@@ -179,6 +188,7 @@ class NativeOperators(Operators):
             swiglu=int(swiglu),
             norm_epsilon=self._spec.norm_eps,
             part=part or 0,
+            **_of_heads(heads),
         )
 
     def _floats(
@@ -188,9 +198,10 @@ class NativeOperators(Operators):
         name: str,
         result: str,
         *,
-        norm: str,
-        residual: str,
-        part: int | None,
+        norm: str = "",
+        residual: str = "",
+        part: int | None = None,
+        heads: int = 1,
     ) -> str:
         entry, (n, k) = self._tensors[name], self._tensors[name].shape
         matrix = graph.weight(self._table(entry), entry.data)
@@ -205,6 +216,7 @@ class NativeOperators(Operators):
             by_output=int(not entry.transposed),
             norm_epsilon=self._spec.norm_eps,
             part=part or 0,
+            **_of_heads(heads),
         )
 
     def _bytes(self, graph: GraphBuilder, entry: TensorEntry) -> list[str]:
@@ -226,6 +238,11 @@ def _format(entry: TensorEntry, start: int) -> list[int]:
 def _mask(part: int | None) -> str:
     """The input by which an operator of that part of the model leaves itself out."""
     return "" if part is None else io.LAYER_MASK
+
+
+def _of_heads(heads: int) -> dict[str, int]:
+    """The attribute of products of heads; kernels of before know none."""
+    return {"heads": heads} if heads > 1 else {}
 
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Self
@@ -19,7 +21,9 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.errors import CheckpointError
 
-__all__ = ["Checkpoint", "parse_object", "read_bytes"]
+__all__ = ["FLOATS", "Checkpoint", "parse_object", "read_bytes"]
+
+FLOATS = ("F32", "F16", "BF16")
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -83,8 +87,8 @@ class Checkpoint:
         """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
         return self._tensors[name].stored.dtype
 
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks that a tensor is there with this shape and a floating-point type.
+    def require(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOATS) -> None:
+        """Checks that a tensor is there with this shape and one of these types.
 
         Raises:
             CheckpointError: it is not.
@@ -97,7 +101,7 @@ class Checkpoint:
         if stored.shape != shape:
             message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
-        if stored.dtype not in ("F32", "F16", "BF16"):
+        if stored.dtype not in types:
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
             raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
 
@@ -118,12 +122,20 @@ class Checkpoint:
         row_items = math.prod(shape[1:])
         values = np.empty((stop - start, *shape[1:]), np.float32)
         start += 0 if within is None else within * shape[0]
-        try:
+        with _reading(tensor.file):
             self._read_into(values.reshape(-1), tensor, start * row_items)
-        except OSError as error:
-            raise _unreadable(tensor.file, error) from error
-        except ArrayFileError as error:
-            raise CheckpointError(f"{tensor.file} {error}.", _AGAIN) from error
+        return values
+
+    def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:
+        """As `read`, of a tensor of bytes, as they are."""
+        tensor = self._tensors[name]
+        shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
+        values = np.empty((stop - start, *shape[1:]), np.uint8)
+        first = (start if within is None else within * shape[0] + start) * math.prod(shape[1:])
+        with _reading(tensor.file):
+            file = self._open(tensor.file)
+            file.seek(tensor.stored.offset + first)
+            read_into(file, values)
         return values
 
     def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
@@ -196,6 +208,17 @@ def read_bytes(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Names the file of whatever goes wrong while it is read."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ArrayFileError as error:
+        raise CheckpointError(f"{path} {error}.", _AGAIN) from error
+
+
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"Cannot read {path}: {error.strerror}.", "Check the file and its permissions.")
 
@@ -216,11 +239,6 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 
 def _read_header(path: Path) -> dict[str, _Tensor]:
-    try:
-        with path.open("rb") as file:
-            index = read_index(file, path.stat().st_size)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    except ArrayFileError as error:
-        raise CheckpointError(f"{path} {error}.", _AGAIN) from error
+    with _reading(path), path.open("rb") as file:
+        index = read_index(file, path.stat().st_size)
     return {stored.name: _Tensor(path, stored) for stored in index.arrays}

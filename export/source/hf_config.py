@@ -12,7 +12,7 @@ from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 
-__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config"]
+__all__ = ["OPTIMUM_HINT", "HFConfig", "read_config", "yarn_scale"]
 
 OPTIMUM_HINT = "Try edgeinfer export with --exporter optimum (pip install 'edgeinfer[optimum]')."
 _CONFIG = "config.json"
@@ -143,6 +143,11 @@ class HFConfig:
             )
         raise UnsupportedArchitectureError(f"Rotary embedding of type {kind!r} is not supported.", OPTIMUM_HINT)
 
+    def rope_number(self, name: str) -> float:
+        """A positive constant of the rotation, required."""
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        return _number(given if isinstance(given, dict) else {}, name)
+
     def _yarn(self, given: dict[str, Any], theta: float, dim: int) -> RopeSpec:
         longest = self.integer("max_position_embeddings")
         original = int(_number(given, "original_max_position_embeddings", longest))
@@ -150,10 +155,10 @@ class HFConfig:
         # Source: the YaRN paper and transformers' _compute_yarn_parameters.
         mscales = [given.get(name) for name in ("mscale", "mscale_all_dim")]
         if all(mscales):
-            above, below = (_yarn_scale(factor, _number(given, name)) for name in ("mscale", "mscale_all_dim"))
+            above, below = (yarn_scale(factor, _number(given, name)) for name in ("mscale", "mscale_all_dim"))
             derived = above / below
         else:
-            derived = _yarn_scale(factor, 1.0)
+            derived = yarn_scale(factor, 1.0)
         truncate = given.get("truncate")
         if truncate is not None and not isinstance(truncate, bool):
             raise _wrong("truncate", truncate, "true or false")
@@ -265,7 +270,8 @@ def read_config(folder: Path) -> HFConfig:
     return HFConfig(values)
 
 
-def _yarn_scale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float) -> float:
+    """YaRN's `mscale` of a rotation that is stretched by a factor."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
 
 

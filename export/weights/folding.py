@@ -35,7 +35,8 @@ def fold_layer(
         statistics: of what enters each of the layer's matrices, by name; one without is left as it is.
     """
     folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
-    attention = [f"{prefix}.attn.{name}" for name in ("qkv", "gate") if f"{prefix}.attn.{name}" in tensors]
+    reading = [f"{prefix}.attn.{name}" for name in ("qkv", "gate", "q", "q_a", "kv_a")]
+    attention = [name for name in reading if name in tensors]
     moe = spec.experts_of(layer)
     if moe is None:
         readers, others = [f"{prefix}.mlp.{'gate_up' if spec.gated else 'up'}"], []
@@ -46,11 +47,12 @@ def fold_layer(
         readers = [f"{e}.{'gate_up' if moe.gated else 'up'}" for e in experts] + [f"{s}.gate_up" for s in shared]
         routers = [f"{prefix}.mlp.router", f"{prefix}.mlp.shared.gate"]
         others = [name for name in routers if name in tensors]
-        inner = (experts if moe.gated else []) + shared
+        inner = (experts if moe.gated and not moe.expert_bias else []) + shared
     if spec.pre_norm:
         folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
     if not (spec.value_norm or spec.inner_norms):
-        folder.into_values(spec, f"{prefix}.attn.qkv", f"{prefix}.attn.out")
+        values = "qkv" if spec.latent is None else "v_b"
+        folder.into_values(spec, f"{prefix}.attn.{values}", f"{prefix}.attn.out")
     if spec.pre_norm and not spec.parallel:
         folder.into_norm(f"{prefix}.mlp_norm", readers, others)
     for name in inner if spec.activation != "swiglu_oai" else []:
@@ -85,7 +87,8 @@ class _Folder:
         statistics = self._statistics.get(out)
         if statistics is None or self._plan.scheme(out) is None:
             return
-        heads = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        own = spec.num_kv_heads if spec.latent is None else spec.num_heads
+        heads = (own, spec.num_heads // own, spec.heads_size // spec.num_heads)
         square = statistics.mean_square.reshape(heads).mean(axis=1, keepdims=True)
         shared = np.broadcast_to(square, heads).reshape(-1)
         scale = self._search([out], dataclasses.replace(statistics, mean_square=shared))

@@ -20,6 +20,7 @@ __all__ = [
     "KVCache",
     "ObservedCache",
     "SharingCache",
+    "TrimmedCache",
     "check_edit",
     "check_length",
     "check_snapshot",
@@ -70,6 +71,9 @@ class CacheSnapshot(Protocol):
     def bytes_for(self, rows: int) -> int:
         """Bytes that are kept for so many rows of this kind, wherever they lie, at most."""
 
+    def resumable(self, rows: int) -> int:
+        """After how many of the first rows, `rows` at most, a text can go on: all, but with recurrent layers."""
+
 
 @dataclass(eq=False)
 class CopiedRows:
@@ -102,6 +106,10 @@ class CopiedRows:
         keys, values = list(self.keys), list(self.values)
         self.keys, self.values, length, self.length = keys, values, self.length, at
         return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales)
+
+    def resumable(self, rows: int) -> int:
+        """All of them."""
+        return rows
 
     def bytes_for(self, rows: int) -> int:
         """Bytes of a copy of so many rows."""
@@ -145,6 +153,21 @@ class KVCache(Protocol):
             BackendError: there are fewer rows.
         """
 
+    def resumable(self, length: int) -> int:
+        """To how many rows, `length` at most, the cache can be trimmed for a text to go on there.
+
+        All of them, but where recurrent layers have a state, which cannot go back to any row.
+        """
+
+    def mark(self) -> None:
+        """Keeps what it takes to be trimmed to this length later, where that is not so anyway."""
+
+    def hold(self, length: int | None) -> None:
+        """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins.
+
+        Of a cache that can be trimmed to any length nothing changes.
+        """
+
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """After a pass that began at row `start`: keeps these of its rows, in this order, and drops the others."""
 
@@ -169,6 +192,20 @@ class KVCache(Protocol):
 
     def clear(self) -> None:
         """Drops all rows and gives their memory back, as far as it was not all taken at the beginning."""
+
+
+class TrimmedCache:
+    """What caches have in common that can be trimmed to any length."""
+
+    def resumable(self, length: int) -> int:
+        """See `KVCache.resumable`."""
+        return length
+
+    def mark(self) -> None:
+        """See `KVCache.mark`."""
+
+    def hold(self, length: int | None) -> None:
+        """See `KVCache.hold`."""
 
 
 class SharingCache(KVCache, Protocol):

@@ -16,6 +16,7 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
+    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
@@ -29,7 +30,7 @@ __all__ = ["KVBuffers"]
 _FIRST_ROWS = 256
 
 
-class KVBuffers:
+class KVBuffers(TrimmedCache):
     """Implements `KVCache`: keys and values of every layer, (1, heads, rows, width), in place for GroupQueryAttention.
 
     Args:

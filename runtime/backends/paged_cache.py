@@ -21,96 +21,16 @@ from edgeinfer.runtime.backends.cache import (
     kept_rows,
     row_range,
 )
+from edgeinfer.runtime.backends.paged_snapshot import PageSnapshot, places_in
 from edgeinfer.runtime.paging.layout import PAGE, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
+from edgeinfer.runtime.paging.states import SequenceState, StatePool
 
-__all__ = ["PageSnapshot", "PagedCache"]
+__all__ = ["PagedCache"]
 
 # Rows of all layers that are copied at a time where they have to be: of a 0.5B some 6 MB in float32.
 _PIECE = 4 * PAGE
 _NONE = -1  # in the table
-
-
-class PageSnapshot:
-    """Implements `CacheSnapshot` by holding the pages that the rows lie in.
-
-    Args:
-        pool: that the pages belong to.
-        pages: one behind the other; this becomes a holder of each.
-        offset: of the first row in the first page.
-        length: rows.
-        joined: the first page holds rows of another snapshot, which counts it.
-    """
-
-    in_place = True
-
-    def __init__(self, pool: PagePool, pages: Sequence[int], offset: int, length: int, *, joined: bool = False) -> None:
-        self.pool = pool
-        self.pages = tuple(pages)
-        self.offset = offset
-        self.length = length
-        self._joined = joined
-        pool.share(self.pages)
-
-    def __del__(self) -> None:
-        self.pool.release(self.pages)
-
-    @property
-    def kv(self) -> str:
-        """Name of the type of the cache."""
-        return self.pool.layout.kv
-
-    @property
-    def scales(self) -> str:
-        """`ROW_SCALES` where every row has its own; nothing where none are needed."""
-        return self.pool.layout.scales
-
-    @property
-    def keys(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
-        """A copy of the keys of each layer as they are stored."""
-        return self.pool.rows.stored_keys(self.places)
-
-    @property
-    def values(self) -> tuple[NDArray[Any], ...]:  # L of (H, n, width)
-        """A copy of the values of each layer as they are stored."""
-        return self.pool.rows.stored_values(self.places)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages."""
-        return (len(self.pages) - self._joined) * self.pool.layout.page_bytes
-
-    @property
-    def places(self) -> Ints:  # (n,)
-        """Where the rows lie in the pool."""
-        return places_in(np.array(self.pages, np.int64), self.offset, self.offset + self.length)
-
-    def part(self, start: int, stop: int) -> PageSnapshot:
-        """Rows start..stop-1, in the same pages."""
-        first, last = self.offset + start, self.offset + stop
-        pages = self.pages[first // PAGE : pages_for(last)] if start < stop else ()
-        return PageSnapshot(self.pool, pages, first % PAGE, stop - start, joined=self._joined and first < PAGE)
-
-    def cut(self, at: int) -> PageSnapshot:
-        """No row is copied; a page in which the cut lies is held by both."""
-        end = self.offset + at
-        pages = self.pages[end // PAGE :]
-        rest = PageSnapshot(self.pool, pages, end % PAGE, self.length - at, joined=end % PAGE > 0)
-        mine, others = self.pages[: pages_for(end)], self.pages[pages_for(end) :]
-        self.pages, self.length = mine, at
-        self.pool.release(others)
-        return rest
-
-    def bytes_for(self, rows: int) -> int:
-        """Bytes of the pages that so many rows take where they begin at the end of one."""
-        return (pages_for(rows - 1) + 1 if rows else 0) * self.pool.layout.page_bytes
-
-
-def places_in(table: NDArray[Any], start: int, stop: int) -> Ints:  # (P,) -> (n,)
-    """Where slots start..stop-1 of a table of pages lie in the pool."""
-    slots = np.arange(start, stop)
-    places: Ints = table[slots // PAGE].astype(np.int64) * PAGE + slots % PAGE
-    return places
 
 
 class PagedCache:
@@ -122,9 +42,11 @@ class PagedCache:
         pool: that pages are taken from.
         capacity: tokens the cache may hold.
         spare: rows beyond the capacity that may be prepared, for the padding of passes.
+        states: that the state of recurrent layers is taken from, where the model has any.
 
     Attributes:
         pool, capacity: the same.
+        state: of recurrent layers; None where there are none.
         length: rows in use.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
         observe_keep: called with the arguments of every `keep`.
@@ -133,9 +55,11 @@ class PagedCache:
 
     copyable = True
 
-    def __init__(self, pool: PagePool, capacity: int, spare: int = 0) -> None:
+    def __init__(self, pool: PagePool, capacity: int, spare: int = 0, states: StatePool | None = None) -> None:
         self.pool = pool
         self.capacity = capacity
+        self._states = states
+        self.state = None if states is None else SequenceState(states)
         self._spare = spare
         self.length = 0
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
@@ -181,23 +105,47 @@ class PagedCache:
 
     def fork(self) -> PagedCache:
         """Another cache with the same rows, whose pages both hold until one of them writes there."""
-        forked = PagedCache(self.pool, self.capacity, self._spare)
+        forked = PagedCache(self.pool, self.capacity, self._spare, self._states)
         pages = self._pages[: pages_for(self.length)]
         self.pool.share(pages)
         forked._extend(pages)
         forked.length = self.length
         forked._shared = len(pages)
         self._shared = max(self._shared, len(pages))
+        if self.state is not None and forked.state is not None and (found := self.state.at(self.length)) is not None:
+            forked.state.adopt(found)
         return forked
+
+    def advance(self, rows: int) -> None:
+        """A pass over so many prepared rows is done: they are in use."""
+        self.length += rows
+        if self.state is not None:
+            self.state.advance(self.length)
+
+    def resumable(self, length: int) -> int:
+        """See `KVCache.resumable`."""
+        return length if self.state is None else self.state.resumable(length)
+
+    def mark(self) -> None:
+        """See `KVCache.mark`."""
+        if self.state is not None:
+            self.state.mark()
+
+    def hold(self, length: int | None) -> None:
+        """See `KVCache.hold`."""
+        if self.state is not None:
+            self.state.pinned = length
 
     def trim(self, length: int) -> None:
         """Forgets all rows from `length` on."""
         check_length(length, self.length)
+        if self.state is not None:
+            self.state.trim(length)
         self.length = length
 
     def clear(self) -> None:
         """Forgets all rows and lets go of their pages."""
-        self.length = 0
+        self.trim(0)
         self._drop(0)
         self.pool.trim()
         if self.observe_clear is not None:
@@ -211,7 +159,9 @@ class PagedCache:
             self._own(start, stop)
             places = self._places(start, wanted[-1] + 1)
             self.pool.rows.copy(places[list(rows)], places[: len(wanted)])
-        self.length = stop
+            if self.state is not None:
+                self.state.move(np.array(wanted), np.arange(start, stop))
+        self.trim(stop)
         if self.observe_keep is not None:
             self.observe_keep(start, rows)
 
@@ -219,20 +169,22 @@ class PagedCache:
         """Holds the pages of the rows in use, or of start..stop-1 of them; copies the rows where the pool has no pages
         left for this cache to be full of others."""
         start, stop = row_range(start, stop, self.length)
+        state = None if self.state is None else self.state.at(stop)
+        further: dict[str, Any] = {"start": start, "state": state, "stateful": self.state is not None}
         if start == stop:
-            return PageSnapshot(self.pool, (), 0, 0)
+            return PageSnapshot(self.pool, (), 0, 0, **further)
         last = pages_for(stop)
         if not self._can_share(start // PAGE, last):
             rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
             keys, values = rows.stored_keys(places), rows.stored_values(places)
             return CopiedRows(stop - start, keys, values, layout.kv, layout.scales)
         self._shared = max(self._shared, last)
-        return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start)
+        return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start, **further)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts rows in the place of all."""
         self._check(snapshot, self.capacity)
-        self.length = 0
+        self.trim(0)
         self._append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
@@ -252,6 +204,13 @@ class PagedCache:
         self.length = left or 0
 
     def _append(self, snapshot: CacheSnapshot) -> None:
+        start = self.length
+        self._append_rows(snapshot)
+        state = snapshot.state if isinstance(snapshot, PageSnapshot) and snapshot.start == start else None
+        if self.state is not None and state is not None:
+            self.state.adopt(state)
+
+    def _append_rows(self, snapshot: CacheSnapshot) -> None:
         if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
             self._add_copies(snapshot)
         elif snapshot.offset != self.length % PAGE:

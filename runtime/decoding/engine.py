@@ -240,12 +240,14 @@ class Engine:
     def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
         logits = self._evaluate(prompt, len(prompt), len(prompt))
+        self.backend.cache.mark()
         chosen: Floats = logits[0]
         return chosen
 
     def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
         """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
         started = time.perf_counter()
+        self.backend.cache.hold(None)
         done = cached = self._reuse(prompt)
         stop = min(stop, cached + most)
         logits: Floats = np.zeros((0, self.backend.geometry.vocab_size), np.float32)
@@ -338,11 +340,11 @@ class Engine:
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
         most = min(len(prompt) - 1, self.backend.cache.capacity)
-        cached = min(self.shared(prompt), len(prompt) - 1)
+        cached = self._resumable(min(self.shared(prompt), len(prompt) - 1))
         if cached < self.lost.since:
             cached = 0
         self._keep(cached, prompt)
-        kept = min(self._prefixes.match(prompt), most)
+        kept = self._prefixes.match(prompt[:most])
         if cached == 0:
             self.forget()
         self._truncate(cached)
@@ -371,7 +373,12 @@ class Engine:
             shared += 1
         return shared
 
+    def _resumable(self, length: int) -> int:
+        """The tokens that can be left of so many of the text."""
+        return self.backend.cache.resumable(length - self.lost.tokens) + self.lost.tokens
+
     def _truncate(self, length: int) -> None:
+        length = self._resumable(length)
         del self._tokens[length:]
         self.backend.cache.trim(length - self.lost.tokens)
 

@@ -76,8 +76,13 @@ class PrefixCache:
         return sum(span.rows.nbytes for span in self._spans if span.rows is not None and span.rows.in_place)
 
     def match(self, tokens: Sequence[int]) -> int:
-        """How many of the first tokens have their rows here."""
-        return sum(shared for _, shared in self._path(np.array(tokens, _ID))) if self._spans else 0
+        """After how many of the first tokens a text can go on from rows that are here."""
+        found = at = 0
+        for span, shared in self._path(np.array(tokens, _ID)) if self._spans else ():
+            if span.rows is not None and (rows := span.rows.resumable(shared)):
+                found = at + rows
+            at += shared
+        return found
 
     def take(self, tokens: Sequence[int], start: int, stop: int) -> Iterator[CacheSnapshot]:
         """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece.

@@ -8,9 +8,6 @@
 /* Values that are computed at once: they stay in the first-level cache between loops. */
 enum { ACTIVATION_RUN = 256 };
 
-/* x times the logistic function of `steep` x. */
-static inline float swish(float x, float steep) { return x / (1.0f + exponential(-(x * steep))); }
-
 /* Abramowitz and Stegun 7.1.26, to 1.5e-7. */
 static inline float error_function(float x) {
     float size = bits_float(float_bits(x) & 0x7fffffffu), t = 1.0f / fmaf(0.3275911f, size, 1.0f);
@@ -34,11 +31,6 @@ static inline float xielu(float x, float positive, float negative) {
     return (x > 0.0f ? above : below) + 0.5f * x;
 }
 
-static inline float bounded(float x, float low, float high) {
-    x = x > high ? high : x;
-    return x < low ? low : x;
-}
-
 #define VALUES(value) \
     for (int64_t i = 0; i < n; i++) y[i] = (value)
 
@@ -52,9 +44,7 @@ static void activate_run(const activation *a, const float *x, const float *up, i
         case ACTIVATION_GELU_TANH: VALUES(swish(x[i], 1.5957691216057308f * fmaf(0.044715f, x[i] * x[i], 1.0f))); break;
         case ACTIVATION_RELU2: VALUES(x[i] <= 0.0f ? 0.0f : x[i] * x[i]); break;
         case ACTIVATION_XIELU: VALUES(xielu(x[i], first, second)); break;
-        case ACTIVATION_SWIGLU:
-            VALUES(swish(x[i] > 7.0f ? 7.0f : x[i], 1.702f) * (bounded(up[i], -7.0f, 7.0f) + 1.0f));
-            break;
+        case ACTIVATION_SWIGLU: VALUES(clamped_swiglu(x[i], up[i])); break;
         case ACTIVATION_LOGISTIC: VALUES(1.0f / (1.0f + exponential(-x[i]))); break;
         default: VALUES(first * hyperbolic_tangent(x[i] / first)); break;
     }

@@ -93,6 +93,19 @@ static inline float exponential(float x) {
     return p * power_of_two(shifted);
 }
 
+/* x times the logistic function of `steep` x. */
+static inline float swish(float x, float steep) { return x / (1.0f + exponential(-(x * steep))); }
+
+static inline float bounded(float x, float low, float high) {
+    x = x > high ? high : x;
+    return x < low ? low : x;
+}
+
+/* gpt-oss's gated activation. */
+static inline float clamped_swiglu(float gate, float up) {
+    return swish(gate > 7.0f ? 7.0f : gate, 1.702f) * (bounded(up, -7.0f, 7.0f) + 1.0f);
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The nearest IEEE half, ties to even; at most 65504 in magnitude. */

@@ -55,7 +55,8 @@ int64_t attention_cost(const attention *a) {
     enum { FREE_QUERIES = 8 };
     int64_t positions = 0, queries = a->heads / a->kv_heads;
     for (int64_t row = 0; row < a->count; row++) positions += positions_seen(a, row);
-    return positions * a->kv_heads * (a->key_size + a->value_size) * 4 * most(queries, FREE_QUERIES) / FREE_QUERIES;
+    const int64_t channels = attention_query_size(a) + a->value_size;
+    return positions * a->kv_heads * channels * 4 * most(queries, FREE_QUERIES) / FREE_QUERIES;
 }
 
 /* Cuts rows into runs of one sequence of at most `tile_rows`: (tiles, 2) first and last; NULL only counts. */
@@ -72,7 +73,15 @@ static int64_t cut_rows(const attention *a, int64_t tile_rows, int64_t *tiles) {
 }
 
 /* Whether pages of a type are made float32 before they are multiplied. */
-static int unpacked(int32_t type) { return type == ATTENTION_FLOAT16 || type == ATTENTION_INT4; }
+static int unpacked(const attention *a, int32_t type) {
+    return type == ATTENTION_FLOAT16 || type == ATTENTION_INT4 || (a->latent && type == ATTENTION_INT8);
+}
+
+/* Floats of a page's keys as queries meet them; values join them by whole vectors, which reach beyond. */
+static int64_t met(const attention *a, int64_t page) {
+    if (a->latent) return page * attention_query_size(a) + ATTENTION_TILE * ATTENTION_TILE;
+    return unpacked(a, a->key_type) ? page * a->key_size : 0;
+}
 
 static void *place(char *memory, int64_t *at, int64_t bytes) {
     void *placed = memory ? memory + *at : NULL;
@@ -92,8 +101,8 @@ size_t attention_lay_out(const attention *a, const attention_plan *plan, char *m
     out->sums = place(memory, &at, queries * 4);
     out->factors = place(memory, &at, queries * 4);
     out->seen = place(memory, &at, rows * 16);
-    out->keys = place(memory, &at, unpacked(a->key_type) ? page * a->key_size * 4 : 0);
-    out->values = place(memory, &at, unpacked(a->value_type) ? page * v * 4 : 0);
+    out->keys = place(memory, &at, met(a, page) * 4);
+    out->values = place(memory, &at, unpacked(a, a->value_type) ? page * v * 4 : 0);
     out->gathered = place(memory, &at, plan->gathered * attention_head_bytes(a));
     return (size_t)at;
 }

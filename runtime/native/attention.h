@@ -27,6 +27,9 @@
  * Blocks are merged in order:
  *     M' = max(M, m), a = exponential(M - M'), b = exponential(m - M'), L' = L a + l b, O' = fmaf(b, o, O a)
  * and the result is O * (1 / L). So a row's result does not depend on other rows, threads or where pages lie.
+ *
+ * With `latent` (multi-head latent attention) there is one kv head, and what a query meets is a position's value and then
+ * its key, v + h channels in one chain. The value is stored once. Everything is float32 then, whatever is stored.
  */
 #ifndef EDGEINFER_ATTENTION_H
 #define EDGEINFER_ATTENTION_H
@@ -34,6 +37,7 @@
 #include "activation.h"
 #include "floats.h"
 #include "lowbit.h"
+#include "recurrence.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -53,6 +57,7 @@ typedef struct {
     int32_t norm_whole;  /* of the norms: 1 all heads of a row together, 0 each head */
     int32_t norm_after;  /* queries and keys are normalised after the rotation, which must be head by head */
     int32_t value_norm;  /* values are normalised head by head, without a weight */
+    int32_t latent;      /* values are part of the keys; k_norm, (v), is theirs */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
 
@@ -62,7 +67,7 @@ typedef struct {
     int64_t columns;
 
     int64_t count;            /* rows of the pass */
-    const float *qkv;         /* (count, heads h + kv_heads h + kv_heads v) */
+    const float *qkv;         /* (count, heads h + kv_heads h + kv_heads v); of latent: heads v, heads h, v, h */
     const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras */
     const int32_t *extras;    /* slots */
     const int64_t *positions; /* (count): rows of the tables */
@@ -113,6 +118,7 @@ typedef struct {
     void (*multiply_floats)(const float_matrix *w, const float_rows *rows, int64_t first, int64_t last);
     /* Activation functions: pieces first..last-1. */
     void (*activate)(const activation *a, int64_t first, int64_t last);
+    const recurrence_path *recurrences;
 } attention_path;
 
 /* Bytes of keys, or of values, of one head in a page: a multiple of 64. */
@@ -123,15 +129,24 @@ static inline int64_t attention_head_bytes(const attention *a) {
     return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
 }
 
-/* What write needs for one row, a key or a value and its quantized bytes: a multiple of 64. */
+/* Channels of a query, and of what it meets. */
+static inline int64_t attention_query_size(const attention *a) { return a->key_size + (a->latent ? a->value_size : 0); }
+
+/* Floats of a row of `qkv`. */
+static inline int64_t attention_row_width(const attention *a) {
+    return a->heads * attention_query_size(a) + (int64_t)a->kv_heads * (a->key_size + a->value_size);
+}
+
+/* What write needs for one row, a query, a key or a value and its quantized bytes: a multiple of 64. */
 static inline int64_t attention_row_bytes(const attention *a) {
-    int64_t size = a->key_size > a->value_size ? a->key_size : a->value_size;
+    int64_t query = attention_query_size(a), size = query > a->value_size ? query : a->value_size;
     return (size + 63) / 64 * 64 * 5;
 }
 
 /* Bytes of a query in working memory: its channels, of int8 keys after a scale and a sum. */
 static inline int64_t attention_query_bytes(const attention *a) {
-    return a->key_type == ATTENTION_INT8 ? 8 + ((int64_t)a->key_size + 3) / 4 * 4 : (int64_t)a->key_size * 4;
+    if (a->key_type == ATTENTION_INT8 && !a->latent) return 8 + ((int64_t)a->key_size + 3) / 4 * 4;
+    return attention_query_size(a) * 4;
 }
 
 /* What a pass costs, as bytes that could be read in its time: what a caller weighs threads by. */

@@ -12,6 +12,7 @@
  *     vec_fold_sum, vec_fold_max      of all lanes; sums by halves: l and l + 8, then l + 4, l + 2, l + 1
  *     vec_halves, vec_int8            16 values next to each other
  *     vec_halves_of(bytes, high)      the low or high half of each of 16 bytes
+ *     vec_transpose(from, step, to)   16 rows of 16 floats, `step` apart, as 16 columns next to each other
  *     vec_eight(bytes)                the low halves of 8 bytes, then the high ones
  *     vec_nibbles(bytes, c, high)     of 16 times 4 bytes the low or high half of the c-th of each
  * and for integers `ivec`, 16 of 32 bits, `kvec`, 16 times 4 int8 of keys, `four`, 4 positions by 16 channels of values:

@@ -14,6 +14,15 @@ typedef struct {
     return (vec) { low, high }
 
 INLINE vec vec_set(float x) { BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)); }
+INLINE void vec_transpose(const float *from, int64_t step, float *to) {
+    for (int64_t i = 0; i < LANES; i += 4)
+        for (int64_t c = 0; c < LANES; c += 4) {
+            __m128 rows[4];
+            for (int64_t r = 0; r < 4; r++) rows[r] = _mm_loadu_ps(from + (i + r) * step + c);
+            _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+            for (int64_t r = 0; r < 4; r++) _mm_storeu_ps(to + (c + r) * LANES + i, rows[r]);
+        }
+}
 INLINE vec vec_load(const float *at) { BOTH(_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)); }
 INLINE void vec_store(float *at, vec x) { _mm256_storeu_ps(at, x.low), _mm256_storeu_ps(at + 8, x.high); }
 INLINE void vec_fetch(intptr_t at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
@@ -215,9 +224,10 @@ enum { PANEL = 6, WIDE_ROWS = 3 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_avx2 = {"avx2", write_rows, attend, merge,
-                                       normalise_floats, multiply_floats, activate};
+                                       normalise_floats, multiply_floats, activate, &recurrence_functions};
 #else
 const attention_path attention_avx2 = {"avx2", NULL, NULL, NULL, NULL, NULL, NULL};
 #endif

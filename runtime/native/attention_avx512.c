@@ -8,6 +8,26 @@
 
 typedef __m512 vec;
 
+/* Registers of four runs of four: within the runs first, then the runs themselves. */
+INLINE void vec_transpose(const float *from, int64_t step, float *to) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * step);
+    for (int i = 0; i < 16; i += 4) {
+        const __m512 low = _mm512_unpacklo_ps(a[i], a[i + 1]), high = _mm512_unpackhi_ps(a[i], a[i + 1]);
+        const __m512 low2 = _mm512_unpacklo_ps(a[i + 2], a[i + 3]), high2 = _mm512_unpackhi_ps(a[i + 2], a[i + 3]);
+        b[i] = _mm512_shuffle_ps(low, low2, 0x44), b[i + 1] = _mm512_shuffle_ps(low, low2, 0xee);
+        b[i + 2] = _mm512_shuffle_ps(high, high2, 0x44), b[i + 3] = _mm512_shuffle_ps(high, high2, 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512 first = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88), second = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+        const __m512 third = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd), fourth = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+        _mm512_storeu_ps(to + i * 16, _mm512_shuffle_f32x4(first, second, 0x88));
+        _mm512_storeu_ps(to + (i + 8) * 16, _mm512_shuffle_f32x4(first, second, 0xdd));
+        _mm512_storeu_ps(to + (i + 4) * 16, _mm512_shuffle_f32x4(third, fourth, 0x88));
+        _mm512_storeu_ps(to + (i + 12) * 16, _mm512_shuffle_f32x4(third, fourth, 0xdd));
+    }
+}
+
 INLINE vec vec_set(float x) { return _mm512_set1_ps(x); }
 INLINE vec vec_load(const float *at) { return _mm512_loadu_ps(at); }
 INLINE void vec_store(float *at, vec x) { _mm512_storeu_ps(at, x); }
@@ -142,9 +162,10 @@ enum { PANEL = 8, WIDE_ROWS = 8 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_avx512 = {"avx512", write_rows, attend, merge,
-                                         normalise_floats, multiply_floats, activate};
+                                         normalise_floats, multiply_floats, activate, &recurrence_functions};
 #else
 const attention_path attention_avx512 = {"avx512", NULL, NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -47,9 +47,8 @@ EVERY_ROWS(EVERY_WIDTH)
 static panel_function *const panel_functions[PANEL][2][2] = {EVERY_ROWS(NAMES_OF)};
 
 /* Scores of a tile or two: (queries, 16 or 32) at `scores`. */
-static void multiply_keys(const attention *a, const float *queries, int64_t count, const float *tile, int64_t width,
+static void multiply_keys(int64_t h, const float *queries, int64_t count, const float *tile, int64_t width,
                           intptr_t ahead, float *scores) {
-    const int64_t h = a->key_size;
     for (int64_t i = 0, rows; i < count; i += rows) {
         rows = even_panel(count - i, PANEL);
         panel_functions[rows - 1][0][width - 1]((panel){queries + i * h, tile, scores + i * ATTENTION_STRIDE, h,
@@ -131,24 +130,26 @@ static intptr_t values_ahead(const head_layout *l, const block_view *b, int64_t 
 }
 
 static void score_block(const attention *a, const head_layout *l, const block_view *b, const attention_bench *w) {
-    const int64_t count = b->rows * b->group, tile_size = l->h * ATTENTION_TILE, first = b->first, last = b->last;
+    const int64_t count = b->rows * b->group, tile_size = l->met * ATTENTION_TILE, first = b->first, last = b->last;
     for (int64_t start = first / ATTENTION_PAGE * ATTENTION_PAGE; start < last; start += ATTENTION_PAGE) {
         const uint8_t *page = b->pages[start / ATTENTION_PAGE];
         int64_t tile = start < first ? (first - start) / ATTENTION_TILE : 0;
         int64_t end = (smaller(last - start, ATTENTION_PAGE) + ATTENTION_TILE - 1) / ATTENTION_TILE;
         intptr_t ahead = keys_ahead(l, b, start);
-        if (a->key_type == ATTENTION_INT8) {
+        if (l->integer_keys) {
             score_page_int8(l, page, tile, end, b->queries, count, ahead, w->scores + start);
             continue;
         }
         const float *keys = w->keys;
-        if (a->key_type == ATTENTION_FLOAT32)
+        if (a->latent)
+            unpack_latent(a, l, page, tile, end, 0, w), ahead = 0;
+        else if (a->key_type == ATTENTION_FLOAT32)
             keys = (const float *)(const void *)page;
         else
             unpack_keys(a->key_type, l, page, tile, end, ahead, w->keys), ahead = 0;
         for (int64_t width; tile < end; tile += width) {
             width = end - tile >= 2 && even_panel(count, PANEL) <= WIDE_ROWS ? 2 : 1;
-            multiply_keys(a, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width, ahead,
+            multiply_keys(l->met, (const float *)(const void *)b->queries, count, keys + tile * tile_size, width, ahead,
                           w->scores + start + tile * ATTENTION_TILE);
         }
     }
@@ -228,21 +229,21 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
     for (int64_t i = 0; i < count; i++) {
         const int64_t *seen = b->seen[i / b->group];
         float *scores = w->scores + i * ATTENTION_STRIDE, factor = a->scale;
-        if (a->key_type == ATTENTION_INT8) {
+        if (l->integer_keys) {
             query_head head;
             memcpy(&head, b->queries + i * l->query_bytes, sizeof head);
             factor = head.scale * a->scale;
         }
         w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
         ivec most;
-        if (a->value_type == ATTENTION_INT8) {
+        if (l->integer_values) {
             w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 1, &most);
             w->factors[i] = level_weights(scores, seen[0] / LANES * LANES, (seen[1] + LANES - 1) / LANES * LANES, most);
         } else {
             w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 0, &most);
         }
     }
-    if (a->value_type == ATTENTION_INT8)
+    if (l->integer_values)
         add_block_int8(l, b->pages, b->first, b->last, count, b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
     else
         add_block(a, l, b, w);

@@ -20,6 +20,18 @@ INLINE vec vec_load(const float *at) { EACH(vld1q_f32(at + 4 * i)); }
 INLINE void vec_store(float *at, vec x) {
     for (int i = 0; i < 4; i++) vst1q_f32(at + 4 * i, x.part[i]);
 }
+INLINE void vec_transpose(const float *from, int64_t step, float *to) {
+    for (int64_t i = 0; i < LANES; i += 4)
+        for (int64_t c = 0; c < LANES; c += 4) {
+            const float *at = from + i * step + c;
+            const float32x4x2_t even = vtrnq_f32(vld1q_f32(at), vld1q_f32(at + step));
+            const float32x4x2_t odd = vtrnq_f32(vld1q_f32(at + 2 * step), vld1q_f32(at + 3 * step));
+            for (int r = 0; r < 2; r++) {
+                vst1q_f32(to + (c + r) * LANES + i, vcombine_f32(vget_low_f32(even.val[r]), vget_low_f32(odd.val[r])));
+                vst1q_f32(to + (c + r + 2) * LANES + i, vcombine_f32(vget_high_f32(even.val[r]), vget_high_f32(odd.val[r])));
+            }
+        }
+}
 #if defined(_MSC_VER) && !defined(__clang__)
 INLINE void vec_fetch(intptr_t at) { __prefetch((const void *)at); }
 #else
@@ -192,9 +204,10 @@ enum { PANEL = 6, WIDE_ROWS = 2 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_neon = {"neon", write_rows, attend, merge,
-                                       normalise_floats, multiply_floats, activate};
+                                       normalise_floats, multiply_floats, activate, &recurrence_functions};
 #else
 const attention_path attention_neon = {"neon", NULL, NULL, NULL, NULL, NULL, NULL};
 #endif

@@ -1,17 +1,21 @@
-/* Reading pages: unpacking float16 and int4, and gathering positions that lie apart; knows nothing of scores.
+/* Reading pages: unpacking what is not float32, and gathering positions that lie apart; knows nothing of scores.
  *
  * Part of attention.inc.h.
  */
 
 /* Sizes of one head's part of a page. */
 typedef struct {
-    int64_t h, v, padded;        /* channels; those of values with padding */
+    int64_t h, v, padded, met;   /* channels; those of values with padding; those that a query meets */
+    int integer_keys, integer_values; /* whether they are multiplied as integers */
     int64_t key_bytes, query_bytes, fours, eights, key_groups, value_groups;
 } head_layout;
 
 static head_layout layout_of(const attention *a) {
     head_layout l = {.h = a->key_size, .v = a->value_size};
     l.padded = (l.v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
+    l.met = attention_query_size(a);
+    l.integer_keys = a->key_type == ATTENTION_INT8 && !a->latent;
+    l.integer_values = a->value_type == ATTENTION_INT8 && !a->latent;
     l.key_bytes = attention_key_bytes(a->key_type, a->key_size);
     l.query_bytes = attention_query_bytes(a);
     l.fours = (l.h + 3) / 4, l.eights = (l.h + 7) / 8;
@@ -49,20 +53,34 @@ static void unpack_key_tile_int4(const head_layout *l, const uint8_t *keys, int6
     }
 }
 
-/* Keys of tiles first..last-1 of a page as float32: (tiles, h, 16), each tile at its own place. */
+static void unpack_key_tile_int8(const head_layout *l, const uint8_t *keys, int64_t tile, float *out) {
+    const int8_t *levels = (const int8_t *)keys + tile * l->fours * 64;
+    const vec scales = vec_load_bytes(keys + ATTENTION_PAGE * l->fours * 4 + tile * 64);
+    for (int64_t c = 0; c < l->h; c++) {
+        int8_t column[LANES];
+        for (int i = 0; i < LANES; i++) column[i] = levels[c / 4 * 64 + i * 4 + c % 4];
+        vec_store(out + c * ATTENTION_TILE, vec_mul(vec_int8(column), scales));
+    }
+}
+
+/* Keys of tiles first..last-1 of a page as float32: (tiles, h, 16), each tile at the end of its own place. */
 static void unpack_keys(int32_t type, const head_layout *l, const uint8_t *keys, int64_t first, int64_t last,
                         intptr_t ahead, float *out) {
     const int64_t tile_size = l->h * ATTENTION_TILE;
     for (int64_t tile = first; tile < last; tile++) {
-        float *to = out + tile * tile_size;
+        float *to = out + ((tile + 1) * l->met - l->h) * ATTENTION_TILE;
         if (type == ATTENTION_FLOAT16) {
             const uint8_t *from = keys + tile * tile_size * 2;
             for (int64_t i = 0; i < tile_size; i += ATTENTION_TILE) {
                 vec_fetch((intptr_t)(from + i * 2) + ahead);
                 vec_store(to + i, vec_halves(from + i * 2));
             }
-        } else {
+        } else if (type == ATTENTION_INT4) {
             unpack_key_tile_int4(l, keys, tile, ahead, to);
+        } else if (type == ATTENTION_INT8) {
+            unpack_key_tile_int8(l, keys, tile, to);
+        } else {
+            memcpy(to, keys + tile * tile_size * 4, (size_t)tile_size * 4);
         }
     }
 }
@@ -95,10 +113,35 @@ static void unpack_values(int32_t type, const head_layout *l, const uint8_t *val
         unpack_values_int4(l, values, first, last, ahead, out);
         return;
     }
+    if (type == ATTENTION_INT8) {
+        for (int64_t s = first; s < last; s++) {
+            float scale;
+            memcpy(&scale, values + ATTENTION_PAGE * padded + s * 4, sizeof scale);
+            for (int64_t i = s * padded; i < (s + 1) * padded; i += LANES)
+                vec_store(out + i, vec_mul(vec_int8((const int8_t *)values + i), vec_set(scale)));
+        }
+        return;
+    }
     for (int64_t i = first * padded; i < last * padded; i += LANES) {
         vec_fetch((intptr_t)(values + i * 2) + ahead);
         vec_store(out + i, vec_halves(values + i * 2));
     }
+}
+
+/* What queries meet of tiles first..last-1 of a page where values are part of the keys: (tiles, v + h, 16). */
+static void unpack_latent(const attention *a, const head_layout *l, const uint8_t *page, int64_t first, int64_t last,
+                          intptr_t ahead, const attention_bench *w) {
+    const float *values = (const float *)(const void *)(page + l->key_bytes);
+    if (a->value_type != ATTENTION_FLOAT32) {
+        unpack_values(a->value_type, l, page + l->key_bytes, first * ATTENTION_TILE, last * ATTENTION_TILE, ahead, w->values);
+        values = w->values;
+    }
+    /* The last vectors of a tile reach into the place of its keys, or into the next tile, which are written after. */
+    for (int64_t tile = first; tile < last; tile++)
+        for (int64_t c = 0; c < l->v; c += LANES)
+            vec_transpose(values + tile * ATTENTION_TILE * l->padded + c, l->padded,
+                          w->keys + (tile * l->met + c) * ATTENTION_TILE);
+    unpack_keys(a->key_type, l, page, first, last, ahead, w->keys);
 }
 
 /* Copies `count` pieces of `size` bytes, `step` apart in both. */

@@ -38,6 +38,11 @@ static float vec_fold_max(vec x) {
     return most;
 }
 
+INLINE void vec_transpose(const float *from, int64_t step, float *to) {
+    for (int64_t c = 0; c < LANES; c++)
+        for (int64_t i = 0; i < LANES; i++) to[c * LANES + i] = from[i * step + c];
+}
+
 INLINE vec vec_halves(const uint8_t *at) { EACH(float_of((uint16_t)(at[2 * l] | at[2 * l + 1] << 8))); }
 INLINE vec vec_int8(const int8_t *at) { EACH((float)at[l]); }
 INLINE vec vec_halves_of(const uint8_t *at, int high) { EACH((float)(at[l] >> 4 * high & 15)); }
@@ -120,6 +125,7 @@ enum { PANEL = 2, WIDE_ROWS = 2 };
 #include "attention.inc.h"
 #include "floats.inc.h"
 #include "activation.inc.h"
+#include "recurrence.inc.h"
 
 const attention_path attention_portable = {"portable", write_rows, attend, merge,
-                                           normalise_floats, multiply_floats, activate};
+                                           normalise_floats, multiply_floats, activate, &recurrence_functions};

@@ -207,8 +207,8 @@ static uint8_t *queries_at(const attention *a, const attention_plan *plan, int64
 /* Keeps a query for the products to come: as it is, or as its scale, its sum and int8, padded with zeros. */
 static void store_query(const attention *a, const float *x, uint8_t *out) {
     const int64_t h = a->key_size;
-    if (a->key_type != ATTENTION_INT8) {
-        memcpy(out, x, (size_t)h * sizeof(float));
+    if (a->key_type != ATTENTION_INT8 || a->latent) {
+        memcpy(out, x, (size_t)attention_query_size(a) * sizeof(float));
         return;
     }
     query_head head;
@@ -218,9 +218,31 @@ static void store_query(const attention *a, const float *x, uint8_t *out) {
     for (int64_t i = h; i % 4; i++) values[i] = 0;
 }
 
+/* Where values are part of the keys: each part of a query is turned like what it meets. */
+static void write_latent_row(const attention *a, const attention_plan *plan, int64_t row) {
+    const int64_t h = a->key_size, v = a->value_size, slot = own_slot(a, row), s = slot % ATTENTION_PAGE;
+    const float *q = a->qkv + row * attention_row_width(a), *turning = q + a->heads * v, *value = turning + a->heads * h;
+    uint8_t *room = (uint8_t *)plan->memory + plan->rows_at + (size_t)(row * attention_row_bytes(a));
+    float *x = (float *)(void *)room;
+    uint8_t *bytes = room + attention_row_bytes(a) / 5 * 4, *out = queries_at(a, plan, 0, row);
+    for (int64_t i = 0; i < a->heads; i++) {
+        memcpy(x, q + i * v, (size_t)v * sizeof(float));
+        if (transformed(a->value_type)) transform(x, v);
+        prepare(a, row, turning, i, NULL, 1.0f, x + v);
+        store_query(a, x, out + i * attention_query_bytes(a));
+    }
+    uint8_t *at = head_at(a, a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot, 0);
+    prepare(a, row, value + v, 0, NULL, 1.0f, x);
+    store_key(a->key_type, at, s, x, h, bytes);
+    memcpy(x, value, (size_t)v * sizeof(float));
+    if (a->k_norm) scale_by(x, v, inverse_norm(x, v, a->norm_epsilon), a->k_norm);
+    if (transformed(a->value_type)) transform(x, v);
+    store_value(a->value_type, at + attention_key_bytes(a->key_type, a->key_size), s, x, v, bytes);
+}
+
 static void write_row(const attention *a, const attention_plan *plan, int64_t row) {
     const int64_t h = a->key_size, v = a->value_size, group = a->heads / a->kv_heads;
-    const float *q = a->qkv + row * (a->heads * h + a->kv_heads * (h + v));
+    const float *q = a->qkv + row * attention_row_width(a);
     const float *keys = q + a->heads * h, *values = keys + a->kv_heads * h;
     uint8_t *room = (uint8_t *)plan->memory + plan->rows_at + (size_t)(row * attention_row_bytes(a));
     float *x = (float *)(void *)room;
@@ -250,5 +272,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
 }
 
 static void write_rows(const attention *a, const attention_plan *plan, int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) write_row(a, plan, row);
+    for (int64_t row = first; row < last; row++)
+        if (a->latent) write_latent_row(a, plan, row);
+        else write_row(a, plan, row);
 }

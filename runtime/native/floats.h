@@ -22,13 +22,14 @@ enum { FLOATS_TILE = 64 };
 typedef struct {
     int64_t n, k;      /* outputs, inputs */
     int32_t by_output; /* stored (N, K), otherwise (K, N) */
+    int64_t heads;     /* above 1: each N / heads outputs have inputs of their own, (heads, m, k) */
     const float *data;
 } float_matrix;
 
 /* What is multiplied, and what is done with the product. */
 typedef struct {
     int64_t m;
-    const float *x;        /* (m, k) */
+    const float *x;        /* (m, k), or of each head */
     float *y;              /* (m, n) */
     const float *bias;     /* (n) or NULL */
     const float *residual; /* (m, n) or NULL: added last; may be y itself */

@@ -101,12 +101,24 @@ static void normalise_floats(const lowbit_input *in, int64_t k, float *out, int6
     }
 }
 
+static void multiply_columns(const float_matrix *w, const float_rows *r, int64_t from, int64_t to) {
+    int64_t row = 0;
+    for (; row + 3 <= r->m; row += 3) floats_3(w, r, row, from, to);
+    if (r->m - row == 2) floats_2(w, r, row, from, to);
+    if (r->m - row == 1) floats_1(w, r, row, from, to);
+}
+
 /* Computes columns of tiles first..last-1 for all rows. */
 static void multiply_floats(const float_matrix *w, const float_rows *r, int64_t first, int64_t last) {
+    const int64_t own = w->heads > 1 ? w->n / w->heads : w->n;
     for (int64_t tile = first; tile < last; tile++) {
-        int64_t from = tile * FLOATS_TILE, to = smaller(from + FLOATS_TILE, w->n), row = 0;
-        for (; row + 3 <= r->m; row += 3) floats_3(w, r, row, from, to);
-        if (r->m - row == 2) floats_2(w, r, row, from, to);
-        if (r->m - row == 1) floats_1(w, r, row, from, to);
+        const int64_t end = smaller((tile + 1) * FLOATS_TILE, w->n);
+        for (int64_t from = tile * FLOATS_TILE, to; from < end; from = to) {
+            const int64_t head = from / own;
+            float_rows of_head = *r;
+            of_head.x += head * r->m * w->k;
+            to = smaller(end, (head + 1) * own);
+            multiply_columns(w, &of_head, from, to);
+        }
     }
 }

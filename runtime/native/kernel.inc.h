@@ -53,7 +53,10 @@ static void finish_swiglu(const float *sums, const lowbit_output *out, int64_t r
             gate[c] += out->bias[column + c];
             up[c] += out->bias[width + column + c];
         }
-    for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gate[c] / (1.0f + exponential(-gate[c])) * up[c];
+    if (out->swiglu == 2)
+        for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = clamped_swiglu(gate[c], up[c]);
+    else
+        for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gate[c] / (1.0f + exponential(-gate[c])) * up[c];
     lowbit_output rest = {out->y, NULL, out->residual, 0};
     finish_half(gate, &rest, row, width, column, count);
 }

@@ -26,6 +26,18 @@ static inline int64_t matrix_plane(const lowbit_matrix *w) {
     return lowbit_tiles(w) * lowbit_blocks(w->k, w->block) * lowbit_step(w);
 }
 
+/* One tile of a matrix that is not paired, as a matrix of its own. */
+static inline lowbit_matrix matrix_tile(const lowbit_matrix *w, int64_t tile) {
+    const int64_t blocks = lowbit_blocks(w->k, w->block), left = w->n - tile * LOWBIT_TILE;
+    lowbit_matrix one = *w;
+    one.n = left < LOWBIT_TILE ? left : LOWBIT_TILE;
+    one.data += tile * blocks * lowbit_step(w);
+    if (one.low) one.low += tile * blocks * lowbit_step(w);
+    one.scales += tile * blocks * LOWBIT_TILE;
+    if (one.zeros) one.zeros += tile * blocks * LOWBIT_TILE;
+    return one;
+}
+
 /* Bytes that a product reads of one tile: values and scales. */
 static inline int64_t matrix_tile_bytes(const lowbit_matrix *w) {
     int64_t blocks = lowbit_blocks(w->k, w->block);

@@ -1,15 +1,16 @@
 /* The operator Attention: rows join the pages of their sequences and attend to their paths; knows nothing of how.
  *
- * inputs: qkv (..., heads h + kv_heads h + kv_heads v) float: S rows | pool (bytes) uint8, updated in place: all rows are
+ * inputs: qkv (..., heads h + kv_heads h + kv_heads v) float, of latent (..., heads v + heads h + v + h): S rows | pool (bytes) uint8, updated in place: all rows are
  * written before any attends | layout (3 + L) int64: key type, value type, page_bytes, offset of each layer | pages
  * (B, P) int32: page of each 64 slots of each sequence, -1: none | rows (S, 4) int32: sequence, prefix n, first extra,
  * number of extras. A row sees the slots 0 to n - 1 and its extras, the last of which is its own | extras (X) int32:
  * slots, ascending within a row | position_ids (S) int64: for the rotation | cos, sin (P', rotary_dim / 2), both or
- * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation | sinks (heads) |
+ * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation; of latent there
+ * is k_norm alone, (v), which is of the values | sinks (heads) |
  * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
  * norm_epsilon, norm_after (norms of queries and keys come after the rotation), value_norm (values have a norm without a
- * weight), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * weight), latent (values are part of the keys), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -53,6 +54,7 @@ static OrtStatus *open_sizes(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "interleaved", &a->interleaved));
     ORT_TRY(ort_flag(base, info, "norm_after", &a->norm_after));
     ORT_TRY(ort_flag(base, info, "value_norm", &a->value_norm));
+    ORT_TRY(ort_flag(base, info, "latent", &a->latent));
     a->heads = narrow(heads), a->kv_heads = narrow(kv_heads), a->key_size = narrow(key), a->value_size = narrow(value);
     a->rotary = narrow(ort_int_or_zero(base, info, "rotary_dim"));
     a->window = ort_int_or_zero(base, info, "window");
@@ -90,7 +92,7 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
 static OrtStatus *read_rows(const node *op, const OrtKernelContext *context, pass *p, ort_shape *out) {
     const ort_kernel *base = &op->base;
     attention *a = &p->a;
-    int64_t width = (int64_t)a->heads * a->key_size + (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    int64_t width = attention_row_width(a);
     const void *qkv, *rows, *positions;
     ORT_TRY(ort_read_shaped(base, context, QKV, out, &qkv));
     if (out->rank < 1 || out->sizes[out->rank - 1] != width)
@@ -150,6 +152,9 @@ static OrtStatus *read_norms(const node *op, const OrtKernelContext *context, pa
     int64_t q, k, size = a->key_size;
     ORT_TRY(read_optional(op, context, Q_NORM, &q, &a->q_norm));
     ORT_TRY(read_optional(op, context, K_NORM, &k, &a->k_norm));
+    if (a->latent && (q || (k && k != a->value_size)))
+        return ort_fail(&op->base, "of latent attention there is k_norm alone, of %lld elements", (long long)a->value_size);
+    if (a->latent) size = a->value_size;
     int heads_fit = (!q || q == size) && (!k || k == size);
     int whole_fit = (!q || q == a->heads * size) && (!k || k == a->kv_heads * size);
     if (!heads_fit && !whole_fit)
@@ -196,7 +201,7 @@ static OrtStatus *run(const node *op, const OrtKernelContext *context, pass *p) 
     void *memory = scratch_take(p->plan.bytes);
     if (!memory) return ort_fail(base, "out of memory for %lld rows", (long long)a->count);
     attention_start(a, &p->plan, memory);
-    int64_t width = (int64_t)a->heads * a->key_size + (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    int64_t width = attention_row_width(a);
     p->path = attention_path_of(base->isa);
     p->write_jobs = ort_jobs(a->count, a->count * width * VALUE_BYTES);
     OrtStatus *status = ort_parallel(base, context, write_job, p->write_jobs, p);

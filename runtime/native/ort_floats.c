@@ -2,9 +2,11 @@
  *
  * inputs: X (..., K) float | weight, as many floats as N K | bias (N) | norm (K): X is normalised by its root mean square
  * and this weight | residual, shaped as the output, is added last | layer_mask, as LinearLowBit has it.
- * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon, part. Output: (..., N).
+ * attributes: N, K, by_output: the weight is (N, K), otherwise (K, N); norm_epsilon, part; heads, as LinearLowBit has it.
+ * Output: (..., N).
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "attention.h"
 #include "matrix.h"
@@ -27,8 +29,8 @@ typedef struct {
     float_matrix matrix;
     lowbit_input input;
     float_rows rows;
-    float *normed;
-    int64_t tiles, norm_jobs, jobs;
+    float *made; /* rows that were normed, or put together by heads */
+    int64_t tiles, made_jobs, jobs;
 } product;
 
 static OrtStatus *open_linear(linear *op, const OrtKernelInfo *info) {
@@ -39,12 +41,15 @@ static OrtStatus *open_linear(linear *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "by_output", &w->by_output));
     if (w->n < 1 || w->n > MATRIX_MOST || w->k < 1 || w->k > MATRIX_MOST)
         return ort_fail(base, "N and K must be between 1 and 2^28");
+    ORT_TRY(ort_heads(base, info, w->n, &w->heads));
     if (base->inputs[NORM].given) {
         OrtStatus *status = base->api->KernelInfoGetAttribute_float(info, "norm_epsilon", &op->epsilon);
         if (status) return base->api->ReleaseStatus(status), ort_fail(base, "norm needs the attribute norm_epsilon");
     }
     ORT_TRY(ort_expect(base, WEIGHT, w->n * w->k));
     ORT_TRY(ort_expect(base, BIAS, w->n));
+    if (w->heads > 1 && (base->inputs[BIAS].given || base->inputs[NORM].given))
+        return ort_fail(base, "a product of heads has no bias and no norm");
     return ort_expect(base, NORM, w->k);
 }
 
@@ -61,8 +66,17 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
 static void norm_job(void *data, size_t index) {
     const product *p = data;
     int64_t job = (int64_t)index, m = p->rows.m;
-    p->path->normalise_floats(&p->input, p->matrix.k, p->normed, m * job / p->norm_jobs,
-                              m * (job + 1) / p->norm_jobs);
+    p->path->normalise_floats(&p->input, p->matrix.k, p->made, m * job / p->made_jobs,
+                              m * (job + 1) / p->made_jobs);
+}
+
+/* (m, heads, k) to (heads, m, k). */
+static void gather_job(void *data, size_t index) {
+    const product *p = data;
+    const int64_t job = (int64_t)index, m = p->rows.m, heads = p->matrix.heads, k = p->matrix.k;
+    for (int64_t row = m * job / p->made_jobs; row < m * (job + 1) / p->made_jobs; row++)
+        for (int64_t head = 0; head < heads; head++)
+            memcpy(p->made + (head * m + row) * k, p->input.x + (row * heads + head) * k, (size_t)k * sizeof(float));
 }
 
 static void multiply_job(void *data, size_t index) {
@@ -73,16 +87,17 @@ static void multiply_job(void *data, size_t index) {
 
 static OrtStatus *run(const linear *op, const OrtKernelContext *context, product *p) {
     const float_matrix *w = &p->matrix;
-    int64_t m = p->rows.m;
+    int64_t m = p->rows.m, width = w->k * w->heads;
     p->tiles = floats_tiles(w);
-    p->norm_jobs = ort_jobs(m, m * w->k * (int64_t)sizeof(float));
+    p->made_jobs = ort_jobs(m, m * width * (int64_t)sizeof(float));
     p->jobs = ort_jobs(p->tiles, w->n * w->k * (int64_t)sizeof(float) * (1 + m / FREE_ROWS));
-    if (!p->input.weight) return ort_parallel(&op->base, context, multiply_job, p->jobs, p);
-    p->rows.x = p->normed = scratch_take((size_t)(m * w->k) * sizeof(float));
-    if (!p->normed) return ort_fail(&op->base, "out of memory for %lld rows", (long long)m);
-    OrtStatus *status = ort_parallel(&op->base, context, norm_job, p->norm_jobs, p);
+    const int apart = w->heads > 1 && m > 1;
+    if (!p->input.weight && !apart) return ort_parallel(&op->base, context, multiply_job, p->jobs, p);
+    p->rows.x = p->made = scratch_take((size_t)(m * width) * sizeof(float));
+    if (!p->made) return ort_fail(&op->base, "out of memory for %lld rows", (long long)m);
+    OrtStatus *status = ort_parallel(&op->base, context, apart ? gather_job : norm_job, p->made_jobs, p);
     if (!status) status = ort_parallel(&op->base, context, multiply_job, p->jobs, p);
-    scratch_give(p->normed);
+    scratch_give(p->made);
     return status;
 }
 
@@ -94,9 +109,10 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const void *x, *weight, *bias, *norm, *residual;
     ort_shape shape;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));
-    if (shape.rank < 1 || shape.sizes[shape.rank - 1] != w->k)
-        return ort_fail(base, "the last dimension of X must be K = %lld", (long long)w->k);
-    p.rows.m = shape.elements / w->k;
+    const int64_t read = w->k * w->heads;
+    if (shape.rank < 1 || shape.sizes[shape.rank - 1] != read)
+        return ort_fail(base, "the last dimension of X must be K = %lld", (long long)read);
+    p.rows.m = shape.elements / read;
     int left_out;
     shape.sizes[shape.rank - 1] = w->n;
     ORT_TRY(ort_read(base, context, RESIDUAL, p.rows.m * w->n, &residual));

@@ -2,11 +2,12 @@
  *
  * inputs: X (..., D) float | expert_ids (..., k) int64 | expert_weights (..., k) float | experts: the bytes of all
  * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
- * high plane alone, 2 both. attributes: D, ungated. Output: as X.
+ * high plane alone, 2 both | biases of gate_up (E, 2 F), or of up (E, F), and of down (E, D). attributes: D, ungated,
+ * clamped. Output: as X.
  * A row of the directory: F | bits, block, data, low, scales, zeros of gate_up, paired (2 F, D), or of up (F, D) where
  * experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even for scales; -1 where a
  * matrix has no low plane or zero points.
- * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))). A token's results are added in the order of its k
+ * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))), or with gpt-oss's clamped SwiGLU. A token's results are added in the order of its k
  * slots, each times its weight, so a row does not depend on the others. A slot whose weight is zero is skipped, whatever
  * its id. Bytes of experts that nobody chose are not touched.
  */
@@ -17,7 +18,7 @@
 #include "ort_support.h"
 #include "scratch.h"
 
-enum { X, EXPERT_IDS, EXPERT_WEIGHTS, EXPERTS, DIRECTORY, RESIDUAL, PLANES };
+enum { X, EXPERT_IDS, EXPERT_WEIGHTS, EXPERTS, DIRECTORY, RESIDUAL, PLANES, UP_BIAS, DOWN_BIAS };
 enum { COLUMNS = 13, GATE_UP = 1, DOWN = 7 };
 /* Work in units of bytes read, as in ort_linear.c. */
 enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
@@ -25,7 +26,7 @@ enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
 typedef struct {
     ort_kernel base;
     int64_t width; /* D */
-    int32_t ungated;
+    int32_t ungated, clamped;
 } moe;
 
 /* The pairs of a token and a slot that chose the same expert: rows first..first+m-1 of all rows in that order. */
@@ -33,7 +34,8 @@ typedef struct {
     int64_t first, m;
     lowbit_matrix gate_up, down;
     lowbit_rows in, mid;
-    float *hidden; /* (m, F) */
+    const float *up_bias, *down_bias; /* or NULL */
+    float *hidden;                    /* (m, F) */
 } group;
 
 typedef struct {
@@ -45,6 +47,7 @@ typedef struct {
     int64_t *pair_of, *row_of, *group_of;      /* pair of a row, row of a pair or -1, group of a row */
     group *groups;
     int64_t group_count;
+    int32_t swiglu; /* of lowbit_output */
     float *results; /* (rows, D) */
     int64_t jobs;   /* of the step that runs */
 } mixture;
@@ -93,6 +96,8 @@ static OrtStatus *open_moe(moe *op, const OrtKernelInfo *info) {
     const ort_input *experts = &base->inputs[EXPERTS], *directory = &base->inputs[DIRECTORY];
     ORT_TRY(ort_int(base, info, "D", &op->width));
     ORT_TRY(ort_flag(base, info, "ungated", &op->ungated));
+    ORT_TRY(ort_flag(base, info, "clamped", &op->clamped));
+    if (op->clamped && op->ungated) return ort_fail(base, "clamped experts are gated");
     ORT_TRY(ort_expect(base, PLANES, 1));
     if (op->width < 1 || op->width > MATRIX_MOST) return ort_fail(base, "D must be between 1 and 2^28");
     if (!experts->data || !directory->data) return NULL;
@@ -149,7 +154,9 @@ static void multiply_share(const mixture *m, int64_t job, int down) {
         const lowbit_matrix *w = down ? &g->down : &g->gate_up;
         int64_t tiles = lowbit_tiles(w);
         int64_t from = first > start ? first - start : 0, to = last - start < tiles ? last - start : tiles;
-        lowbit_output out = {down ? m->results + g->first * m->width : g->hidden, NULL, NULL, !down};
+        lowbit_output out = {.y = down ? m->results + g->first * m->width : g->hidden,
+                             .bias = down ? g->down_bias : g->up_bias,
+                             .swiglu = down ? 0 : m->swiglu};
         if (from < to) m->isa->multiply(w, down ? &g->mid : &g->in, &out, from, to);
         start += tiles;
     }
@@ -247,6 +254,19 @@ static OrtStatus *run_steps(const moe *op, const OrtKernelContext *context, mixt
     return NULL;
 }
 
+/* A chosen expert's part of the biases, which hold as many for each expert. */
+static OrtStatus *read_biases(const moe *op, const OrtKernelContext *context, int64_t experts, int64_t expert,
+                              group *g) {
+    const void *up, *down;
+    ORT_TRY(ort_expect(&op->base, UP_BIAS, experts * g->gate_up.n));
+    ORT_TRY(ort_expect(&op->base, DOWN_BIAS, experts * g->down.n));
+    ORT_TRY(ort_read(&op->base, context, UP_BIAS, experts * g->gate_up.n, &up));
+    ORT_TRY(ort_read(&op->base, context, DOWN_BIAS, experts * g->down.n, &down));
+    g->up_bias = up ? (const float *)up + expert * g->gate_up.n : NULL;
+    g->down_bias = down ? (const float *)down + expert * g->down.n : NULL;
+    return NULL;
+}
+
 /* Everything after the inputs are read. */
 static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m, const int64_t *directory,
                       int64_t experts, const uint8_t *bytes, int64_t size, int planes) {
@@ -262,6 +282,7 @@ static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m
     OrtStatus *status = NULL;
     for (int64_t i = 0; i < m->group_count && !status; i++) {
         status = read_expert(op, directory, chosen[i], bytes, size, &m->groups[i].gate_up, &m->groups[i].down);
+        if (!status) status = read_biases(op, context, experts, chosen[i], &m->groups[i]);
         if (planes == 1) m->groups[i].gate_up.low = m->groups[i].down.low = NULL;
     }
     if (!status) {
@@ -280,7 +301,7 @@ static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m
 static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const moe *op = kernel;
     const ort_kernel *base = &op->base;
-    mixture m = {.isa = base->isa, .width = op->width};
+    mixture m = {.isa = base->isa, .width = op->width, .swiglu = op->clamped ? 2 : 1};
     const void *x, *ids, *weights, *bytes, *directory, *residual, *planes;
     ort_shape shape, choices, blob, rows;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));
@@ -313,7 +334,7 @@ static void ORT_CALL destroy(void *kernel) { free(kernel); }
 const ort_operator ort_moe = {
     .base = ORT_BASE(create, compute, destroy),
     .name = "MoELowBit",
-    .input_count = 7,
+    .input_count = 9,
     .inputs =
         {
             {"X", ORT_FLOAT, ORT_REQUIRED},
@@ -323,5 +344,7 @@ const ort_operator ort_moe = {
             {"directory", ORT_INT64, ORT_REQUIRED},
             {"residual", ORT_FLOAT, ORT_OPTIONAL},
             {"planes", ORT_INT32, ORT_OPTIONAL},
+            {"up_bias", ORT_FLOAT, ORT_OPTIONAL},
+            {"down_bias", ORT_FLOAT, ORT_OPTIONAL},
         },
 };

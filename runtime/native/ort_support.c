@@ -88,6 +88,12 @@ OrtStatus *ort_flag(const ort_kernel *kernel, const OrtKernelInfo *info, const c
     return value == 0 || value == 1 ? NULL : ort_fail(kernel, "%s must be 0 or 1", name);
 }
 
+OrtStatus *ort_heads(const ort_kernel *kernel, const OrtKernelInfo *info, int64_t n, int64_t *out) {
+    const int64_t heads = ort_int_or_zero(kernel, info, "heads");
+    *out = heads ? heads : 1;
+    return *out > 0 && n % *out == 0 ? NULL : ort_fail(kernel, "heads must divide N");
+}
+
 static OrtStatus *check_elements(const ort_kernel *kernel, size_t index, int64_t elements, int64_t wanted) {
     if (elements == wanted) return NULL;
     return ort_fail(kernel, "%s has %lld elements instead of %lld", kernel->op->inputs[index].name,

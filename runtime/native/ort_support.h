@@ -67,6 +67,8 @@ int64_t ort_int_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, con
 float ort_float_or_zero(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name);
 /* The attribute, which is 0 or 1; 0 where it is absent. */
 OrtStatus *ort_flag(const ort_kernel *kernel, const OrtKernelInfo *info, const char *name, int32_t *out);
+/* The attribute heads, which divides the N of a matrix; 1 where it is absent. */
+OrtStatus *ort_heads(const ort_kernel *kernel, const OrtKernelInfo *info, int64_t n, int64_t *out);
 
 /* An error unless the input, where it is a constant, has that many elements. */
 OrtStatus *ort_expect(const ort_kernel *kernel, size_t index, int64_t elements);
@@ -123,5 +125,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
     }
 
 extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe, ort_activation, ort_conv;
+extern const ort_operator ort_delta;
 
 #endif

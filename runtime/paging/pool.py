@@ -1,4 +1,4 @@
-"""The pages of a model: who holds which, and the memory that they take while somebody does."""
+"""Blocks of memory that many share, such as the pages of a model: who holds which, and what they take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
 from edgeinfer.runtime.system.allocation import refused
 
-__all__ = ["PagePool"]
+__all__ = ["BlockPool", "PagePool"]
 
 # Bytes of pages that stay in memory when nobody holds them, but one page at least: one that is given back costs its
 # zeroing when it is taken again, and a search over several texts lets go of a page and takes one in every step.
@@ -28,36 +28,36 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _ADVICE = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
 
 
-class PagePool:
-    """Pages that sequences, snapshots and kept prefixes take, share and release; safe from any thread.
+class BlockPool:
+    """Blocks of one size that sequences, snapshots and kept prefixes take, share and release; safe from any thread.
 
-    The memory of all pages is one range of addresses, which the system fills as pages are touched. It never moves, so a
+    The memory of all is one range of addresses, which the system fills as blocks are touched. It never moves, so a
     graph can be bound to it once.
 
     Args:
-        layout: of the pages.
-        pages: that there are.
+        pages: blocks that there are.
+        page_bytes: of each.
+        spare: blocks that stay in memory when nobody holds them.
 
     Attributes:
-        layout, pages: the same.
-        memory: of all pages. (pages * page_bytes,)
-        rows: of all pages.
+        pages: the same.
+        memory: of all blocks. (pages * page_bytes,)
 
     Raises:
         BudgetError: the system does not grant the addresses.
     """
 
-    def __init__(self, layout: PageLayout, pages: int) -> None:
-        self.layout = layout
+    def __init__(self, pages: int, page_bytes: int, spare: int) -> None:
         self.pages = pages
-        size = pages * layout.page_bytes
+        self._page_bytes = page_bytes
+        self._most_spare = spare
+        size = pages * page_bytes
         flags = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, size, **({"flags": flags} if flags else {}))
         except (OSError, OverflowError) as error:
             raise refused("The KV cache", MemoryError(f"of size {size}")) from error
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self.rows = PageRows(layout, self.memory)
         self._holders = [0] * pages
         # Low ones first, so that the pages in use lie together.
         self._untouched = list(range(pages))
@@ -78,7 +78,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that somebody holds, and of those that stay in memory for the next one."""
-        return (self.pages - len(self._untouched)) * self.layout.page_bytes
+        return (self.pages - len(self._untouched)) * self._page_bytes
 
     def take(self, count: int) -> list[int]:
         """Pages for one holder, whatever is in them.
@@ -88,7 +88,7 @@ class PagePool:
         """
         with self._lock:
             if count > self.free:
-                message = f"The KV cache has no {count} pages of {self.layout.page_bytes} bytes left of {self.pages}."
+                message = f"The KV cache has no {count} pages of {self._page_bytes} bytes left of {self.pages}."
                 raise BackendError(message, "End other conversations, or load the model with a larger context.")
             taken = [self._spare.pop() if self._spare else heapq.heappop(self._untouched) for _ in range(count)]
             for page in taken:
@@ -121,7 +121,7 @@ class PagePool:
             if self._holders[page] == 1:
                 return page
             (copy,) = self.take(1)
-            size = self.layout.page_bytes
+            size = self._page_bytes
             pages = self.memory.reshape(-1, size)
             pages[copy] = pages[page]
             self.release([page])
@@ -134,15 +134,36 @@ class PagePool:
                 self._give_back(self._spare.pop())
 
     def _drop(self, page: int) -> None:
-        if len(self._spare) < max(1, _SPARE_BYTES // self.layout.page_bytes):
+        if len(self._spare) < self._most_spare:
             self._spare.append(page)
         else:
             self._give_back(page)
 
     def _give_back(self, page: int) -> None:
         # Whole pages of the system, which are of up to 64 KB.
-        start = -(-page * self.layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (page + 1) * self.layout.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        start = -(-page * self._page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (page + 1) * self._page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if _ADVICE is not None and start < stop:
             self._map.madvise(_ADVICE, start, stop - start)
         heapq.heappush(self._untouched, page)
+
+
+class PagePool(BlockPool):
+    """The pages of a model's keys and values.
+
+    Args:
+        layout: of the pages.
+        pages: that there are.
+
+    Attributes:
+        layout: the same.
+        rows: of all pages.
+
+    Raises:
+        BudgetError: the system does not grant the addresses.
+    """
+
+    def __init__(self, layout: PageLayout, pages: int) -> None:
+        super().__init__(pages, layout.page_bytes, max(1, _SPARE_BYTES // layout.page_bytes))
+        self.layout = layout
+        self.rows = PageRows(layout, self.memory)

@@ -128,6 +128,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._plain_left = self._governor.rest if self._drafters else _UNASKED
         if not self._drafters or (self._plain_left and not self._sampler.forced(())):
             started = time.perf_counter_ns()
+            self._backend.cache.hold(None)
             tokens = self._plain_step(lost)
             self._context.tokens.extend(tokens)
             self._plain_left -= 1
@@ -147,6 +148,7 @@ class SpeculativeDecoding(DecodingStrategy):
             base: rows of the cache, which holds all of the text but the root.
         """
         started = time.perf_counter_ns()
+        self._backend.cache.hold(base)
         self._catch_up()
 
         # Propose: a tree of tokens that may follow the root. The root and the token after the draft need room too.

@@ -179,6 +179,7 @@ class DeviceCosts:
             return measure_guesses(drafter, context)
         finally:
             backend.cache.trim(base)
+            backend.cache.hold(None)
 
     def _shown(self, root: int) -> Round:
         """A round that committed nothing and shows made-up states, for drafters that guess from those."""

@@ -109,6 +109,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
         drift = _drift(backend, past, budget_s)
         backend.cache.trim(0)
         return ExactCheck(False, drift.largest, drift.worst_gap, max(drift.noise, _LEAST_NOISE), drift.rows)
+    backend.cache.hold(past)
     differences, same_cache = _Differences(), True
     first: tuple[Floats, CacheSnapshot] | None = None
     for cuts in _cuts(size):
@@ -123,6 +124,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     if backend.capabilities.paged and first is not None and past and past + 2 * size <= backend.cache.capacity:
         differences.add(_side_rows(backend, past, tokens[past:]), first[0])
         same_cache = same_cache and _same(backend.cache.snapshot(), first[1])
+    backend.cache.hold(None)
     found = [differences]
     exact = differences.largest == 0 and same_cache
     if not exact:

@@ -115,7 +115,9 @@ def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past
         window = spec.window(layer) or past + tokens
         read += past + tokens - max(past + 1 - window, 0)
         multiplied += sum(min(past + row + 1, window) for row in range(tokens))
-    return PassWork(0, 2 * spec.q_size * multiplied, kv_bytes_per_token * read // spec.num_layers)
+    latent = spec.latent
+    channels = 2 * spec.q_size if latent is None else spec.num_heads * (latent.met_size + latent.rank)
+    return PassWork(0, channels * multiplied, kv_bytes_per_token * read // spec.num_layers)
 
 
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:

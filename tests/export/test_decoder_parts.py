@@ -17,7 +17,6 @@ from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense
 
 from edgeinfer.bundle import NATIVE, Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import attend, inverse_frequencies
-from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.described import describe, read_spec, require_graphs, require_plain
@@ -201,6 +200,3 @@ def test_parts_that_are_not_written_are_refused_by_name(name: str, part: str, tm
     require_graphs(spec, NATIVE)
     with pytest.raises(UnsupportedArchitectureError, match=f"Static bundles of a decoder with {part}"):
         require_plain(spec, "Static bundles", "Leave out --static.")
-    latent = LatentSpec(query_rank=0, rank=16, plain_size=8, rotary_size=8, value_size=16)
-    with pytest.raises(UnsupportedArchitectureError, match="latent"):
-        require_graphs(dataclasses.replace(spec, latent=latent), NATIVE)

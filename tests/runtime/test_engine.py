@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, BudgetError, ContextLengthError, PromptError
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, TrimmedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
@@ -38,7 +38,7 @@ def continued(prompt: Sequence[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-class TableCache:
+class TableCache(TrimmedCache):
     """The tokens of a text in the place of keys and values."""
 
     copyable = True

@@ -32,10 +32,12 @@ VOCABULARY = 320
 PROMPTS = (3, 60, 250, 511)
 CAPACITY = 640
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-MODELS: dict[str, tuple[str, ExportConfig]] = {
-    "qwen2, 4 bits": ("qwen2", ExportConfig(4, 128, keep_small=False)),
-    "windows of 6, 8 bits": ("Mistral", ExportConfig(8, 32, keep_small=False)),
-    "norms of heads, float32": ("qwen3", ExportConfig(32)),
+LATENT = {"kv_lora_rank": 48, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+MODELS: dict[str, tuple[str, ExportConfig, dict[str, Any]]] = {
+    "qwen2, 4 bits": ("qwen2", ExportConfig(4, 128, keep_small=False), {}),
+    "windows of 6, 8 bits": ("Mistral", ExportConfig(8, 32, keep_small=False), {}),
+    "norms of heads, float32": ("qwen3", ExportConfig(32), {}),
+    "latent attention, 4 bits": ("Youtu", ExportConfig(4, 32, keep_small=False), LATENT),
 }
 STEPS = 8
 
@@ -154,8 +156,8 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
 def backend(request: pytest.FixtureRequest) -> Iterator[PagedBackend]:
     require_kernel()
     model, kv, threads = request.param
-    variant, config = MODELS[model]
-    bundle = bundle_of(variant, config, **SIZES, max_position_embeddings=CAPACITY)
+    variant, config, settings = MODELS[model]
+    bundle = bundle_of(variant, config, **SIZES, **settings, max_position_embeddings=CAPACITY)
     backend = PagedBackend(bundle, CAPACITY, threads=threads, kv=kv, pages=200)
     yield backend
     backend.close()

@@ -19,6 +19,7 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
+    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
@@ -78,7 +79,7 @@ class TreePaths:
         return next((s for s, path in enumerate(self.paths) if path[: len(wanted)] == wanted), None)
 
 
-class LlamaCache:
+class LlamaCache(TrimmedCache):
     """Implements `KVCache` over the cells of a context.
 
     Args:

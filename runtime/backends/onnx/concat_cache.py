@@ -13,6 +13,7 @@ from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
     CopiedRows,
     Edit,
+    TrimmedCache,
     check_edit,
     check_length,
     check_snapshot,
@@ -22,7 +23,7 @@ from edgeinfer.runtime.backends.cache import (
 __all__ = ["ConcatCache"]
 
 
-class ConcatCache:
+class ConcatCache(TrimmedCache):
     """Implements `KVCache` by two copies, float32 (1, kv_heads, rows, head_dim), each array packed at the
     start of its memory.
 

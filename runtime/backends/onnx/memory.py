@@ -16,6 +16,7 @@ from edgeinfer.bundle.tables import stored_tensors, tensors_in
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
+from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.text.mapped import find_table, mapped_tokenizer_bytes
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
@@ -141,7 +142,8 @@ class OnnxMemory:
         """Bytes of a cache for so many tokens."""
         manifest = self.bundle.manifest
         if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
-            return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context)
+            states = StateLayout(manifest.geometry.states).slot_bytes * SLOTS_IN_USE if manifest.geometry.states else 0
+            return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context) + states
         copies = 1 if manifest.decoder else _CONCAT_COPIES
         return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies
 
@@ -227,6 +229,12 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     widest = 2 * decoder.intermediate_size + hidden
     if (moe := decoder.moe) is not None:
         widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
+    for state in geometry.states:
+        # What the convolution reads and gives, then queries, keys, values and results; beside the gate.
+        widest = max(widest, 3 * state.channels + 3 * state.heads * state.value_size)
+    if (latent := decoder.latent) is not None:
+        # What queries meet and what heads take of it, and the former put together.
+        widest = max(widest, decoder.num_heads * (latent.met_size + latent.rank))
     biases = 2 if decoder.window_size else 1
     return _FLOAT_BYTES * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
 
@@ -241,13 +249,14 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
     """Working memory of a layer's attention over pages (runtime/native/attention.c), which the next layer has again."""
     decoder = manifest.decoder
     assert decoder is not None, "only our own graphs are paged"
-    size, group = decoder.head_dim, decoder.num_heads // decoder.num_kv_heads
+    latent, group = decoder.latent, decoder.num_heads // decoder.num_kv_heads
+    met, size = (decoder.head_dim,) * 2 if latent is None else (latent.met_size, latent.rank)
     blocks = -(-context // _ATTENTION_BLOCK)
     apart = min(_MOST_APART_BYTES, _FLOAT_BYTES * chunk * decoder.num_heads * blocks * (size + _ATTENTION_SCORES))
-    queries = min(_SHARING_QUERIES, chunk * group)
+    queries = min(max(_SHARING_QUERIES, group), chunk * group)
     # Scores and results of the queries that share a reading, and a page as floats; of each thread.
-    own = _FLOAT_BYTES * (queries * (_ATTENTION_SCORES + 2 * size) + 2 * PAGE * size)
-    return _FLOAT_BYTES * chunk * decoder.q_size + apart + threads * own
+    own = _FLOAT_BYTES * (queries * (_ATTENTION_SCORES + 2 * size) + PAGE * (met + size))
+    return _FLOAT_BYTES * chunk * decoder.num_heads * met + apart + threads * own
 
 
 def memory_of(bundle: Bundle, layout: Layout, *, floats: bool = False, threads: int = 1) -> ModelMemory:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
@@ -27,6 +28,7 @@ from edgeinfer.runtime.backends.onnx.together import joined, tables_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
+from edgeinfer.runtime.paging.states import StatePool
 from edgeinfer.runtime.weights.layouts import Progress
 
 __all__ = ["PagedBackend"]
@@ -77,6 +79,7 @@ class PagedBackend(GraphBackend):
         self._slots = 1  # room for further slots of paths
         self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
+        self._states = StatePool(bundle.manifest.geometry) if bundle.manifest.geometry.states else None
         self.cache = self.new_sequence(capacity)
         self._least, self._least_logits = _least_rows(bundle.manifest) if exact else (1, 0)
         super().__init__(
@@ -100,7 +103,7 @@ class PagedBackend(GraphBackend):
         """
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
-        return PagedCache(self.pool, capacity, spare=SPARE_ROWS)
+        return PagedCache(self.pool, capacity, SPARE_ROWS, self._states)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
@@ -108,12 +111,14 @@ class PagedBackend(GraphBackend):
         cache, size = self.cache, len(batch.tokens)
         if batch.tree is None and batch.visibility is None and size >= self._least:
             cache.prepare(size)
+            if cache.state is not None:
+                cache.state.prepare(cache.length, size, size, chain=True, whole=_whole(batch))
             step = self._prepared(batch, size, self._logit_rows(len(batch.rows)), apart=False)
             self._paths.tell_chain(cache.length, size)
             self._session.run(step.binding)
         else:
             step = self._run([(cache, batch)], batch)
-        cache.length += size
+        cache.advance(size)
         return self._output(step, size, len(batch.rows))
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
@@ -134,32 +139,44 @@ class PagedBackend(GraphBackend):
             hidden = None if whole.hidden is None else whole.hidden[row : row + size]
             experts = None if whole.experts is None else whole.experts[:, row : row + size]
             outputs.append(ForwardOutput(whole.logits[logit : logit + wanted], hidden, experts))
-            cache.length += size
+            cache.advance(size)
             row, logit = row + size, logit + wanted
         return outputs
 
     def _run(self, sequences: Sequences, whole: ForwardInput) -> Pass:
         """Runs a pass of any rows; `whole` has them all."""
-        size = len(whole.tokens)
-        padding = max(0, self._least - size)
+        total = len(whole.tokens)
+        padding = max(0, self._least - total)
         paths = [paths_of(c.length, len(b.tokens), b.tree, b.visibility) for c, b in sequences]
         for place, (cache, batch) in enumerate(sequences):
             extra = padding if place == len(sequences) - 1 else 0
             own = cache.length + len(batch.tokens)
             paths[place] += [repeated(paths[place][-1], own + row) for row in range(extra)]
-            cache.prepare(len(batch.tokens) + extra)
+            size = len(batch.tokens)
+            cache.prepare(size + extra)
+            if cache.state is not None:
+                chain = batch.tree is None and batch.visibility is None
+                cache.state.prepare(cache.length, size, size + extra, chain=chain, whole=_whole(batch))
         self._reserve(paths)
-        step = self._prepared(whole, size + padding, self._logit_rows(len(whole.rows)), apart=False)
+        step = self._prepared(whole, total + padding, self._logit_rows(len(whole.rows)), apart=False)
         self._paths.tell(paths)
         alone = len(sequences) == 1 and sequences[0][0] is self.cache
         if not alone:
-            bind_input(step.binding, graph.KV_PAGES, tables_of([cache for cache, _ in sequences]))
+            self._bind_sequences(step, [cache for cache, _ in sequences])
         try:
             self._session.run(step.binding)
         finally:
             if not alone:
-                bind_input(step.binding, graph.KV_PAGES, self.cache.table[None])
+                self._bind_sequences(step, [self.cache])
         return step
+
+    def _bind_sequences(self, step: Pass, caches: Sequence[PagedCache]) -> None:
+        """Binds the pages and states of the sequences of a pass."""
+        alone = caches[0].table[None]  # read where it lies
+        bind_input(step.binding, graph.KV_PAGES, alone if len(caches) == 1 else tables_of(caches))
+        rows = [cache.state.row for cache in caches if cache.state is not None]
+        if rows:
+            bind_input(step.binding, graph.STATE_ROWS, rows[0][None] if len(rows) == 1 else np.stack(rows))
 
     def _logit_rows(self, wanted: int) -> int:
         return max(wanted, self._least_logits) if wanted else 0
@@ -180,24 +197,35 @@ class PagedBackend(GraphBackend):
         return PathTables(size, self._capacity + SPARE_ROWS, self._slots)
 
     def _attention_inputs(self) -> dict[str, NDArray[Any]]:
-        return {
+        inputs: dict[str, NDArray[Any]] = {
             graph.KV_POOL: self.pool.memory,
             graph.KV_LAYOUT: self._layout,
             graph.KV_PAGES: self.cache.table[None],
             graph.PATH_SLOTS: self._paths.slots,
         }
+        if self._states is not None and self.cache.state is not None:
+            inputs[graph.STATE_POOL] = self._states.memory
+            inputs[graph.STATE_LAYOUT] = self._states.array
+            inputs[graph.STATE_ROWS] = self.cache.state.row[None]
+        return inputs
 
     def _bind_cache(self, step: Pass) -> None:
         bind_input(step.binding, graph.ROWS, self._paths.rows[: len(step.positions)])
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
-        return {"kv": self.pool.nbytes, "buffers": self._buffer_bytes + self._paths.nbytes}
+        states = 0 if self._states is None else self._states.nbytes
+        return {"kv": self.pool.nbytes + states, "buffers": self._buffer_bytes + self._paths.nbytes}
 
     def close(self) -> None:
         """Drops the session and all buffers."""
         super().close()
-        del self.cache, self.pool, self._paths
+        del self.cache, self.pool, self._paths, self._states
+
+
+def _whole(batch: ForwardInput) -> bool:
+    """Whether the rows of a pass are those of the text, from all layers; others are cut off again."""
+    return batch.layer_mask is None and batch.planes == 2
 
 
 def _least_rows(manifest: Manifest) -> tuple[int, int]:

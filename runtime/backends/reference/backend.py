@@ -5,13 +5,15 @@ Reads weights through the bundle's tensor table.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec, TensorEntry
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -24,14 +26,16 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
+from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
-from edgeinfer.bundle.recurrence import ConvSpec
+from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.backends.reference import recurrent
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
@@ -61,15 +65,11 @@ class ReferenceBackend:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
-        if self._spec.latent is not None:
-            hint = "Run a GGUF of it: -m OWNER/NAME:Q4_K_M"
-            raise BundleError(
-                f"{bundle.path} has latent attention, which the reference backend does not compute.", hint
-            )
         self.run_ns = 0
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
+        self._whole |= _expert_biases(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
@@ -82,10 +82,19 @@ class ReferenceBackend:
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
 
     def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
+        geometry = self._cached_geometry()
         if scales is not None or kv == FLOAT32:
-            return KVBuffers(self.geometry, capacity, kv=kv, scales=scales)
-        pool = PagePool(PageLayout.of(self.geometry, kv), pages_for(capacity) + 1)
+            return KVBuffers(geometry, capacity, kv=kv, scales=scales)
+        pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1)
         return PagedCache(pool, capacity)
+
+    def _cached_geometry(self) -> Geometry:
+        """Of the cache, which keeps what recurrences read of every token, and no states: those are computed again."""
+        if not self.geometry.states:
+            return self.geometry
+        read = recurrent.widths(self._spec)
+        kept = (KVLayer(1, 0, wide) if wide else each for wide, each in zip(read, self.geometry.kept, strict=True))
+        return dataclasses.replace(self.geometry, kv_layers=tuple(kept), states=())
 
     def rotate_long(self, long: bool) -> None:
         """See `contract.RotatingBackend.rotate_long`."""
@@ -161,26 +170,23 @@ class ReferenceBackend:
         self, layer: int, x: Floats, positions: Ints, seen: dict[int, NDArray[np.bool_]]
     ) -> Floats:  # (S, D), (S,), (S, T) by window -> (S, D)
         """What a layer's attention, or what stands in for it, makes of hidden states."""
-        conv = self._spec.conv if self._spec.mixer(layer) == "conv" else None
-        return self._attention(layer, x, positions, seen) if conv is None else self._short_conv(layer, conv, x, seen[0])
+        if self._spec.latent is not None:
+            return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
+        if self._spec.mixer(layer) == "attention":
+            return self._attention(layer, x, positions, seen)
+        return self._recurrence(layer, x, seen[0])
 
-    def _short_conv(
-        self, layer: int, conv: ConvSpec, x: Floats, seen: NDArray[np.bool_]
-    ) -> Floats:  # (S, D), (S, T) -> (S, D)
-        """A convolution over what was kept of the last tokens of each row's text."""
+    def _recurrence(self, layer: int, x: Floats, seen: NDArray[np.bool_]) -> Floats:  # (S, D), (S, T) -> (S, D)
+        """What a layer's recurrence makes of what was kept of each row's text."""
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
-        before, after, values = np.split(self._linear(f"{prefix}.in", x), 3, axis=1)
-        read = before * values
+        read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
         self.cache.write(layer, total - size, np.zeros((1, size, 0), np.float32), read[None])
-        _, kept = self.cache.read(layer, 0, total)  # (1, T, D)
-        weights = self._weights[f"{prefix}.conv"][:, 0]  # (D, width)
-        mixed = np.zeros_like(read) + self._weights.get(f"{prefix}.conv_bias", np.float32(0))
-        for row, visible in enumerate(seen):
-            path = np.flatnonzero(visible)[-conv.width :]
-            for place, slot in enumerate(path, conv.width - len(path)):
-                mixed[row] += weights[:, place] * kept[0, slot]
-        return self._linear(f"{prefix}.out", after * mixed)
+        _, kept = self.cache.read(layer, 0, total)  # (1, T, C)
+        mix, weights = recurrent.MIXES[self._spec.mixer(layer)], recurrent.weights_of(self._weights, prefix)
+        texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
+        mixed = np.stack([mix(self._spec, weights, text, own) for text, own in zip(texts, apart, strict=True)])
+        return self._linear(f"{prefix}.out", mixed)
 
     def _attention(
         self,
@@ -208,6 +214,41 @@ class ReferenceBackend:
         if spec.inner_norms:
             heads = self._norm(f"{prefix}attn.inner_norm", heads)
         return self._linear(f"{prefix}attn.out", heads)
+
+    def _latent_attention(
+        self,
+        layer: int,
+        latent: LatentSpec,
+        x: Floats,  # (S, D)
+        positions: Ints,  # (S,)
+        visible: NDArray[np.bool_],  # (S, T)
+    ) -> Floats:  # (S, D)
+        """Keys and values of all heads are made of what is kept, and attended to like others."""
+        spec, prefix, weights = self._spec, f"layers.{layer}.attn.", self._weights
+        size, total = visible.shape
+        if latent.query_rank:
+            small = rms_norm(self._linear(f"{prefix}q_a", x), weights[f"{prefix}q_a_norm"], latent.norm_eps)
+            queries = self._linear(f"{prefix}q_b", small)
+        else:
+            queries = self._linear(f"{prefix}q", x)
+        queries = queries.reshape(size, spec.num_heads, spec.head_dim)
+        given, key = np.split(self._linear(f"{prefix}kv_a", x), [latent.rank], axis=1)
+        given = rms_norm(given, weights[f"{prefix}kv_norm"], latent.norm_eps)
+        index = spec.rope_index(layer)
+        rope, (cos, sin) = spec.ropes[index], (table[positions] for table in self._tables[index])
+        plain, turning = np.split(queries, [latent.plain_size], axis=2)
+        turning = rotate(turning, cos, sin, interleaved=rope.interleaved)
+        key = rotate(key[:, None], cos, sin, interleaved=rope.interleaved)
+        queries = np.concatenate([plain, turning], axis=2)
+        if rope.query_beta:
+            queries = queries * query_factors(rope, positions)[:, None, None]
+        self.cache.write(layer, total - size, key.swapaxes(0, 1), given[None])
+        keys, (kept,) = self.cache.read(layer, 0, total)  # (1, T, r), (T, rank)
+        by_head = weights[f"{prefix}k_b"].reshape(spec.num_heads, latent.rank, latent.plain_size)
+        keys = np.concatenate([kept @ by_head, np.broadcast_to(keys, (spec.num_heads, *keys.shape[1:]))], axis=2)
+        values = kept @ weights[f"{prefix}v_b"].reshape(spec.num_heads, latent.value_size, latent.rank).swapaxes(1, 2)
+        mixed = self._mix(layer, queries.swapaxes(0, 1)[:, None], keys, values, visible)  # (H, 1, S, v)
+        return self._linear(f"{prefix}out", mixed.transpose(2, 0, 1, 3).reshape(size, spec.heads_size))
 
     def _turned(self, layer: int, part: str, heads: Floats, positions: Ints) -> Floats:  # (S, H, h) -> (S, H, h)
         """Queries ("q") or keys ("k") of a layer after their norm and rotation, as far as it has them."""
@@ -316,6 +357,17 @@ class ReferenceBackend:
 def _logistic(x: Floats) -> Floats:
     # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
     return np.float32(0.5) * (1 + np.tanh(x / 2))
+
+
+def _expert_biases(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """Of every expert that has some, by the names of its matrices."""
+    found: dict[str, Floats] = {}
+    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
+        joined = weights.get(expert_biases(layer, part))
+        if joined is not None and spec.moe is not None:
+            each = enumerate(np.split(joined, spec.moe.experts))
+            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
+    return found
 
 
 def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:

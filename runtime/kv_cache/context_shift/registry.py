@@ -59,6 +59,9 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec.mixers:
         message = f"{bundle.path} has recurrent layers, whose state cannot forget tokens as overflow {name!r} would."
         raise UsageError(message, _STOP + ".")
+    if spec.latent is not None and kind.reorders:
+        message = f"{bundle.path} has latent attention, whose rows overflow {name!r} does not know."
+        raise UsageError(message, _STOP + ", or window.")
     odd = ["norm_after_rope"] if spec.norm_after_rope else later_fields(spec) if kind.observes else ()
     if odd:
         message = f"{bundle.path} has {odd[0]}={getattr(spec, odd[0])!r}, which overflow {name!r} does not know."

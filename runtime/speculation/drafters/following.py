@@ -105,7 +105,9 @@ class Follower:
             return self._last
         shared = min(shared, total - wanted)
         if shared < len(self._fed):
-            self._cut(shared)
+            shared = self._cut(shared)
+        # Drafted tokens come and go, and with them the last ones whose logits are asked for again.
+        self._backend.cache.hold(self.start + max(0, len(head) - wanted))
         missing = [*head[shared:], *drafted[max(0, shared - len(head)) :]]
         at = 0
         while len(missing) - at > max(self._chunk, wanted):
@@ -116,11 +118,14 @@ class Follower:
         self._last = logits[-1:] if wanted else None
         return logits
 
-    def _cut(self, rows: int) -> None:
+    def _cut(self, rows: int) -> int:
+        """Cuts the rows to so many, or fewer where the cache can go on from those alone; tells how many are left."""
+        rows = self._backend.cache.resumable(self.start + rows) - self.start
         self._backend.cache.trim(self.start + rows)
         del self._fed[rows:]
         self._agreed = min(self._agreed, rows)
         self._last = None
+        return rows
 
     def _feed(self, tokens: Sequence[int], wanted: int) -> Floats:  # (wanted, V)
         size, first = len(tokens), self.end

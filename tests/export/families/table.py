@@ -27,12 +27,14 @@ class Family:
         name: of transformers' classes, without what follows it.
         settings: of the configurations that are tried; the fast tier tries the first.
         portable: whether ONNX Runtime's own operators can compute it too.
+        rounded: error of logits of 4 bits, of their norm, where activations are rounded to int8 before every product.
     """
 
     title: str
     name: str
     settings: tuple[Settings, ...]
     portable: bool = True
+    rounded: float = 0.06
 
 
 def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
@@ -40,9 +42,13 @@ def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
     return Family(title, name, (first, *({**first, **settings} for settings in more)))
 
 
-def _hybrid(title: str, name: str, *settings: Settings) -> Family:
-    """A family with recurrent layers, as `_family`."""
-    return dataclasses.replace(_family(title, name, *settings), portable=False)
+def _native(title: str, name: str, *settings: Settings, rounded: float = 0.06) -> Family:
+    """A family with recurrent layers or latent attention, as `_family`."""
+    return dataclasses.replace(_family(title, name, *settings), portable=False, rounded=rounded)
+
+
+# What heads of a recurrence give is normalised however small it is, and with it what rounding made of it.
+_NORMED = 0.12
 
 
 # Rotations whose factors change with a text's length have tests of their own.
@@ -63,17 +69,31 @@ def _default(theta: float = 1e4, **more: Any) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 _CONVS = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+_DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+_DELTA |= {"linear_value_head_dim": 24}
+_LATE = ["linear_attention", "linear_attention", "full_attention"]
 _MIXED = ["conv", "sliding_attention", "full_attention", "conv"]
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+_GROWING = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4}
 _LOCAL = {"rope_type": "default", "rope_theta": 1e3}
 _BY_TYPE = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "sliding_attention": _LOCAL}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5}
 _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
 _ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+_LATENT |= {"num_key_value_heads": 4}
+_SHORT_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+_SHORT_LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.4], "long_factor": [2.0, 2.5, 3.0, 3.5]}
+_MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.1}
+_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
+_MSCALED = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "long_mscale": 1.2, "factor": 2.0}
+_MSCALED |= {"short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)]}
+_MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 
 FAMILIES: tuple[Family, ...] = (
@@ -109,7 +129,7 @@ FAMILIES: tuple[Family, ...] = (
         "Ministral3",
         {
             "head_dim": 32,
-            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 4},
+            "rope_parameters": _YARN | _GROWING,
         },
     ),
     _family("Granite", "Granite", _GRANITE, _TIED | _BIASES),
@@ -140,25 +160,48 @@ FAMILIES: tuple[Family, ...] = (
     _family("Nemotron", "Nemotron", _default(partial_rotary_factor=0.5), _BIASES),
     _family("Command R", "Cohere", _TIED, {"attention_bias": True}),
     _family("Command R7B", "Cohere2", _TIED | _WINDOWS, {"logit_scale": 0.25}),
-    _hybrid(
+    _native(
         "LFM2",
         "Lfm2",
         _CONVS | _TIED,
         {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
         {"layer_types": ["full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False},
     ),
-    _hybrid(
+    _native(
         "LFM2-MoE",
         "Lfm2Moe",
         _CONVS | _EXPERTS | {"num_dense_layers": 1, "routed_scaling_factor": 1.5},
         _TIED | {"use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     ),
-    _hybrid(
+    _native(
         "LFM3",
         "Lfm3",
         {"layer_types": _MIXED, "num_hidden_layers": 4, "sliding_window": 5, "head_dim": 32},
         {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 3},
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "attention_bias": True},
+    ),
+    _native(
+        "Qwen3-Next",
+        "Qwen3Next",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64},
+        {"mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_key_heads": 4, "linear_key_head_dim": 8},
+        _TIED | {"decoder_sparse_step": 2, "linear_conv_kernel_dim": 3, "layer_types": _LATE},
+        rounded=_NORMED,
+    ),
+    _native(
+        "Qwen3.5",
+        "Qwen3_5",
+        _DELTA,
+        _TIED | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 8},
+        {"layer_types": None, "num_hidden_layers": 5, **_default(partial_rotary_factor=0.5)},
+        rounded=_NORMED,
+    ),
+    _native(
+        "Qwen3.5-MoE",
+        "Qwen3_5Moe",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64},
+        _TIED | {"linear_key_head_dim": 24, "linear_value_head_dim": 16, "num_key_value_heads": 1},
+        rounded=_NORMED,
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),
@@ -166,10 +209,53 @@ FAMILIES: tuple[Family, ...] = (
     _known("OLMoE", "Olmoe"),
     _known("Granite 3 MoE", "GraniteMoe"),
     _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
+    _family(
+        "gpt-oss",
+        "GptOss",
+        _WINDOWS | _OSS | {"rope_parameters": _YARN | {"truncate": False}},
+        {"rope_parameters": _YARN, "num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 40},
+        _TIED | {"attention_bias": False, "num_key_value_heads": 4, "head_dim": 16, "layer_types": None},
+    ),
+    _family(
+        "Phi-3.5-MoE",
+        "Phimoe",
+        {"num_local_experts": 6, "router_jitter_noise": 0.4, "attention_bias": True, "lm_head_bias": True},
+        {"router_jitter_noise": 0.01, "sliding_window": 5},
+        {"lm_head_bias": False, "rope_parameters": _MSCALED, "original_max_position_embeddings": 64},
+    ),
     _family("GLM 4.5", "Glm4Moe", _ROUTED | {"attention_bias": True}, {"use_qk_norm": True, "n_group": 2}),
     _family("dots.llm1", "Dots1", _ROUTED, _WINDOWS | {"norm_topk_prob": True, "n_group": 3, "topk_group": 2}),
     _family("ERNIE 4.5 MoE", "Ernie4_5_Moe", _ERNIE, {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
     _family("Hunyuan MoE", "HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    _native(
+        "DeepSeek-V2",
+        "DeepseekV2",
+        _LATENT | _ROUTED | {"q_lora_rank": None, "topk_method": "greedy", "kv_lora_rank": 32, "v_head_dim": 16},
+        {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        {"rope_parameters": _YARN | _MSCALES, "attention_bias": True, "first_k_dense_replace": 2},
+    ),
+    _native(
+        "DeepSeek-V3, Moonlight, Kimi K2",
+        "DeepseekV3",
+        _LATENT | _ROUTED | {"n_group": 3, "topk_group": 2, "rope_parameters": _YARN | _MSCALES},
+        {"q_lora_rank": None, "rope_interleave": False, "qk_rope_head_dim": 24, "v_head_dim": 40},
+        {"attention_bias": True, "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "num_attention_heads": 5},
+    ),
+    _native(
+        "GLM 4.7 Flash",
+        "Glm4MoeLite",
+        _LATENT | _ROUTED | {"num_attention_heads": 3, "num_key_value_heads": 3, "v_head_dim": 32},
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None, "rms_norm_eps": 1e-3},
+    ),
+    _native("Mistral 4", "Mistral4", _LATENT | _ROUTED | {"rope_parameters": _YARN | _GROWING}),
+    _native("Youtu-LLM", "Youtu", _LATENT | _TIED, {"qk_nope_head_dim": 40, "kv_lora_rank": 48}),
+    _native(
+        "MiniCPM3",
+        "MiniCPM3",
+        _LATENT | _TIED | {"scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 16},
+        _BIASES | {"q_lora_rank": None, "tie_word_embeddings": False},
+        {"rope_parameters": _SHORT_LONG},
+    ),
     _family("FlexOLMo", "FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}, {"norm_topk_prob": True}),
 )
 

@@ -26,12 +26,10 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.families.table import FAMILIES, Family, cases
 from tests.export.passes import TOKENS, expected_logits
-from tests.factories import COMMON, make_checkpoint, make_tokenizer, randomise
+from tests.factories import COMMON, make_block_ffn_checkpoint, make_checkpoint, make_tokenizer, randomise
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 1e-4
-# Activations are rounded to int8 before every product: of the norm of logits that weights of 4 bits give.
-ROUNDED = 0.06
 CONTEXT, REPLY = 48, 24
 Floats = NDArray[np.float32]
 
@@ -70,15 +68,23 @@ def chunks(backend: Backend) -> Floats:
     return np.concatenate([run(backend, part) for part in (TOKENS[:7], TOKENS[7:8], TOKENS[8:])])
 
 
+def back(backend: Backend, length: int) -> None:
+    """Goes back to so many of TOKENS, some of which are evaluated again where the cache cannot."""
+    start = backend.cache.resumable(length)
+    backend.cache.trim(start)
+    if start < length:
+        run(backend, TOKENS[start:length])
+
+
 def branches(backend: Backend) -> Floats:
     """The last three tokens but one as a chain in a tree with siblings; of those rows."""
-    backend.cache.trim(7)
+    back(backend, 7)
     return run(backend, [TOKENS[7], 9, TOKENS[8], 11, TOKENS[9]], [-1, -1, 0, 0, 2], [7, 7, 8, 8, 9])[[0, 2, 4]]
 
 
 def reply(backend: Backend) -> list[int]:
     """What is decoded greedily after TOKENS, whose last rows a rollback dropped."""
-    backend.cache.trim(4)
+    back(backend, 4)
     tokens = [int(run(backend, TOKENS[4:])[-1].argmax())]
     while len(tokens) < REPLY:
         tokens.append(int(run(backend, tokens[-1:])[0].argmax()))
@@ -112,7 +118,8 @@ def check_few_bits(family: Family, folder: Path) -> None:
         whole = run(backend, TOKENS)
         # Where a router's scores are nearly even, rounding chooses other experts for a token: most rows are near then.
         error = np.linalg.norm(whole - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-        assert np.median(error) <= ROUNDED and (bundle.manifest.decoder.moe or error.max() <= 2 * ROUNDED)
+        assert np.median(error) <= family.rounded
+        assert bundle.manifest.decoder.moe or error.max() <= 2 * family.rounded
         if isinstance(backend, PagedBackend) and not float_experts:
             backend.cache.clear()
             assert np.array_equal(chunks(backend), whole)
@@ -131,6 +138,14 @@ FURTHER = [pytest.param(family, place, id=f"{family.name}-{place}") for family, 
 @pytest.mark.parametrize(("family", "place"), FURTHER)
 def test_its_other_configurations_do_too(family: Family, place: int, tmp_path: Path) -> None:
     check(family, family.settings[place], tmp_path)
+
+
+def test_blockffn_with_latent_attention(tmp_path: Path) -> None:
+    model = make_block_ffn_checkpoint(tmp_path / "checkpoint", joined=False, latent=True)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
+    expected, family = expected_logits(model, TOKENS), Family("BlockFFN", "MiniCPM", ({},), portable=False)
+    for backend in (ReferenceBackend(bundle, CONTEXT), *backends(bundle, family)):
+        assert np.abs(run(backend, TOKENS) - expected).max() <= TOLERANCE
 
 
 def test_the_page_lists_every_family() -> None:
@@ -175,15 +190,20 @@ def rename(file: Path, root: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1"])
+@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1", "MiniCPM3"])
 def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     model = make_checkpoint(tmp_path / "checkpoint", name, **family.settings[0])
     (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
     config = ExportConfig(
-        bits=8, group_size=32, method=method, calibration=tmp_path / "text.txt", calibration_tokens=96
+        bits=8,
+        group_size=32,
+        method=method,
+        calibration=tmp_path / "text.txt",
+        calibration_tokens=96,
+        keep_small=family.portable,  # all small matrices of latent attention are rounded
     )
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
     expected, found = expected_logits(model, TOKENS), run(ReferenceBackend(bundle, CONTEXT), TOKENS)
     error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
-    assert np.median(error) <= ROUNDED / 2
+    assert np.median(error) <= family.rounded / 2

@@ -187,6 +187,22 @@ static void exact_head(const attention *a, int64_t row, const float *all, int64_
     if (turned(a->key_type)) turn(x, h);
 }
 
+/* A value as it should be before it is stored. */
+static void exact_value(const attention *a, const float *value, double *x) {
+    double squares = 0.0;
+    for (int64_t c = 0; c < a->value_size; c++) squares += (double)value[c] * value[c];
+    double factor = 1.0 / sqrt(squares / (double)a->value_size + a->norm_epsilon);
+    for (int64_t c = 0; c < a->value_size; c++)
+        x[c] = a->latent && a->k_norm ? value[c] * factor * a->k_norm[c] : value[c];
+    if (turned(a->value_type)) turn(x, a->value_size);
+}
+
+/* The part of a query that meets values. */
+static void exact_latent_query(const attention *a, const float *row, int64_t head, double *x) {
+    for (int64_t c = 0; c < a->value_size; c++) x[c] = row[head * a->value_size + c];
+    if (turned(a->value_type)) turn(x, a->value_size);
+}
+
 static const uint8_t *page_of(const attention_problem *p, const uint8_t *pool, int64_t sequence, int64_t slot, int64_t kv) {
     const attention *a = &p->shape;
     int64_t page = a->pages[sequence * a->columns + slot / 64];
@@ -197,17 +213,17 @@ static const uint8_t *page_of(const attention_problem *p, const uint8_t *pool, i
 static void check_written(const attention_problem *p, const uint8_t *pool, int64_t row, report *r) {
     const attention *a = &p->now;
     int64_t slot = p->paths[row][p->lengths[row] - 1], s = slot % 64, h = a->key_size, v = a->value_size;
-    const float *keys = a->qkv + row * p->width + a->heads * h, *values = keys + a->kv_heads * h;
+    const float *keys = a->qkv + row * p->width + a->heads * attention_query_size(a), *values = keys + a->kv_heads * h;
+    if (a->latent) values = keys, keys = values + v;
     double x[256], step;
     for (int64_t kv = 0; kv < a->kv_heads; kv++) {
         const uint8_t *at = page_of(p, pool, a->rows[row * 4], slot, kv);
-        exact_head(a, row, keys, a->kv_heads, kv, a->k_norm, x);
+        exact_head(a, row, keys, a->kv_heads, kv, a->latent ? NULL : a->k_norm, x);
         for (int64_t c = 0; c < h; c++) {
             double got = key_value(a, at, s, c, &step);
             if (!(fabs(got - x[c]) <= step * 0.501 + 2e-6)) fail(r, a, "key", row, c, got, x[c]);
         }
-        for (int64_t c = 0; c < v; c++) x[c] = values[kv * v + c];
-        if (turned(a->value_type)) turn(x, v);
+        exact_value(a, values + kv * v, x);
         for (int64_t c = 0; c < v; c++) {
             double got = value_value(a, at + attention_key_bytes(a->key_type, a->key_size), s, c, &step);
             if (!(fabs(got - x[c]) <= step * 0.501 + 2e-6)) fail(r, a, "value", row, c, got, x[c]);
@@ -232,9 +248,11 @@ static double quantize_query(const attention *a, double *q) {
 static double exact_result(const attention_problem *p, const uint8_t *pool, int64_t row, int64_t head, double *out) {
     const attention *a = &p->now;
     int64_t length = p->lengths[row], kv = head / (a->heads / a->kv_heads);
-    double q[256], scores[MOST_HISTORY + MOST_ROWS], most = a->sinks ? a->sinks[head] : -INFINITY, sum = 0.0, step, size = 1.0, greatest = 1.0;
-    exact_head(a, row, a->qkv + row * p->width, a->heads, head, a->q_norm, q);
-    double close = a->key_type == ATTENTION_INT8 ? quantize_query(a, q) : 0.0, largest = 0.0;
+    const float *queries = a->qkv + row * p->width;
+    double q[256], latent[256], scores[MOST_HISTORY + MOST_ROWS], most = a->sinks ? a->sinks[head] : -INFINITY, sum = 0.0, step, size = 1.0, greatest = 1.0;
+    if (a->latent) exact_latent_query(a, queries, head, latent);
+    exact_head(a, row, queries + (a->latent ? a->heads * a->value_size : 0), a->heads, head, a->q_norm, q);
+    double close = a->key_type == ATTENTION_INT8 && !a->latent ? quantize_query(a, q) : 0.0, largest = 0.0;
     int64_t begin = a->window && a->window < length ? length - a->window : 0;
     for (int64_t i = begin; i < length; i++) {
         int64_t slot = p->paths[row][i];
@@ -245,6 +263,8 @@ static double exact_result(const attention_problem *p, const uint8_t *pool, int6
             scores[i] += q[c] * key;
             largest = fmax(largest, fabs(key));
         }
+        const uint8_t *value = at + attention_key_bytes(a->key_type, a->key_size);
+        for (int64_t c = 0; c < a->value_size && a->latent; c++) scores[i] += latent[c] * value_value(a, value, slot % 64, c, &step);
         scores[i] *= a->scale;
         if (a->softcap > 0) scores[i] = a->softcap * tanh(scores[i] / a->softcap);
         most = fmax(most, scores[i]);
@@ -265,7 +285,7 @@ static double exact_result(const attention_problem *p, const uint8_t *pool, int6
     }
     for (int64_t c = 0; c < a->value_size; c++) out[c] /= sum;
     if (turned(a->value_type)) turn(out, a->value_size);
-    double weights = a->value_type == ATTENTION_INT8 ? (double)(length - begin) * 0.5 / 32767 / sum : 0.0;
+    double weights = a->value_type == ATTENTION_INT8 && !a->latent ? (double)(length - begin) * 0.5 / 32767 / sum : 0.0;
     return greatest * (size * 2e-6 + 2 * close * largest * a->scale + weights);
 }
 

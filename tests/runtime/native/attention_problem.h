@@ -45,8 +45,11 @@ static void draw_shape(attention *a, int key_type, int value_type) {
     a->scale = chance(50) ? 1.0f / sqrtf((float)a->key_size) : uniform(0.05f, 1.0f);
     a->softcap = chance(30) ? uniform(1.0f, 30.0f) : 0.0f;
     int64_t whole = a->norm_whole;
-    if (chance(40)) a->q_norm = random_floats((whole ? a->heads : 1) * a->key_size, 2.0f);
-    if (chance(40)) a->k_norm = random_floats((whole ? a->kv_heads : 1) * a->key_size, 2.0f);
+    if (chance(25)) {
+        a->latent = 1, a->heads /= a->kv_heads, a->kv_heads = 1;
+        if (chance(60)) a->k_norm = random_floats(a->value_size, 2.0f);
+    } else if (chance(40)) a->q_norm = random_floats((whole ? a->heads : 1) * a->key_size, 2.0f);
+    if (!a->latent && chance(40)) a->k_norm = random_floats((whole ? a->kv_heads : 1) * a->key_size, 2.0f);
     if (chance(30)) a->sinks = random_floats(a->heads, 4.0f);
     if (!a->rotary) return;
     int64_t cells = (MOST_HISTORY + MOST_ROWS) * (a->rotary / 2);
@@ -142,7 +145,7 @@ static void draw_rows(attention_problem *p, int64_t count) {
 static void draw_problem(attention_problem *p, int key_type, int value_type) {
     attention *a = &p->shape;
     draw_shape(a, key_type, value_type);
-    p->width = a->heads * a->key_size + a->kv_heads * (a->key_size + a->value_size);
+    p->width = attention_row_width(a);
     draw_pages(p);
     draw_history(p, chance(20) ? MOST_HISTORY : chance(50) ? 100 : 20);
     draw_rows(p, chance(20) ? 1 : chance(20) ? 1 + below(MOST_ROWS) : 1 + below(6));

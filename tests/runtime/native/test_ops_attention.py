@@ -245,6 +245,7 @@ def test_attributes_that_do_not_fit_are_refused_at_load(kernel: NativeKernel) ->
         ({"softcap": -1.0}, {}, "softcap must not be negative"),
         ({"softcap": float("nan")}, {}, "softcap must not be negative"),
         ({"interleaved": 2}, {}, "interleaved must be 0 or 1"),
+        ({"latent": 1}, {}, "latent attention has one kv head"),
         ({"norm_epsilon": 0.0}, {"q_norm": table[0]}, "a norm needs the attribute norm_epsilon"),
     ]
     for values, known, message in changes:
@@ -271,10 +272,12 @@ def test_norms_and_sinks_of_the_wrong_size_are_refused(kernel: NativeKernel) -> 
 
 def test_rows_are_stored_with_the_bits_of_the_codecs(kernel: NativeKernel) -> None:
     rng = np.random.default_rng(4)
-    for kind, key, value in [(kind, *sizes) for kind in TYPES for sizes in ((1, 1), (20, 24), (64, 80), (128, 40))]:
+    for kind, key, value in [
+        (kind, *sizes) for kind in TYPES for sizes in ((1, 1), (20, 24), (64, 80), (128, 40), (64, 512))
+    ]:
         shape = Shape(heads=1, kv_heads=1, key_size=key, value_size=value)
         rows = rng.standard_normal((130, key + shape.width), np.float32)[:, key:]
-        rows[::7] *= np.exp(rng.uniform(-90, 88, (19, 1))).astype(np.float32)  # denormal to beyond any half
+        rows[::7] *= np.exp(rng.uniform(-90, 86, (19, 1))).astype(np.float32)  # denormal to beyond any half
         rows[::11] = np.rint(rows[::11] * 4)  # ties
         rows[5], rows[6, -3:], rows[7, key] = 0, 1e-38, np.inf
         rows[8, -1], rows[9, key], rows[12] = np.nan, -np.inf, 3

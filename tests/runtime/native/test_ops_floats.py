@@ -91,6 +91,26 @@ def test_rows_have_their_bits_in_every_path_and_company(
             binding.select(kernel.isa)
 
 
+def test_heads_have_matrices_and_inputs_of_their_own(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(3)
+    for heads, rows, k in ((3, 64, 33), (5, 24, 40), (7, 3, 96)):
+        weight, x = rng.standard_normal((heads * rows, k), np.float32), rng.standard_normal((9, heads * k), np.float32)
+        for by_output in (False, True):
+            values: dict[str, Any] = {"N": heads * rows, "K": k, "by_output": int(by_output)}
+            known = {"weight": weight if by_output else weight.T}
+
+            def product_of(given: NDArray[np.float32], threads: int, **more: Any) -> NDArray[np.float32]:
+                model = make_model("LinearFloat", NAMES, {"x": given}, known, **values, **more)  # noqa: B023
+                return run(open_session(kernel, model, threads), x=given)
+
+            got = product_of(x, 2, heads=heads)
+            assert np.array_equal(product_of(x[4:5], 1, heads=heads), got[4:5])
+            for head in range(heads):
+                columns = slice(head * rows, (head + 1) * rows)
+                own = np.ascontiguousarray(x[:, head * k : (head + 1) * k])
+                np.testing.assert_array_equal(got[:, columns], product_of(own, 1)[:, columns])
+
+
 def test_a_masked_part_passes_on_its_residual_or_zeros(kernel: NativeKernel) -> None:
     case = Case(20, 9, 3)
     arrays = arrays_of(case)

@@ -89,6 +89,21 @@ def test_agrees_with_numpy_and_with_the_portable_path(
     np.testing.assert_array_equal(got, same)
 
 
+@pytest.mark.parametrize(("heads", "rows", "k"), [(3, 64, 128), (5, 24, 40), (2, 70, 33), (7, 3, 96)])
+def test_heads_have_matrices_and_inputs_of_their_own(kernel: NativeKernel, heads: int, rows: int, k: int) -> None:
+    rng = np.random.default_rng(rows)
+    for bits, block, zeros in FORMATS:
+        matrix = make_matrix(rng, heads * rows, k, bits=bits, block=block, zeros=zeros)
+        x = rng.standard_normal((9, heads * k), np.float32)
+        got = session_of(kernel, matrix, {"x": x}, 2, heads=heads)({"x": x})
+        assert np.array_equal(session_of(kernel, matrix, {"x": x[4:5]}, heads=heads)({"x": x[4:5]}), got[4:5])
+        whole = session_of(kernel, matrix, {"x": x[:, :k]})
+        for head in range(heads):
+            columns = slice(head * rows, (head + 1) * rows)
+            own = np.ascontiguousarray(x[:, head * k : (head + 1) * k])
+            np.testing.assert_array_equal(got[:, columns], whole({"x": own})[:, columns])
+
+
 @pytest.mark.parametrize("gated", ["inner", "outer"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_runs_inside_if(kernel: NativeKernel, gated: str, form: tuple[int, int, bool]) -> None:

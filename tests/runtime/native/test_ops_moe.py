@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from edgeinfer.bundle.activations import gate_up
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import MappedFile
 from tests.runtime.native.graphs import make_model, open_session, run
 from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, silu, swiglu
 
-NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual", "planes")
+NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual", "planes", "up_bias", "down_bias")
 ALIGNMENT = 64
 Given = dict[str, NDArray[Any]]
 
@@ -75,7 +76,7 @@ def make_experts(
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
 
 
-def expected(experts: Experts, given: Given) -> Floats:
+def expected(experts: Experts, given: Given, *, clamped: bool = False) -> Floats:
     """The mixture, token by token and slot by slot."""
     high = given.get("planes", np.array([2]))[0] == 1
     x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
@@ -84,12 +85,22 @@ def expected(experts: Experts, given: Given) -> Floats:
         for slot in range(ids.shape[1]):
             if weights[token, slot] == 0:
                 continue
-            gate_up, down = experts.matrices[ids[token, slot]]
+            expert = ids[token, slot]
+            gate_up, down = experts.matrices[expert]
             into, out = (m.high if high and m.packed.bits == 8 else m.dense for m in (gate_up, down))
-            inner = linear(x[token : token + 1], into, gate_up.packed.block)
-            hidden = swiglu(inner) if experts.gated else silu(inner)
-            y[token] += weights[token, slot] * linear(hidden, out, down.packed.block)[0]
+            inner = linear(x[token : token + 1], into, gate_up.packed.block) + bias_of(given, "up_bias", expert)
+            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else silu(inner)
+            result = linear(hidden, out, down.packed.block) + bias_of(given, "down_bias", expert)
+            y[token] += weights[token, slot] * result[0]
     return y + given.get("residual", np.float32(0))
+
+
+def bias_of(given: Given, name: str, expert: int) -> Any:
+    return given[name][expert] if name in given else 0
+
+
+def clamped_swiglu(inner: Floats) -> Floats:  # (M, 2 F) -> (M, F)
+    return gate_up("swiglu_oai", *np.split(inner, 2, axis=1))
 
 
 def draw(rng: np.random.Generator, experts: Experts, tokens: int, slots: int) -> Given:
@@ -156,6 +167,22 @@ def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int
     order = rng.permutation(31)
     shuffled = {name: array[order] for name, array in given.items()}
     np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_experts_add_biases(kernel: NativeKernel, clamped: bool) -> None:
+    rng = np.random.default_rng(7)
+    experts = make_experts(rng, 70, [45] * 5)
+    given = draw(rng, experts, 12, 3)
+    given["x"] *= 8  # Far enough that both factors are clamped.
+    given["up_bias"] = rng.standard_normal((5, 90), np.float32)
+    given["down_bias"] = rng.standard_normal((5, 70), np.float32)
+    got = run(open_session(kernel, model_of(experts, given, clamped=int(clamped))), **given)
+    wanted = expected(experts, given, clamped=clamped)
+    assert np.abs(got - wanted).max() <= 2e-2 * np.abs(wanted).max()
+    wrong = given | {"up_bias": given["up_bias"][:, 1:]}
+    with pytest.raises(Exception, match="up_bias has 445 elements instead of 450"):
+        run(open_session(kernel, model_of(experts, wrong)), **wrong)
 
 
 def test_pairs_of_no_weight_are_skipped_whatever_their_ids(kernel: NativeKernel) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from edgeinfer.bundle import Capabilities, Geometry, open_bundle
 from edgeinfer.errors import BackendError, StorageError
 from edgeinfer.hub import resolve
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation import measuring as module
@@ -155,7 +155,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-class TimedBackend:
+class TimedBackend(TrimmedCache):
     """A backend whose passes take the time they are told to, and more the first time."""
 
     geometry = Geometry(1000, 4, 2, 1, 2, 4096)

@@ -16,7 +16,7 @@ from edgeinfer.bundle import PORTABLE, Bundle, Layout, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
@@ -88,7 +88,7 @@ def test_unpadded_passes_are_found_out() -> None:
     backend.close()
 
 
-class Disturbed:
+class Disturbed(TrimmedCache):
     """Logits that follow from the token alone but for noise in wide passes; a cache that may tell of those too."""
 
     def __init__(self, bundle: Bundle, logits: float, cache: float, capacity: int = 120) -> None:

@@ -1,7 +1,7 @@
-"""BlockFFN, published under MiniCPM's class: small ungated experts, of which a router with ReLU chooses any number.
+"""MiniCPM3, and BlockFFN, published under MiniCPM's class: small ungated experts, of which a ReLU chooses any number.
 
-Its multipliers go into the weights: of the embedding, of results before they are added, and of the hidden states before
-the head. Published models mostly have multi-head latent attention, which is refused; so are MiniCPM's ordinary MLPs.
+Their multipliers go into the weights: of the embedding, of results before they are added, and of the hidden states
+before the head. MiniCPM's ordinary MLPs are refused.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.latent import latent_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["BLOCK_FFN"]
+__all__ = ["BLOCK_FFN", "MINICPM3"]
 
 # What a configuration must say; the first is what transformers' code of the family takes where it is silent.
 _KNOWN: dict[str, tuple[object, ...]] = {
-    "attention_type": ("vanilla",),
+    "attention_type": ("vanilla", "mla"),
     "ffn_type": ("vanilla", "block", "block_linear"),
     "router_act": ("relu",),
     "norm_after_router": ("sum", "rms"),
@@ -45,6 +46,10 @@ def _read(config: HFConfig, tied: bool) -> DecoderSpec:
         renormalize=False,
         gated=False,
     )
+    if given["attention_type"] == "mla":
+        # Whatever the configuration says of the width of values, the published code does not read it.
+        values = config.values | {"v_head_dim": config.integer("hidden_size") // config.integer("num_attention_heads")}
+        return latent_spec(HFConfig(values), tied, interleaved=False, moe=moe)
     bias = config.flag("attention_bias")
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe)
 
@@ -55,7 +60,7 @@ def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan
         factor = embedding
     elif plan.name == "final_norm":
         factor = config.number("dim_model_base", 1.0) / (spec.hidden_size * (embedding if spec.tied else 1.0))
-    elif plan.name.endswith((".attn.out", ".attn.out_bias", ".down")):
+    elif plan.name.endswith((".attn.out", ".attn.out_bias", ".down", ".down_bias")):
         factor = config.number("scale_depth", 1.0) / math.sqrt(spec.num_layers)
     sources = tuple(dataclasses.replace(s, scale=factor) for s in plan.sources)
     expert = find_expert(plan.name)
@@ -77,4 +82,14 @@ BLOCK_FFN = Architecture(
     read=_read,
     naming=Naming(mixture=_MIXTURE),
     refine=_refine,
+)
+
+
+def _read_minicpm3(config: HFConfig, tied: bool) -> DecoderSpec:
+    width = config.integer("hidden_size") // config.integer("num_attention_heads")
+    return latent_spec(config, tied, interleaved=False, value_size=width, mlp_bias=config.flag("mlp_bias"))
+
+
+MINICPM3 = Architecture(
+    classes=("MiniCPM3ForCausalLM",), model_types=("minicpm3",), read=_read_minicpm3, refine=_refine
 )

@@ -1,0 +1,158 @@
+"""Multi-head latent attention: DeepSeek-V2 and V3, and the families that have it of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from edgeinfer.bundle import DecoderSpec, MoESpec
+from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid
+from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale
+
+__all__ = ["DEEPSEEK2", "DEEPSEEK3", "GLM4_MOE_LITE", "MISTRAL4", "YOUTU", "latent_spec"]
+
+_SHARE = "partial_rotary_factor"
+
+
+def latent_spec(
+    config: HFConfig, tied: bool, *, interleaved: bool, value_size: int | None = None, **parts: Any
+) -> DecoderSpec:
+    """A decoder with latent attention.
+
+    Args:
+        interleaved: neighbouring channels are rotated as pairs.
+        value_size: of a head, where config.json does not say.
+        parts: further fields of DecoderSpec.
+    """
+    plain, rotary = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    latent = LatentSpec(
+        query_rank=0 if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
+        rank=config.integer("kv_lora_rank"),
+        plain_size=plain,
+        rotary_size=rotary,
+        value_size=config.integer("v_head_dim", value_size),
+    )
+    bias = config.flag("attention_bias")
+    return common_spec(
+        config,
+        tied,
+        num_kv_heads=1,
+        head_dim=plain + rotary,
+        rope=dataclasses.replace(_whole(config).rope(rotary), interleaved=interleaved),
+        attention_scale=(plain + rotary) ** -0.5 * _stretched(config) ** 2,
+        qkv_bias=bias,
+        output_bias=bias,
+        latent=latent,
+        **parts,
+    )
+
+
+def _whole(config: HFConfig) -> HFConfig:
+    """A config that does not say which share of a head is rotated, which may be of all of it or of its rotated part."""
+    values = {name: value for name, value in config.values.items() if name != _SHARE}
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(given := values.get(name), dict):
+            values[name] = {key: value for key, value in given.items() if key != _SHARE}
+    return HFConfig(values)
+
+
+def _stretched(config: HFConfig) -> float:
+    """What a stretched rotation multiplies queries and keys by, of all channels (`mscale_all_dim`)."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(given, dict) or not given.get("mscale_all_dim"):
+        return 1.0
+    if given.get("rope_type", given.get("type", "default")) == "default":
+        return 1.0
+    rope = HFConfig(given)
+    return yarn_scale(rope.number("factor"), rope.number("mscale_all_dim"))
+
+
+def _interleaved(config: HFConfig) -> bool:
+    return config.get("rope_interleave") is None or config.flag("rope_interleave")
+
+
+def _by_softmax(config: HFConfig) -> MoESpec:
+    """Shares of a softmax, which DeepSeek-V2 does not divide by their sum."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy") or config.flag("norm_topk_prob"):
+        said = f"topk_method={method!r}, norm_topk_prob={config.get('norm_topk_prob')!r}"
+        raise UnsupportedArchitectureError(f"Experts chosen by {said} are not supported.", OPTIMUM_HINT)
+    groups: dict[str, Any] = {"groups": 1, "group_top_k": 1} if method == "greedy" else {}
+    return dataclasses.replace(by_sigmoid(config), router="softmax", choice_bias=False, renormalize=False, **groups)
+
+
+def _read_deepseek2(config: HFConfig, tied: bool) -> DecoderSpec:
+    return latent_spec(config, tied, interleaved=True, moe=_by_softmax(config), mlp_bias=config.flag("mlp_bias"))
+
+
+_NAMING = Naming(mixture=SHARED_EXPERTS)
+DEEPSEEK2 = Architecture(
+    classes=("DeepseekV2ForCausalLM",), model_types=("deepseek_v2",), read=_read_deepseek2, naming=_NAMING
+)
+
+
+def _read_deepseek3(config: HFConfig, tied: bool) -> DecoderSpec:
+    """DeepSeek-V3, which Moonlight and Kimi K2 are too."""
+    return latent_spec(config, tied, interleaved=_interleaved(config), moe=by_sigmoid(config))
+
+
+DEEPSEEK3 = Architecture(
+    classes=("DeepseekV3ForCausalLM",),
+    model_types=("deepseek_v3", "kimi_k2"),
+    read=_read_deepseek3,
+    naming=_NAMING,
+    # The layer behind the last, of the published models, which predicts a further token.
+    ignorable=("*.rotary_emb.inv_freq", "model.layers.61.*"),
+)
+
+
+def _dense_layers(config: HFConfig) -> tuple[int, ...]:
+    """By `mlp_layer_types`; where it is missing the first layer, or as many as `first_k_dense_replace` says."""
+    layers, types = config.integer("num_hidden_layers"), config.get("mlp_layer_types")
+    if types is None:
+        first = config.get("first_k_dense_replace")
+        return tuple(range(min(1 if first is None else config.integer("first_k_dense_replace"), layers)))
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
+        message = f"config.json: mlp_layer_types={types!r} is not dense or sparse for each of {layers} layers."
+        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
+
+
+def _read_glm4_moe_lite(config: HFConfig, tied: bool) -> DecoderSpec:
+    """GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts."""
+    moe = dataclasses.replace(by_sigmoid(config), dense_layers=_dense_layers(config))
+    return latent_spec(config, tied, interleaved=_interleaved(config), moe=moe)
+
+
+GLM4_MOE_LITE = Architecture(
+    classes=("Glm4MoeLiteForCausalLM",),
+    model_types=("glm4_moe_lite",),
+    read=_read_glm4_moe_lite,
+    naming=_NAMING,
+    ignorable=("*.rotary_emb.inv_freq", "model.layers.47.*"),
+)
+
+
+def _read_mistral4(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Mistral 4: shares of a softmax, and queries that grow with their position."""
+    moe = dataclasses.replace(by_sigmoid(config), router="softmax", choice_bias=False)
+    if moe.groups > 1:
+        # Without a bias groups are ranked by their best share here, by the sum of two there.
+        raise UnsupportedArchitectureError(f"A Mistral 4 with n_group={moe.groups} is not supported.", OPTIMUM_HINT)
+    return latent_spec(config, tied, interleaved=_interleaved(config), moe=moe)
+
+
+MISTRAL4 = Architecture(
+    classes=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_read_mistral4, naming=_NAMING
+)
+
+
+def _read_youtu(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Youtu-LLM: DeepSeek-V3's attention beside ordinary MLPs."""
+    return latent_spec(config, tied, interleaved=_interleaved(config))
+
+
+YOUTU = Architecture(classes=("YoutuForCausalLM",), model_types=("youtu", "youtu_llm"), read=_read_youtu)

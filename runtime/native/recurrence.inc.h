@@ -1,0 +1,172 @@
+/* Recurrences over a matrix for each head (recurrence.h) in vectors of 16; knows nothing of registers.
+ *
+ * Included by a path that has vec, vec_set, vec_load, vec_store, vec_add, vec_sub, vec_mul and vec_fma.
+ */
+#include "arithmetic.inc.h"
+#include "recurrence.h"
+
+/* What a slot is taken in by, of one head and tile. */
+typedef struct {
+    const float *k, *u;
+    float decay;
+} taken;
+
+/* One tile: where it is, and the state that is computed with. */
+typedef struct {
+    const recurrence *r;
+    int64_t head, key_head, tile;
+    float *stored, *state; /* (key_size, 16) */
+} state_tile;
+
+INLINE taken taken_of(const state_tile *t, int64_t slot) {
+    const recurrence *r = t->r;
+    const int64_t keys = (int64_t)r->key_heads * r->key_size, padded = recurrence_padded(r);
+    const int64_t key = t->key_head * r->key_size, value = t->head * padded + t->tile * RECURRENCE_TILE;
+    if (slot >= r->first) {
+        const int64_t row = slot - r->first;
+        return (taken){r->k + row * keys + key, r->u + row * r->heads * padded + value,
+                       r->decay[row * r->heads + t->head]};
+    }
+    const float *kept = recurrence_ring(r, slot) + r->channels;
+    return (taken){kept + key, kept + keys + value, kept[keys + r->heads * padded + t->head]};
+}
+
+static void take_in(const state_tile *t, int64_t slot) {
+    const taken s = taken_of(t, slot);
+    const vec u = vec_load(s.u), decay = vec_set(s.decay);
+    for (int64_t i = 0; i < t->r->key_size; i++) {
+        float *at = t->state + i * LANES;
+        vec_store(at, vec_fma(vec_set(s.k[i]), u, vec_mul(decay, vec_load(at))));
+    }
+}
+
+/* Four chains of a product of the state. */
+typedef struct {
+    vec chain[4];
+} chained;
+
+INLINE void chain_on(chained *c, const float *x, const float *state, int64_t size) {
+    for (int64_t i = 0; i + 4 <= size; i += 4)
+        for (int l = 0; l < 4; l++)
+            c->chain[l] = vec_fma(vec_set(x[i + l]), vec_load(state + (i + l) * LANES), c->chain[l]);
+    for (int64_t i = size / 4 * 4; i < size; i++)
+        c->chain[i % 4] = vec_fma(vec_set(x[i]), vec_load(state + i * LANES), c->chain[i % 4]);
+}
+
+INLINE vec product_of(const float *x, const float *state, int64_t size) {
+    chained c = {{vec_set(0), vec_set(0), vec_set(0), vec_set(0)}};
+    chain_on(&c, x, state, size);
+    return vec_add(vec_add(c.chain[0], c.chain[1]), vec_add(c.chain[2], c.chain[3]));
+}
+
+static void compute_row(const state_tile *t, int64_t row) {
+    const recurrence *r = t->r;
+    const int64_t padded = recurrence_padded(r), keys = row * r->key_heads + t->key_head;
+    const int64_t value = (row * r->heads + t->head) * padded + t->tile * RECURRENCE_TILE;
+    const vec decay = vec_set(r->decay[row * r->heads + t->head]);
+    vec u = vec_load(r->u + value);
+    if (r->delta) {
+        const vec known = product_of(r->k + keys * r->key_size, t->state, r->key_size);
+        u = vec_mul(vec_set(r->beta[row * r->heads + t->head]), vec_sub(u, vec_mul(decay, known)));
+        vec_store(r->u + value, u);
+    }
+    const vec read = product_of(r->q + keys * r->key_size, t->state, r->key_size);
+    vec_store(r->out + value, vec_fma(vec_set(r->qk[keys]), u, vec_mul(decay, read)));
+}
+
+INLINE void load_state(const state_tile *t, int64_t base) {
+    const size_t bytes = (size_t)t->r->key_size * LANES * sizeof(float);
+    if (base)
+        memcpy(t->state, t->stored, bytes);
+    else
+        memset(t->state, 0, bytes);
+}
+
+INLINE void store_state(const state_tile *t) {
+    memcpy(t->stored, t->state, (size_t)t->r->key_size * LANES * sizeof(float));
+}
+
+/* Every row from the state before it: one goes on from the row before it, or begins where the stored state ends. */
+static void recur_tile(const state_tile *t) {
+    const recurrence *r = t->r;
+    int64_t base = r->position, at = -2; /* the last slot that the state has taken in; -2: it has not been loaded */
+    if (r->settle > base && r->settle <= r->first) {
+        load_state(t, base);
+        for (; base < r->settle; base++) take_in(t, recurrence_slot(r, r->rows, base));
+        store_state(t), at = base - 1;
+    }
+    for (int64_t i = 0; i < r->count; i++) {
+        const int64_t parent = r->parents[i];
+        if (at != parent && i && at == r->parents[i - 1] && parent == r->first + i - 1) {
+            take_in(t, parent);
+        } else if (at != parent) {
+            const int32_t *row = r->rows + i * 4;
+            load_state(t, base);
+            for (int64_t place = base; place < (int64_t)row[1] + row[3] - 1; place++)
+                take_in(t, recurrence_slot(r, row, place));
+        }
+        at = parent;
+        if (r->first + i == r->settle && r->settle > base) store_state(t), base = r->settle;
+        compute_row(t, i);
+    }
+    if (r->settle == r->first + r->count && r->settle > base) {
+        take_in(t, r->settle - 1);
+        store_state(t);
+    }
+}
+
+/* Tiles first..last-1 of all heads, all rows of each; `state` is for one tile. */
+static void recur(const recurrence *r, int64_t first, int64_t last, float *state) {
+    const int64_t tiles = recurrence_padded(r) / RECURRENCE_TILE;
+    for (int64_t i = first; i < last; i++) {
+        const int64_t head = i / tiles;
+        const state_tile t = {r, head, head / (r->heads / r->key_heads), i % tiles,
+                              r->state + i * r->key_size * RECURRENCE_TILE, state};
+        recur_tile(&t);
+    }
+}
+
+/* What the convolution reads of the token at a place of a row's path. */
+INLINE const float *read_at(const recurrence *r, const int32_t *row, int64_t place) {
+    const int64_t slot = recurrence_slot(r, row, place);
+    return slot >= r->first ? r->x + (slot - r->first) * r->x_stride : recurrence_ring(r, slot);
+}
+
+/* Channels that are convolved together: their sums stay in the first cache. */
+enum { CONVOLVED = 512 };
+
+/* The convolution of rows first..last-1 over the last tokens of their paths, and silu. */
+static void convolve(const recurrence *r, int64_t first, int64_t last) {
+    float sums[CONVOLVED];
+    for (int64_t i = first; i < last; i++) {
+        const int32_t *row = r->rows + i * 4;
+        const int64_t length = (int64_t)row[1] + row[3], seen = smaller(length, r->width);
+        for (int64_t start = 0; start < r->channels; start += CONVOLVED) {
+            const int64_t n = smaller(CONVOLVED, r->channels - start);
+            for (int64_t c = 0; c < n; c++) sums[c] = r->bias ? r->bias[start + c] : 0.0f;
+            for (int64_t place = seen; place > 0; place--) {
+                const float *token = read_at(r, row, length - place) + start;
+                const float *weight = r->weights + start * r->width + r->width - place;
+                for (int64_t c = 0; c < n; c++) sums[c] = fmaf(weight[c * r->width], token[c], sums[c]);
+            }
+            float *mixed = r->mixed + i * r->channels + start;
+            for (int64_t c = 0; c < n; c++) mixed[c] = sums[c] / (1.0f + exponential(-sums[c]));
+        }
+    }
+}
+
+/* The norm of each head of rows first..last-1, times weight, times silu of the gate: (count, heads, value_size), rows
+ * `stride` apart. */
+static void gate_heads(const recurrence *r, const float *weight, float epsilon, const float *gate, int64_t stride,
+                       float *y, int64_t first, int64_t last) {
+    const int64_t size = r->value_size;
+    for (int64_t i = first; i < last; i++)
+        for (int64_t head = 0; head < r->heads; head++) {
+            const float *o = r->out + (i * r->heads + head) * recurrence_padded(r), *z = gate + i * stride + head * size;
+            float *to = y + (i * r->heads + head) * size;
+            const float inverse = inverse_norm(o, size, epsilon);
+            for (int64_t c = 0; c < size; c++) to[c] = o[c] * inverse * weight[c] * (z[c] / (1.0f + exponential(-z[c])));
+        }
+}
+
+static const recurrence_path recurrence_functions = {convolve, recur, gate_heads};
