@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -61,6 +61,8 @@ class MappedTokenizer(Tokenizer):
         # By the library's ids of symbols and added tokens, which number both from 0 on.
         ids = {id_: table.added[token.content] for id_, token in added.items()}
         self._true = dict(enumerate(table.symbols)) | ids
+        # Of the table alone, so that a tokenizer does not refer to itself and goes as soon as it is not needed.
+        self._merged = partial(_merged, table)
         self._seen = lru_cache(SEEN_WORDS)(self._merged)
 
     @classmethod
@@ -133,36 +135,6 @@ class MappedTokenizer(Tokenizer):
                 ids += self._seen(true) if len(true) <= _LONGEST_SEEN else self._merged(true)
         return ids
 
-    def _merged(self, symbols: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens of a word: of all neighbours that make a token those of the lowest rank do, of equal ones the
-        leftmost, until there are none."""
-        table, merge = self._table, self._table.merge
-        if table.whole_words:
-            whole = table.id_of("".join(table.spelling(id_) or "" for id_ in symbols))
-            if whole is not None:
-                return (whole,)
-        ids = list(symbols)
-        before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
-        # Each with the two tokens that it is of: where either was merged meanwhile, it is gone.
-        pairs = ((merge(left, right), at, left, right) for at, (left, right) in enumerate(pairwise(ids)))
-        found = [(merged, at, left, right) for merged, at, left, right in pairs if merged is not None]
-        heapify(found)
-        while found:
-            merged, at, left, right = heappop(found)
-            other = after[at]
-            if ids[at] != left or other == len(ids) or ids[other] != right:
-                continue
-            ids[at], ids[other] = merged & _LOWER, MARK
-            end = after[at] = after[other]
-            if end < len(ids):
-                before[end] = at
-                if (follows := merge(ids[at], ids[end])) is not None:
-                    heappush(found, (follows, at, ids[at], ids[end]))
-            start = before[at]
-            if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
-                heappush(found, (precedes, start, ids[start], ids[at]))
-        return tuple(id_ for id_ in ids if id_ != MARK)
-
 
 def find_table(bundle: Bundle) -> Path | None:
     """The table of a bundle's tokenizer: its own, or one that was made of it here; None where there is none."""
@@ -208,6 +180,37 @@ def make_table(bundle: Bundle) -> None:
 
 def _made(digest: str) -> Path:
     return user_cache() / "edgeinfer" / "tokenizers" / f"{digest}-{VERSION}.table"
+
+
+def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of a word: of all neighbours that make a token those of the lowest rank do, of equal ones the
+    leftmost, until there are none."""
+    merge = table.merge
+    if table.whole_words:
+        whole = table.id_of("".join(table.spelling(id_) or "" for id_ in symbols))
+        if whole is not None:
+            return (whole,)
+    ids = list(symbols)
+    before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
+    # Each with the two tokens that it is of: where either was merged meanwhile, it is gone.
+    pairs = ((merge(left, right), at, left, right) for at, (left, right) in enumerate(pairwise(ids)))
+    found = [(merged, at, left, right) for merged, at, left, right in pairs if merged is not None]
+    heapify(found)
+    while found:
+        merged, at, left, right = heappop(found)
+        other = after[at]
+        if ids[at] != left or other == len(ids) or ids[other] != right:
+            continue
+        ids[at], ids[other] = merged & _LOWER, MARK
+        end = after[at] = after[other]
+        if end < len(ids):
+            before[end] = at
+            if (follows := merge(ids[at], ids[end])) is not None:
+                heappush(found, (follows, at, ids[at], ids[end]))
+        start = before[at]
+        if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
+            heappush(found, (precedes, start, ids[start], ids[at]))
+    return tuple(id_ for id_ in ids if id_ != MARK)
 
 
 def _word(symbol: tuple[int | None, int]) -> int | None:
