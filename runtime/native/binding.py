@@ -80,6 +80,7 @@ class _Matrix(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("block", ctypes.c_int32),
         ("paired", ctypes.c_int32),
+        ("e2m1", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -248,4 +249,4 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
 
 def _matrix(m: PackedMatrix) -> _Matrix:
     arrays = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, *arrays)
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, *arrays)
