@@ -13,6 +13,7 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.packed import ternary_packing
 
 __all__ = ["SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
 
@@ -70,6 +71,10 @@ class Naming:
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
 
 
+# The matrices that a checkpoint of ternary weights packs.
+_TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family of checkpoints.
@@ -118,7 +123,9 @@ class Architecture:
             plans.append(plan("head", (names.head, (vocab, hidden))))
         if spec.head_bias:
             plans.append(plan("head_bias", (names.head_bias, (vocab,))))
-        refine = self.refine
+        refine, packing = self.refine, ternary_packing(config)
+        if packing:
+            plans = [p.packed(packing) if p.name.endswith(_TERNARY) else p for p in plans]
         return tuple(plans if refine is None else (refine(config, spec, p) for p in plans))
 
     def _layer(self, spec: DecoderSpec, layer: int, stored: Collection[str]) -> list[TensorPlan]:

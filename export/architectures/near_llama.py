@@ -1,4 +1,4 @@
-"""Families that are Llama with a part or two of their own: SmolLM3, Ministral, Granite, GLM, Hunyuan and others."""
+"""Families that are Llama with a part or two of their own: SmolLM3, Ministral, Granite, GLM, BitNet and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = [
     "APERTUS",
     "ARCEE",
+    "BITNET",
     "ERNIE4_5",
     "GLM",
     "GLM4",
@@ -154,6 +155,19 @@ def _read_arcee(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 ARCEE = Architecture(classes=("ArceeForCausalLM",), model_types=("arcee",), read=_read_arcee)
+
+
+def _read_bitnet(config: HFConfig, tied: bool) -> DecoderSpec:
+    """BitNet b1.58: squared ReLU behind a gate, and norms before the last products.
+
+    Its own layers round activations to int8 for each token; here they are rounded for each block of a product's inputs,
+    where weights are not float32.
+    """
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, inner_norms=True)
+
+
+BITNET = Architecture(classes=("BitNetForCausalLM",), model_types=("bitnet",), read=_read_bitnet)
 
 
 def _read_seed_oss(config: HFConfig, tied: bool) -> DecoderSpec:

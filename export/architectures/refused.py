@@ -31,7 +31,6 @@ class _Refused:
 _HYBRID, _RECURRENT = "hybrid attention", "recurrent layers"
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
-    "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
     "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
     "gemma3n": _Refused("Gemma 3n"),
     "gemma4": _Refused("Gemma 4"),

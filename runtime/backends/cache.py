@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
@@ -62,6 +63,10 @@ class CacheSnapshot(Protocol):
     def in_place(self) -> bool:
         """Whether they lie in the memory of the cache itself."""
 
+    @property
+    def state(self) -> NDArray[np.uint8] | None:
+        """Bytes by which recurrent layers go on behind the last row; None where there are none, or they cannot."""
+
     def part(self, start: int, stop: int) -> CacheSnapshot:
         """Rows start..stop-1 of these, which are not copied: copied rows change with these, held ones are held too."""
 
@@ -82,6 +87,8 @@ class CopiedRows:
     Attributes:
         keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.kv_types. (kv_heads, length,
             width)
+        state: as `CacheSnapshot` has it.
+        stateful: whether there are recurrent layers that need one.
     """
 
     length: int
@@ -89,31 +96,37 @@ class CopiedRows:
     values: Sequence[NDArray[Any]]
     kv: str = FLOAT32
     scales: str = ""
+    state: NDArray[np.uint8] | None = None
+    stateful: bool = False
     in_place: ClassVar[bool] = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
-        return sum(a.nbytes for a in (*self.keys, *self.values))
+        return sum(a.nbytes for a in (*self.keys, *self.values)) + (0 if self.state is None else self.state.nbytes)
 
     def part(self, start: int, stop: int) -> CopiedRows:
         """Rows start..stop-1, as views."""
         keys, values = ([a[:, start:stop] for a in arrays] for arrays in (self.keys, self.values))
-        return CopiedRows(stop - start, keys, values, self.kv, self.scales)
+        state = self.state if stop == self.length else None
+        return CopiedRows(stop - start, keys, values, self.kv, self.scales, state, self.stateful)
 
     def cut(self, at: int) -> CopiedRows:
         """Both are copied, array by array, so that neither keeps the other's rows alive."""
         keys, values = list(self.keys), list(self.values)
         self.keys, self.values, length, self.length = keys, values, self.length, at
-        return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales)
+        state, self.state = self.state, None
+        return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.stateful)
 
     def resumable(self, rows: int) -> int:
-        """All of them."""
-        return rows
+        """All of them, or where there are recurrent layers those before their state."""
+        there = not self.stateful or (self.state is not None and rows == self.length)
+        return rows if there else 0
 
     def bytes_for(self, rows: int) -> int:
         """Bytes of a copy of so many rows."""
-        return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values))
+        state = 0 if self.state is None or not rows else self.state.nbytes
+        return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
 
 
 def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H, n, w) each
@@ -162,6 +175,10 @@ class KVCache(Protocol):
     def mark(self) -> None:
         """Keeps what it takes to be trimmed to this length later, where that is not so anyway."""
 
+    @property
+    def marked(self) -> int:
+        """To how many rows it can be trimmed for a mark; 0 where that takes none, or there is none."""
+
     def hold(self, length: int | None) -> None:
         """Has passes from now on leave it possible to trim the cache to `length` again; None: to where each begins.
 
@@ -203,6 +220,11 @@ class TrimmedCache:
 
     def mark(self) -> None:
         """See `KVCache.mark`."""
+
+    @property
+    def marked(self) -> int:
+        """See `KVCache.marked`."""
+        return 0
 
     def hold(self, length: int | None) -> None:
         """See `KVCache.hold`."""

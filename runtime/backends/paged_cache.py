@@ -131,6 +131,11 @@ class PagedCache:
         if self.state is not None:
             self.state.mark()
 
+    @property
+    def marked(self) -> int:
+        """See `KVCache.marked`."""
+        return 0 if self.state is None else self.state.marked
+
     def hold(self, length: int | None) -> None:
         """See `KVCache.hold`."""
         if self.state is not None:
@@ -170,14 +175,15 @@ class PagedCache:
         left for this cache to be full of others."""
         start, stop = row_range(start, stop, self.length)
         state = None if self.state is None else self.state.at(stop)
-        further: dict[str, Any] = {"start": start, "state": state, "stateful": self.state is not None}
+        further: dict[str, Any] = {"start": start, "behind": state, "states": self._states}
         if start == stop:
             return PageSnapshot(self.pool, (), 0, 0, **further)
         last = pages_for(stop)
         if not self._can_share(start // PAGE, last):
             rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
             keys, values = rows.stored_keys(places), rows.stored_values(places)
-            return CopiedRows(stop - start, keys, values, layout.kv, layout.scales)
+            copied = None if state is None else state.copy()
+            return CopiedRows(stop - start, keys, values, layout.kv, layout.scales, copied, self.state is not None)
         self._shared = max(self._shared, last)
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start, **further)
 
@@ -206,9 +212,12 @@ class PagedCache:
     def _append(self, snapshot: CacheSnapshot) -> None:
         start = self.length
         self._append_rows(snapshot)
-        state = snapshot.state if isinstance(snapshot, PageSnapshot) and snapshot.start == start else None
-        if self.state is not None and state is not None:
-            self.state.adopt(state)
+        if self.state is None:
+            return
+        if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:
+            self.state.take(snapshot.state, self.length)
+        elif snapshot.behind is not None and snapshot.start == start:
+            self.state.adopt(snapshot.behind)
 
     def _append_rows(self, snapshot: CacheSnapshot) -> None:
         if not isinstance(snapshot, PageSnapshot) or snapshot.pool is not self.pool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.layout import PAGE, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
-from edgeinfer.runtime.paging.states import StateSnapshot
+from edgeinfer.runtime.paging.states import StatePool, StateSnapshot
 
 __all__ = ["PageSnapshot", "places_in"]
 
@@ -26,8 +26,8 @@ class PageSnapshot:
         length: rows.
         joined: the first page holds rows of another snapshot, which counts it.
         start: of the text, where the first row is.
-        state: of recurrent layers, with which the text goes on after some of the rows; None where there is none.
-        stateful: whether there are such layers.
+        behind: of recurrent layers, with which the text goes on after some of the rows; None where there is none.
+        states: that such a state lies in; None where there are no such layers.
     """
 
     in_place = True
@@ -41,12 +41,12 @@ class PageSnapshot:
         *,
         joined: bool = False,
         start: int = 0,
-        state: StateSnapshot | None = None,
-        stateful: bool = False,
+        behind: StateSnapshot | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.start = start
-        self.state = state
-        self._stateful = stateful
+        self.behind = behind
+        self._states = states
         self.pool = pool
         self.pages = tuple(pages)
         self.offset = offset
@@ -80,8 +80,14 @@ class PageSnapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages, and of the state."""
-        state = 0 if self.state is None else self.state.nbytes
+        state = 0 if self.behind is None else self.behind.nbytes
         return (len(self.pages) - self._joined) * self.pool.layout.page_bytes + state
+
+    @property
+    def state(self) -> NDArray[np.uint8] | None:
+        """A copy of the state behind the last row."""
+        state = self._state_at(self.length)
+        return None if state is None or state.until < self.start + self.length else state.copy()
 
     @property
     def places(self) -> Ints:  # (n,)
@@ -99,33 +105,33 @@ class PageSnapshot:
         """No row is copied; a page in which the cut lies is held by both."""
         end = self.offset + at
         pages = self.pages[end // PAGE :]
-        rest = self._made(pages, end % PAGE, self.length - at, end % PAGE > 0, at, self.state)
-        self.state = self._state_at(at)
+        rest = self._made(pages, end % PAGE, self.length - at, end % PAGE > 0, at, self.behind)
+        self.behind = self._state_at(at)
         mine, others = self.pages[: pages_for(end)], self.pages[pages_for(end) :]
         self.pages, self.length = mine, at
         self.pool.release(others)
         return rest
 
     def _made(
-        self, pages: Sequence[int], offset: int, length: int, joined: bool, at: int, state: StateSnapshot | None
+        self, pages: Sequence[int], offset: int, length: int, joined: bool, at: int, behind: StateSnapshot | None
     ) -> PageSnapshot:
         """One of rows of this, from `at` on."""
-        further: dict[str, Any] = {"start": self.start + at, "state": state, "stateful": self._stateful}
+        further: dict[str, Any] = {"start": self.start + at, "behind": behind, "states": self._states}
         return PageSnapshot(self.pool, pages, offset, length, joined=joined, **further)
 
     def _state_at(self, rows: int) -> StateSnapshot | None:
-        return None if self.state is None else self.state.within(self.start + rows)
+        return None if self.behind is None else self.behind.within(self.start + rows)
 
     def resumable(self, rows: int) -> int:
         """After how many of the first rows, `rows` at most, a text can go on: of recurrent layers, where a state is."""
-        if not self._stateful:
+        if self._states is None:
             return rows
         state = self._state_at(rows)
         return 0 if state is None else min(rows, state.until - self.start)
 
     def bytes_for(self, rows: int) -> int:
         """Bytes of the pages that so many rows take where they begin at the end of one, and of a state."""
-        state = 0 if self.state is None or not rows else self.state.nbytes
+        state = 0 if self._states is None or not rows else self._states.layout.slot_bytes
         return (pages_for(rows - 1) + 1 if rows else 0) * self.pool.layout.page_bytes + state
 
 

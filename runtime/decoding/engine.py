@@ -354,9 +354,10 @@ class Engine:
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
-        cached_tokens = self.cached_tokens
-        if len(cached_tokens) - cached > _FEW and self.backend.cache.copyable:
-            self._prefixes.offer(cached_tokens, self.backend.cache.snapshot, wanted=prompt)
+        cached_tokens, cache = self.cached_tokens, self.backend.cache
+        if len(cached_tokens) - cached > _FEW and cache.copyable:
+            for end in (cache.marked, len(cached_tokens)) if cache.marked else (len(cached_tokens),):
+                self._prefixes.offer(cached_tokens[:end], cache.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Adds rows of the tokens that follow the cached ones."""

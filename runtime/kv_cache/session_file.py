@@ -5,7 +5,7 @@ each layer and then values as the cache stores them, for consecutive runs of n t
 holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), and "sha256", of the whole
 file with the digits of that digest as zeros. Where layers differ in what they keep, `rows.{start}` is U8 (n, bytes of a
 token), the arrays one behind the other, and "layers" tells of each [type, heads, width], as JSON. A few megabytes at a
-time are copied, whatever the size of the cache.
+time are copied, whatever the size of the cache. `state` U8 (bytes,), before the text, is of recurrent layers.
 Nothing in a file is trusted: its size comes before any allocation, its digest before any use.
 """
 
@@ -56,6 +56,7 @@ _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
 _BLANK = "0" * 64
 _LAYERS = "layers"
+_STATE = "state"  # of recurrent layers
 _ELSE = "Give a file written by Chat.save or Model.save_session."
 _COPY = "Use another copy of it, or start the conversation again."
 
@@ -113,6 +114,9 @@ def write_session(
     for start, stop in spans:
         apart = (len(layers), heads, stop - start, width)
         shapes[f"rows.{start}"] = (type_name(np.dtype(dtype)), apart) if alike else ("U8", (stop - start, row_bytes))
+    state = copy(0, len(ids)).state if len(ids) else None
+    if state is not None:
+        shapes[_STATE] = ("U8", state.shape)
     shapes |= {"text": (type_name(letters.dtype), letters.shape)}
     fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, _BLANK)
     further = {} if alike else {_LAYERS: json.dumps(layers)}
@@ -131,6 +135,8 @@ def write_session(
             rows = copy(start, stop)
             for array in itertools.chain(rows.keys, rows.values):
                 add(array)
+        if state is not None:
+            add(state)
         add(letters)
         file.seek(header.index(_BLANK.encode()))
         file.write(digest.hexdigest().encode())
@@ -152,6 +158,8 @@ class SessionFile:
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]
+        self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
+        self._rows = self._tensors[1 : -1 if self._state is None else -2]
         self._layers = self._told_layers(metadata)
         self._check_digest(index.header, metadata["sha256"])
         ids = self._array(self._tensors[0])
@@ -161,11 +169,13 @@ class SessionFile:
 
     def pieces(self) -> Iterator[CacheSnapshot]:
         """The rows of all tokens, a few megabytes at a time."""
-        for tensor in self._tensors[1:-1]:
+        state = None if self._state is None else self._array(self._state)
+        for tensor in self._rows:
             stored = self._array(tensor)
             arrays = tuple(stored) if self._layers is None else _apart(stored, self._layers)
             half, length = len(arrays) // 2, tensor.shape[2 if self._layers is None else 0]
-            yield CopiedRows(length, arrays[:half], arrays[half:], self.kv, self.scales)
+            last = state if tensor is self._rows[-1] else None
+            yield CopiedRows(length, arrays[:half], arrays[half:], self.kv, self.scales, last, state is not None)
 
     def _decoded(self, text: bytes) -> str:
         try:
@@ -183,7 +193,7 @@ class SessionFile:
             size = sum(layer.bytes for layer in told) if fit else 0
         except (ValueError, TypeError, RecursionError):
             told, fit, size = [], False, 0
-        self._require(fit and all(t.shape[1] == size for t in self._tensors[1:-1]), "its rows are not of these layers")
+        self._require(fit and all(t.shape[1] == size for t in self._rows), "its rows are not of these layers")
         return told
 
     def _require(self, condition: bool, what: str) -> None:
@@ -218,8 +228,9 @@ class SessionFile:
     def _check_tensors(self, tensors: tuple[StoredArray, ...], dtype: str | None, rank: int) -> None:
         ends = [(t.name, t.dtype, len(t.shape)) for t in (tensors[0], tensors[-1])] if tensors else []
         self._require(ends == [("tokens", "I32", 1), ("text", "U8", 1)], "it holds other tensors")
-        at = 0
-        for tensor in tensors[1:-1]:
+        at, state = 0, tensors[-2]
+        stateful = (state.name, state.dtype, len(state.shape)) == (_STATE, "U8", 1)
+        for tensor in tensors[1 : -2 if stateful else -1]:
             same = len(tensor.shape) == rank and min(tensor.shape) > 0
             tokens = rank - 2 if rank == 4 else 0  # axis
             others, first = (t.shape[:tokens] + t.shape[tokens + 1 :] for t in (tensor, tensors[1]))

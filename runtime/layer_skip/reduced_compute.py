@@ -103,6 +103,9 @@ class ReducedComputeStrategies:
         if options.compute == "full":
             return None
         parts, engine = self._parts, self.engine
+        if engine.backend.geometry.states:
+            message = "This model has recurrent layers, whose state would lack what less compute leaves out."
+            raise CapabilityError(message, "Use the full model.")
         policies = PolicyParts(self._levels, parts.routers, self._entropies)
         if options.compute in SWITCHING:
             switch = SWITCHING[options.compute](policies, options)

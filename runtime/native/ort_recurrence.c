@@ -94,7 +94,7 @@ static const char *add_row(recurrence *r, const slots *s, int64_t *parent) {
     if (extras && r->extras[first] < prefix) return "has extras that do not ascend after its prefix";
     const int64_t settled = r->settle < r->first ? r->settle : r->first;
     const int64_t held = settled > r->position ? settled : r->position;
-    if (length <= held || prefix < held) return "leaves out what its state holds";
+    if (r->position < 0 || length <= held || prefix < held) return "leaves out what its state holds";
     if (r->first - r->position > r->ring_rows) return "follows a state that is too far behind";
     r->count++;
     return NULL;

@@ -145,6 +145,11 @@ class StateSnapshot:
             return None
         return StateSnapshot(self.pool, self.slot, self.position, min(self.until, length))
 
+    def copy(self) -> NDArray[np.uint8]:  # (16 + slot_bytes,)
+        """The slot as bytes, behind where a text goes on in it."""
+        places = np.array([self.position, self.until], "<i8").view(np.uint8)
+        return np.concatenate([places, self.pool.slot(self.slot)])
+
     @property
     def nbytes(self) -> int:
         """Bytes of the slot."""
@@ -191,14 +196,13 @@ class SequenceState:
         self._recover()
         if length > self._until or length < self._position:
             raise BackendError(f"The state of recurrent layers is not there after {length} tokens.")
-        committed = length if whole else self._position
-        if self.pinned is not None:
-            committed = max(self._position, min(length, self.pinned))
-        elif whole and chain:
-            committed = max(committed, length + size - TAIL)
-        if length + rows - committed > RING - self.pool.layout.widest:
-            most = RING - self.pool.layout.widest - (length - committed)
-            raise BackendError(f"A pass of {size} rows that can be cut off again is too long: at most {max(most, 0)}.")
+        most, limit = RING - self.pool.layout.widest, length + rows if self.pinned is None else self.pinned
+        committed = max(self._position, min(length, limit) if whole or self.pinned is not None else 0)
+        if length + rows - committed > most and whole and chain:
+            committed = max(committed, min(length + size - TAIL, limit))
+        if length + rows - committed > most:
+            most = max(0, most - (length - committed))
+            raise BackendError(f"A pass of {size} rows that can be cut off again is too long: at most {most}.")
         self._enter(length)
         self._beyond = committed > length
         if self._beyond and length:
@@ -238,6 +242,12 @@ class SequenceState:
         else:
             raise BackendError(f"The state of recurrent layers cannot go back to {length} tokens.")
 
+    @property
+    def marked(self) -> int:
+        """Tokens after which a text can go on for the mark; 0 where there is none."""
+        self._recover()
+        return 0 if self._mark is None else self._mark.until
+
     def mark(self) -> None:
         """Keeps the state that is there to go back to, in the place of the last one kept."""
         self._mark = None if self._slot is None else self._hold(self._until)
@@ -255,6 +265,23 @@ class SequenceState:
         mark = self._mark
         self._leave()
         self._slot, self._position, self._until, self._mark = state.slot, state.position, state.until, mark
+
+    def take(self, copied: NDArray[np.uint8] | None, length: int) -> None:  # (16 + slot_bytes,)
+        """Goes on behind so many tokens from a copied state, of this model's sizes; without one not at all.
+
+        Raises:
+            BackendError: it is no state of such a text.
+        """
+        if copied is None:
+            return
+        size = self.pool.layout.slot_bytes
+        position, until = copied[:16].view("<i8").tolist() if len(copied) == 16 + size else (-1, -1)
+        if until != length or not 0 <= until - position <= RING:
+            raise BackendError("The state of recurrent layers belongs to another model or text.")
+        (slot,) = self.pool.take(1)
+        self.pool.slot(slot)[:] = copied[16:]
+        self.adopt(StateSnapshot(self.pool, slot, position, until))
+        self.pool.release([slot])
 
     def move(self, sources: Ints, targets: Ints) -> None:  # (n,) each
         """Copies what rows are taken in by to other places; all are read before the first is written."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Beam"]
@@ -48,7 +49,7 @@ class Beam(SearchStrategy):
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length
-        branches = Branches(self._parts, self._statistics)
+        branches = branches_of(self._parts, self._statistics)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:
             group.behind = [log_probabilities(first_logits)]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.branches import Branch
+from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy
 
 __all__ = ["Cautious", "trials_for"]
@@ -63,7 +64,7 @@ class Cautious(SearchStrategy):
         count = trials_for(entropy(probabilities))
         longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
         self._reply_rows = self._backend.cache.length
-        branches = Branches(self._parts, self._statistics)
+        branches = branches_of(self._parts, self._statistics)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
             self._draw(trial, probabilities, stream)

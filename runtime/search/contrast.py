@@ -12,6 +12,7 @@ import numpy as np
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
 from edgeinfer.runtime.text import LiteralEncoder
 from edgeinfer.wording import Setting
@@ -65,7 +66,7 @@ class Contrast(SearchStrategy):
             )
         self._reply_rows = self._prompt = self._backend.cache.length
         own = logits.copy()
-        self._branches = Branches(self._parts, self._statistics)
+        self._branches = branches_of(self._parts, self._statistics)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
         for begin in range(0, len(self._lame), MOST_ROWS):
             (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])

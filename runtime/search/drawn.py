@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
 from edgeinfer.runtime.text import ReplyText
 
@@ -55,7 +56,7 @@ class DrawnSearch(SearchStrategy):
         limit = self._share(self._config.samples, room)
         first_logits, replies = logits.copy(), self._begin(prompt)
         self._reply_rows = self._backend.cache.length
-        branches = Branches(self._parts, self._statistics)
+        branches = branches_of(self._parts, self._statistics)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:
             reply.draw(first_logits, len(prompt))

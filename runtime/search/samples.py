@@ -18,7 +18,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, TogetherBackend
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.search.branches import Branches
+from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text import ReplyText
 from edgeinfer.searching import SearchUse
@@ -167,7 +167,7 @@ class ParallelSamples(SearchStrategy):
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
         self._backend.cache.trim(self._prompt)
-        branches = Branches(self._parts, self._statistics)
+        branches = branches_of(self._parts, self._statistics)
         going = [(branches.begin(rows=reply.rows), reply) for reply in live]
         for _ in range(size):
             rows = branches.feed([(branch, [*reply.tokens, *reply.guessed][-1:]) for branch, reply in going])

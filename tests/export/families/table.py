@@ -150,6 +150,7 @@ FAMILIES: tuple[Family, ...] = (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
     ),
     _family("Apertus", "Apertus", {}, {"attention_bias": True}),
+    _family("BitNet", "BitNet", _TIED | {"hidden_act": "relu2"}, {"attention_bias": True, "hidden_act": "silu"}),
     _family("Phi-1 to Phi-2", "Phi", _default(partial_rotary_factor=0.5), {"num_key_value_heads": 4}),
     _family(
         "StableLM",
