@@ -33,7 +33,7 @@ class Naming:
         gate: of what heads give; see DecoderSpec.output_gate.
         q, q_a, q_a_norm, q_b, kv_a, kv_norm, kv_b: of latent attention: of queries, or of their small vector, its norm
             and what is made of it; and of keys and values likewise.
-        mixer: of a layer with a recurrence in the place of attention.
+        mixer: of a layer with a recurrence in the place of attention, or beside it.
         up: of an MLP without a gate.
 
     A norm's bias is named after its weight.
@@ -142,12 +142,12 @@ class Architecture:
             plans.extend(_norm_plans(spec, f"{prefix}.{name}", root + source, size))
 
         plans: list[TensorPlan] = []
-        if spec.pre_norm:
+        if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
         plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
-        elif spec.mixer(layer) == "attention":
+        elif spec.attends(layer):
             linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
             if spec.qk_norm:
                 plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
@@ -162,6 +162,8 @@ class Architecture:
             linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
+        if layer in spec.no_mlp:
+            return plans
         if spec.pre_norm and not spec.parallel:
             norm("mlp_norm", names.mlp_norm)
         if spec.post_norm:

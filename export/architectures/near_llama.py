@@ -24,6 +24,7 @@ __all__ = [
     "MINISTRAL3",
     "SEED_OSS",
     "SMOLLM3",
+    "refine_granite",
 ]
 
 # Every fourth layer of SmolLM3 does not rotate.
@@ -91,17 +92,21 @@ def _read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, attention_scale=scale)
 
 
-def _refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+_LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
+
+
+def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """The multipliers of embedding, logits and what blocks give, in the weights."""
     embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
     if plan.name == "embed":
         return plan.changed(scale=embedding)
     if plan.name == "final_norm":
         return plan.changed(scale=1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0)))
-    return plan.changed(scale=residual) if ".attn.out" in plan.name or ".mlp.down" in plan.name else plan
+    return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
 
 
 GRANITE = Architecture(
-    classes=("GraniteForCausalLM",), model_types=("granite",), read=_read_granite, refine=_refine_granite
+    classes=("GraniteForCausalLM",), model_types=("granite",), read=_read_granite, refine=refine_granite
 )
 
 
