@@ -132,7 +132,7 @@ def _number(numbered: tuple[int, Outline]) -> int:
 def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:
     if outline.quantized is None:
         return dataclasses.replace(outline, transposed=False)
-    wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros)
+    wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros, e2m1=False)
     return dataclasses.replace(outline, quantized=wide)
 
 
@@ -157,6 +157,7 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
         quantized.paired,
         tensor_layout(outline.name, layout) == STATIC,
         interleaved,
+        quantized.e2m1,
     )
 
 
