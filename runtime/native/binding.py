@@ -16,7 +16,7 @@ from edgeinfer.records import dataclass
 __all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 4
+VERSION = 5
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
