@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.records import dataclass
 
 __all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "check_heads", "with_sources"]
 

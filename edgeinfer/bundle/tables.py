@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
@@ -21,6 +20,7 @@ from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "LINE_BYTES",

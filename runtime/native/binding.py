@@ -6,11 +6,12 @@ The other side is exports.c; the structures are those of lowbit.h and attention.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgeinfer.records import dataclass
 
 __all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
