@@ -185,10 +185,7 @@ class Architecture:
         if spec.post_norm:
             norm("mlp_post_norm", names.mlp_post_norm)
         if spec.per_layer is not None:
-            small = spec.per_layer.size
-            plans.append(plan(f"{prefix}.per_layer.gate", (root + names.per_layer_gate, (small, hidden))))
-            plans.append(plan(f"{prefix}.per_layer.out", (root + names.per_layer_out, (hidden, small))))
-            norm("per_layer.norm", names.per_layer_post_norm)
+            plans += _per_layer_plans(spec, spec.per_layer.size, names, prefix, root)
         moe = spec.experts_of(layer)
         if moe is not None:
             return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
@@ -259,6 +256,15 @@ def _model_plans(spec: DecoderSpec, names: Naming) -> list[TensorPlan]:
         sources = [(names.layer.format(layer=layer) + names.layer_scale, (1,)) for layer in layers]
         plans.append(plan("layer_scales", *sources))
     return plans
+
+
+def _per_layer_plans(spec: DecoderSpec, size: int, names: Naming, prefix: str, root: str) -> list[TensorPlan]:
+    """What a layer has for its per-layer embedding."""
+    return [
+        plan(f"{prefix}.per_layer.gate", (root + names.per_layer_gate, (size, spec.hidden_size))),
+        plan(f"{prefix}.per_layer.out", (root + names.per_layer_out, (spec.hidden_size, size))),
+        *_norm_plans(spec, f"{prefix}.per_layer.norm", root + names.per_layer_post_norm),
+    ]
 
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:
