@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine

@@ -25,7 +25,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from edgeinfer.bundle.experts import find_expert
@@ -39,6 +39,7 @@ from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "FORMAT",

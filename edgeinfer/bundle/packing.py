@@ -11,11 +11,12 @@ times the scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from edgeinfer.records import dataclass
 
 __all__ = [
     "BITS",

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, dequantize_e2m1
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.records import dataclass
 
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile

@@ -6,10 +6,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.quant.policy import QuantScheme
 
-__all__ = ["HeadPadding", "HeadPart", "Shape", "Source", "TensorPlan", "plan"]
+__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
 
 Shape = tuple[int, ...]
 
@@ -32,28 +33,6 @@ class HeadPadding:
 
 
 @dataclass(frozen=True)
-class HeadPart:
-    """Some rows of each head of a matrix, one head after the other.
-
-    Attributes:
-        rows: of a head.
-        start, stop: those that are taken.
-        transposed: of each head columns become rows.
-    """
-
-    heads: int
-    rows: int
-    start: int
-    stop: int
-    transposed: bool = False
-
-    def shape(self, columns: int) -> Shape:
-        """Of what is taken of a matrix of so many columns."""
-        count = self.stop - self.start
-        return (self.heads * columns, count) if self.transposed else (self.heads * count, columns)
-
-
-@dataclass(frozen=True)
 class Source:
     """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
 
@@ -62,13 +41,14 @@ class Source:
         index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
+        split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
         turned: the checkpoint's matrix has columns for rows.
         packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
         pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
-        part: of a matrix, what is taken of each of its heads.
+        heads: of a matrix, those of which each has columns for rows in the bundle; 0 where none has.
     """
 
     name: str
@@ -77,19 +57,22 @@ class Source:
     index: int = 0
     stacked: int = 0
     joined: int | None = None
+    split: int = 1
     turned: bool = False
     packing: str = ""
     scale: float = 1.0
     offset: float = 0.0
     softplus: bool = False
     pieces: tuple[int, int, int] | tuple[()] = ()
-    part: HeadPart | None = None
+    heads: int = 0
 
     @property
     def stored_shape(self) -> Shape:
         """Shape of the checkpoint's tensor, unpacked."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
+        if self.split > 1:
+            return (self.shape[0] // self.split, self.shape[1] * self.split)
         shape = self.shape
         if self.pieces:
             period, _, share = self.pieces
@@ -100,8 +83,8 @@ class Source:
     @property
     def padded_shape(self) -> Shape:
         """Shape in the bundle."""
-        if self.part is not None:
-            return self.part.shape(self.shape[1])
+        if self.heads:
+            return (self.heads * self.shape[1], self.shape[0] // self.heads)
         if self.padding is None:
             return self.shape
         axis, size = self.padding.axis, self.padding.heads * self.padding.wide
@@ -133,7 +116,7 @@ class TensorPlan:
     @property
     def parameters(self) -> int:
         """Number of the checkpoint's weights in it; padding does not count."""
-        return sum(math.prod(s.shape if s.part is None else s.padded_shape) for s in self.sources)
+        return sum(math.prod(s.shape) for s in self.sources)
 
     def kept(self, bits: int) -> QuantScheme | None:
         """The scheme that holds the checkpoint's packed values as they are, where so many bits are asked for."""
@@ -144,8 +127,8 @@ class TensorPlan:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether this is the embedding or the LM head."""
-        return self.name in ("embed", "head")
+        """Whether this is the LM head or an embedding."""
+        return self.name == "head" or is_looked_up(self.name)
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 
 __all__ = [

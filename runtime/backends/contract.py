@@ -7,7 +7,7 @@ them. Arrays returned by a pass are views that the next pass overwrites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import KVCache, SharingCache
 from edgeinfer.runtime.backends.visibility import Visibility, check_visibility

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import zip_longest
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.records import dataclass
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput

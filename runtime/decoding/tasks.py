@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput

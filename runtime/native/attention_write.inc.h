@@ -157,6 +157,10 @@ static void store_key(int32_t type, uint8_t *keys, int64_t s, const float *x, in
     }
 }
 
+/* Where the int8 of a position lies among those of its four: 0, 2, 1, 3, so that the first and the third byte make the
+ * first pair of 16 bits, and the others the second. */
+static inline int64_t byte_of_four(int64_t s) { return s % 2 * 2 + s / 2 % 2; }
+
 /* Stores a value of v channels at position `s` of the values of a head. */
 static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x, int64_t v, uint8_t *q) {
     const int64_t padded = (v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
@@ -168,7 +172,8 @@ static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x
         float scale;
         int32_t sum;
         quantize_block(x, (int32_t)v, (int8_t *)q, &scale, &sum);
-        memcpy(values + s * padded, q, (size_t)v);
+        uint8_t *at = values + s / 4 * padded * 4 + byte_of_four(s);
+        for (int64_t c = 0; c < v; c++) at[c * 4] = q[c];
         put_float(values + ATTENTION_PAGE * padded + s * 4, scale);
     } else {
         uint8_t *bytes = values + s * (padded / 2);
@@ -249,7 +254,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
     uint8_t *bytes = room + attention_row_bytes(a) / 5 * 4;
     int whole = a->norm_whole;
     float q_inverse = a->q_norm && whole ? inverse_norm(q, a->heads * h, a->norm_epsilon) : 1.0f;
-    float k_inverse = a->k_norm && whole ? inverse_norm(keys, a->kv_heads * h, a->norm_epsilon) : 1.0f;
+    float k_inverse = a->k_norm && whole && !a->shared ? inverse_norm(keys, a->kv_heads * h, a->norm_epsilon) : 1.0f;
     const int64_t sequence = a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot = own_slot(a, row);
     const int64_t s = slot % ATTENTION_PAGE, key_bytes = attention_key_bytes(a->key_type, a->key_size);
     for (int64_t kv = 0; kv < a->kv_heads; kv++) {
@@ -258,6 +263,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
             prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, x);
             store_query(a, x, out + i * attention_query_bytes(a));
         }
+        if (a->shared) continue;
         uint8_t *at = head_at(a, sequence, slot, kv);
         prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
         store_key(a->key_type, at, s, x, h, bytes);

@@ -6,16 +6,17 @@ The other side is exports.c; the structures are those of lowbit.h and attention.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
+
 __all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 4
+VERSION = 5
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
@@ -104,6 +105,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "key_type", "value_type")),
         *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole", "norm_after", "value_norm")),
+        *((name, ctypes.c_int32) for name in ("shared", "latent")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_epsilon")),
         ("pool", ctypes.c_void_p),
