@@ -14,10 +14,12 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StatePool
 from tests.runtime.native.graphs import make_model, open_session
 
-NAMES = ("x", "rows", "extras", "state_pool", "state_layout", "state_rows", "layer_mask", "weights", "bias", "gates")
-NAMES += ("dt_bias", "a_log", "norm")
+NAMES = (
+    *("x", "rows", "extras", "state_pool", "state_layout", "state_rows", "layer_mask", "weights", "bias", "gates"),
+    *("dt_bias", "a_log", "norm"),
+)
 STATE = StateLayer(heads=4, key_heads=2, key_size=6, value_size=20, channels=104, width=3)
-SIZES = {"heads": 4, "key_heads": 2, "key_size": 6, "value_size": 20, "channels": 104, "width": 3}
+SIZES: dict[str, Any] = {"heads": 4, "key_heads": 2, "key_size": 6, "value_size": 20, "channels": 104, "width": 3}
 GEOMETRY = Geometry(32, 16, 2, 1, 8, 64, (KVLayer(1, 8, 8), KVLayer(0, 0, 0)), (StateLayer(), STATE))
 # Three rows of one text, the last beside the second, and two of another.
 ROWS = [(0, 1, 0, 0), (0, 2, 0, 0), (0, 1, 0, 1), (1, 1, 0, 0), (1, 2, 0, 0)]
