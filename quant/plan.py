@@ -46,12 +46,14 @@ class QuantPlan:
         method: of edgeinfer.quant.methods, by name.
         predicted: what quantizing a matrix is predicted to cost, in nats of KL divergence per token, where known.
         budget_bytes: what the weights may take; None where bits were given.
+        kept: matrices whose values a checkpoint has in their schemes already.
     """
 
     schemes: Mapping[str, QuantScheme | None]
     method: str = "rtn"
     predicted: Mapping[str, float] = field(default_factory=dict)
     budget_bytes: int | None = None
+    kept: frozenset[str] = frozenset()
 
     @classmethod
     def from_policy(
@@ -60,20 +62,24 @@ class QuantPlan:
         shapes: Mapping[str, tuple[int, ...]],
         bits_for: Sequence[tuple[str, int]] = (),
         method: str = "rtn",
+        kept: Mapping[str, QuantScheme] | None = None,
     ) -> QuantPlan:
         """The plan of a policy, with the bits of some matrices given by ordered patterns of which the last match wins.
 
         Args:
             shapes: of every tensor of the model by its canonical name.
+            kept: schemes that a checkpoint's own values have, which no pattern says otherwise of.
 
         Raises:
             UsageError: a pattern matches no matrix that can be quantized.
         """
         given = match_patterns(bits_for, [name for name, shape in shapes.items() if is_quantizable(name, shape)])
         schemes = {name: policy.scheme(name, shape) for name, shape in shapes.items() if len(shape) == 2}
+        own = {name: scheme for name, scheme in (kept or {}).items() if name not in given}
+        schemes |= own
         for name, bits in given.items():
             schemes[name] = make_scheme(shapes[name], bits, policy.block_size, symmetric=policy.symmetric)
-        return cls(schemes, method)
+        return cls(schemes, method, kept=frozenset(own))
 
     def scheme(self, name: str) -> QuantScheme | None:
         """The scheme of a tensor; None keeps it float32, as all that are no matrices."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from edgeinfer.bundle.geometry import StateLayer, require_described
 
-__all__ = ["ConvSpec", "DeltaSpec", "Mixer"]
+__all__ = ["ConvSpec", "DeltaSpec", "Mamba2Spec", "Mixer", "check_mixers", "parts_of"]
 
-# What mixes the tokens of a layer.
-Mixer = Literal["attention", "conv", "delta"]
+# What mixes the tokens of a layer; the one with two adds up what both make of the same normed hidden states.
+Mixer = Literal["attention", "conv", "delta", "mamba2", "attention+mamba2", "none"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,95 @@ class DeltaSpec:
         """What a layer keeps."""
         sizes = (self.value_heads, self.key_heads, self.key_size, self.value_size)
         return StateLayer(*sizes, channels=2 * self.keys + self.values, width=self.width)
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """A state of a matrix for each head, scaled down and added to by every token (Mamba-2, "SSD").
+
+    One product of the hidden state gives a gate z, the channels x, B and C, and a time step for each head. x, B and C
+    pass a convolution over the last tokens and SiLU. With dt = softplus(time step + bias), clipped, a head's state S
+    becomes exp(-exp(a_log) dt) S + dt x B^T and gives S C + d x. What heads give is multiplied by SiLU(z) and normed.
+
+    Attributes:
+        heads, head_size: of x and z; together they are as wide as what the last product reads.
+        groups: of heads, which share B and C, and of channels, which share a norm.
+        state_size: channels of B and of C.
+        width: tokens that the convolution reaches over, the latest included.
+        bias: of both products.
+        conv_bias: of the convolution.
+        normed: there is a norm; otherwise the gate is all.
+        norm_first: the norm comes before the gate.
+        least_step, most_step: what dt is clipped to; 0 for the latter leaves it as it is.
+    """
+
+    heads: int
+    head_size: int
+    groups: int
+    state_size: int
+    width: int = 4
+    bias: bool = False
+    conv_bias: bool = True
+    normed: bool = True
+    norm_first: bool = False
+    least_step: float = 0.0
+    most_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_size", "groups", "state_size"):
+            require_described(0 < getattr(self, name) <= 1 << 16, f"{name} of a recurrence must be from 1 to 65536")
+        require_described(1 <= self.width <= 64, "the width of a convolution must be from 1 to 64")
+        require_described(self.heads % self.groups == 0, "heads of a recurrence must be a multiple of its groups")
+        require_described(self.normed or not self.norm_first, "a norm before the gate needs a norm")
+        clipped = self.least_step <= self.most_step if self.most_step else self.least_step == 0
+        require_described(self.least_step >= 0 and clipped, "the least time step must not exceed the largest")
+
+    @property
+    def inner_size(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def read_size(self) -> int:
+        """Width of the first product: z, x, B, C and time steps."""
+        return self.inner_size + self.conv_size + self.heads
+
+    @property
+    def state(self) -> StateLayer:
+        """What a layer keeps: of each head a matrix of channels of B and channels of x."""
+        sizes = (self.heads, self.groups, self.state_size, self.head_size)
+        return StateLayer(*sizes, channels=self.conv_size, width=self.width)
+
+
+def parts_of(mixer: Mixer) -> tuple[Mixer, ...]:
+    """What a layer has of attention and recurrences."""
+    both: tuple[Mixer, ...] = ("attention", "mamba2")
+    return both if mixer == "attention+mamba2" else () if mixer == "none" else (mixer,)
+
+
+def check_mixers(
+    mixers: tuple[Mixer, ...], layers: int, sizes: Mapping[str, object | None], no_mlp: tuple[int, ...]
+) -> None:
+    """Checks what mixes the tokens of each layer.
+
+    Args:
+        sizes: of each kind of recurrence; None where no layer has it.
+        no_mlp: layers that have a mixer alone.
+
+    Raises:
+        BundleError: it contradicts itself.
+    """
+    require_described(len(mixers) in (0, layers), "mixers must name every layer or none")
+    require_described(all(mixer in get_args(Mixer) for mixer in mixers), "mixers must be known")
+    require_described(not mixers or set(mixers) != {"attention"}, "mixers are for layers without attention")
+    for kind, described in sizes.items():
+        there = any(kind in parts_of(mixer) for mixer in mixers)
+        require_described(there == (described is not None), f"layers of {kind} need its sizes, and those such layers")
+    ascending = no_mlp == tuple(sorted(set(no_mlp))) and all(layer in range(len(mixers)) for layer in no_mlp)
+    require_described(ascending, "no_mlp must ascend, beside mixers")
+    require_described(all(mixers[layer] != "none" for layer in no_mlp), "a layer must have a mixer or an MLP")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
-from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mixer
+from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 
 __all__ = [
@@ -49,7 +49,7 @@ class MoESpec:
         expert_size: inner width of one.
         shared_size: inner width of the expert that every token uses; 0 where there is none.
         shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
-        gated: experts are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
+        gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
         dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
         router_bias: is added to the scores (gpt-oss).
         choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).
@@ -143,6 +143,8 @@ class DecoderSpec:
         mixers: what mixes the tokens of each layer; empty where all have attention.
         conv: of the layers whose mixer is "conv".
         delta: of the layers whose mixer is "delta".
+        mamba2: of the layers whose mixer is "mamba2", alone or beside attention.
+        no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
     """
 
     vocab_size: int
@@ -185,6 +187,8 @@ class DecoderSpec:
     mixers: tuple[Mixer, ...] = ()
     conv: ConvSpec | None = None
     delta: DeltaSpec | None = None
+    mamba2: Mamba2Spec | None = None
+    no_mlp: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -205,7 +209,8 @@ class DecoderSpec:
         dense = () if self.moe is None else self.moe.dense_layers
         _require(all(layer < self.num_layers for layer in dense), "dense_layers must be layers")
         self._check_ropes()
-        self._check_mixers()
+        kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
+        check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
         self._check_latent()
 
     def _check_latent(self) -> None:
@@ -219,13 +224,6 @@ class DecoderSpec:
         others = self.qk_norm or self.value_norm or self.inner_norms or self.mixers or self.norm != "rms"
         plain = self.pre_norm and not (others or self.output_gate or self.parallel)
         _require(plain, "latent attention is not combined with other norms, gates or mixers")
-
-    def _check_mixers(self) -> None:
-        _require(len(self.mixers) in (0, self.num_layers), "mixers must name every layer or none")
-        _require(all(mixer in get_args(Mixer) for mixer in self.mixers), "mixers must be known")
-        _require(not self.mixers or set(self.mixers) != {"attention"}, "mixers are for layers without attention")
-        _require(("conv" in self.mixers) == (self.conv is not None), "convolutions need layers, and those their sizes")
-        _require(("delta" in self.mixers) == (self.delta is not None), "delta rules need layers, and those their sizes")
 
     def _check_ropes(self) -> None:
         _require(len(self.rope_layers) in (0, self.num_layers), "rope_layers must name every layer or none")
@@ -275,8 +273,9 @@ class DecoderSpec:
         return bool(self.mixers) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
-        """The mixture of experts of a layer; None where it has an ordinary MLP."""
-        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+        """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""
+        dense = self.moe is None or layer in self.moe.dense_layers or layer in self.no_mlp
+        return None if dense else self.moe
 
     @property
     def window_size(self) -> int:
@@ -291,20 +290,29 @@ class DecoderSpec:
         """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    def parts_of(self, layer: int) -> tuple[Mixer, ...]:
+        """What a layer has of attention and recurrences."""
+        return parts_of(self.mixer(layer))
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return "attention" in self.parts_of(layer)
+
     @property
     def _kv_layers(self) -> tuple[KVLayer, ...]:
         """What each layer keeps of a token; empty where all keep the same."""
         if self.latent is not None:
             return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
-        kept: dict[Mixer, KVLayer] = {
-            "attention": KVLayer(self.num_kv_heads, self.head_dim, self.head_dim),
-            "conv": KVLayer(1, 0, self.hidden_size),
-        }
-        return tuple(kept.get(mixer, KVLayer(0, 0, 0)) for mixer in self.mixers)
+        attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
+        others = (reads if mixer == "conv" else KVLayer(0, 0, 0) for mixer in self.mixers)
+        kept = tuple(attends if self.attends(layer) else each for layer, each in enumerate(others))
+        return () if set(kept) == {attends} else kept
 
     def state_of(self, layer: int) -> StateLayer:
         """The state that a layer keeps beside that."""
-        return self.delta.state if self.delta is not None and self.mixer(layer) == "delta" else StateLayer()
+        kinds = {"delta": self.delta, "mamba2": self.mamba2}
+        kept = (kind.state for name, kind in kinds.items() if kind is not None and name in self.parts_of(layer))
+        return next(kept, StateLayer())
 
     @property
     def _states(self) -> tuple[StateLayer, ...]:

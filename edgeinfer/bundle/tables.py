@@ -254,19 +254,23 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
     hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
     for layer in range(decoder.num_layers):
+        mixer, conv, delta, scan = decoder.mixer(layer), decoder.conv, decoder.delta, decoder.mamba2
         if (latent := decoder.latent) is not None:
             yield f"layers.{layer}.attn.kv_a", (latent.met_size, hidden)
             yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
             yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
-        elif decoder.mixer(layer) == "attention":
+        elif decoder.attends(layer):
             yield f"layers.{layer}.attn.qkv", (qkv, hidden)
-        elif decoder.mixer(layer) == "conv" and decoder.conv is not None:
+        if conv is not None and mixer == "conv":
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
-            yield f"layers.{layer}.mixer.conv", (hidden, 1, decoder.conv.width)
-        elif decoder.delta is not None:
-            channels = 2 * decoder.delta.keys + decoder.delta.values
-            yield f"layers.{layer}.mixer.in", (channels + decoder.delta.values, hidden)
-            yield f"layers.{layer}.mixer.conv", (channels, 1, decoder.delta.width)
+            yield f"layers.{layer}.mixer.conv", (hidden, 1, conv.width)
+        if delta is not None and mixer == "delta":
+            yield f"layers.{layer}.mixer.in", (delta.state.channels + delta.values, hidden)
+            yield f"layers.{layer}.mixer.conv", (delta.state.channels, 1, delta.width)
+        if scan is not None and "mamba2" in decoder.parts_of(layer):
+            yield f"layers.{layer}.mixer.in", (scan.read_size, hidden)
+            yield f"layers.{layer}.mixer.conv", (scan.conv_size, 1, scan.width)
+            yield f"layers.{layer}.mixer.out", (hidden, scan.inner_size)
 
 
 def _expert_shapes(decoder: DecoderSpec, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

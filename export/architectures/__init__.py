@@ -9,11 +9,13 @@ from edgeinfer.export.architectures.latent import DEEPSEEK2, DEEPSEEK3, GLM4_MOE
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
 from edgeinfer.export.architectures.llama import LLAMA, MISTRAL, PHI3
+from edgeinfer.export.architectures.mamba import BAMBA, FALCON_H1, GRANITE_HYBRID, MAMBA2, NEMOTRON_H
 from edgeinfer.export.architectures.minicpm import BLOCK_FFN, MINICPM3
 from edgeinfer.export.architectures.mixtures import GRANITE_MOE, MIXTRAL, OLMOE, PHIMOE
 from edgeinfer.export.architectures.near_llama import (
     APERTUS,
     ARCEE,
+    BITNET,
     ERNIE4_5,
     GLM,
     GLM4,
@@ -36,13 +38,16 @@ __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan
 from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OLMO2, OLMO3, EXAONE4)
-_NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN, APERTUS)
+_NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN)
+_ACTIVATED = (APERTUS, BITNET)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE)
 _SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
 _LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 _HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
-ARCHITECTURES = (*_DENSE, *_NEAR_LLAMA, *_LAYER_NORM, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID)
+_MAMBA = (MAMBA2, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_HYBRID)
+_PLAIN = (*_DENSE, *_NEAR_LLAMA, *_ACTIVATED, *_LAYER_NORM)
+ARCHITECTURES = (*_PLAIN, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID, *_MAMBA)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

@@ -13,6 +13,7 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_
 from edgeinfer.export.architectures.plans import HeadPart, Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.export.source.packed import ternary_packing
 
 __all__ = ["SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
 
@@ -32,7 +33,7 @@ class Naming:
         gate: of what heads give; see DecoderSpec.output_gate.
         q, q_a, q_a_norm, q_b, kv_a, kv_norm, kv_b: of latent attention: of queries, or of their small vector, its norm
             and what is made of it; and of keys and values likewise.
-        mixer: of a layer with a recurrence in the place of attention.
+        mixer: of a layer with a recurrence in the place of attention, or beside it.
         up: of an MLP without a gate.
 
     A norm's bias is named after its weight.
@@ -68,6 +69,10 @@ class Naming:
     down: str = "mlp.down_proj"
     xielu: tuple[str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
+
+
+# The matrices that a checkpoint of ternary weights packs.
+_TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,9 @@ class Architecture:
             plans.append(plan("head", (names.head, (vocab, hidden))))
         if spec.head_bias:
             plans.append(plan("head_bias", (names.head_bias, (vocab,))))
-        refine = self.refine
+        refine, packing = self.refine, ternary_packing(config)
+        if packing:
+            plans = [p.packed(packing) if p.name.endswith(_TERNARY) else p for p in plans]
         return tuple(plans if refine is None else (refine(config, spec, p) for p in plans))
 
     def _layer(self, spec: DecoderSpec, layer: int, stored: Collection[str]) -> list[TensorPlan]:
@@ -135,12 +142,12 @@ class Architecture:
             plans.extend(_norm_plans(spec, f"{prefix}.{name}", root + source, size))
 
         plans: list[TensorPlan] = []
-        if spec.pre_norm:
+        if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
         plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
-        elif spec.mixer(layer) == "attention":
+        elif spec.attends(layer):
             linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
             if spec.qk_norm:
                 plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
@@ -155,6 +162,8 @@ class Architecture:
             linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
+        if layer in spec.no_mlp:
+            return plans
         if spec.pre_norm and not spec.parallel:
             norm("mlp_norm", names.mlp_norm)
         if spec.post_norm:

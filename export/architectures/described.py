@@ -90,7 +90,9 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         part = "recurrent layers" if spec.mixers else "latent attention"
         message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
-    known = ("silu", "swiglu_oai") if spec.moe is None or spec.moe.gated else ("silu",)
+    # Of those without a gate ONNX Runtime's operators have silu alone.
+    squared = ("relu2",) if spec.mixers else ()
+    known = ("silu", "swiglu_oai") if spec.moe is None or spec.moe.gated else ("silu", *squared)
     if spec.moe is not None and spec.activation not in known:
         message = f"Experts with the activation {spec.activation} are not supported yet."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)

@@ -81,8 +81,9 @@ def mixture_plans(
             sources = [_rows(f"{root}{name}_bias", (size,), names, part, e, experts) for e in range(experts)]
             plans.append(TensorPlan(expert_biases(layer, part), tuple(each for some in sources for each in some)))
     if moe.shared_size:
-        rows = 2 * moe.shared_size // len(names.shared_gate_up)
-        plans.append(plan(f"{prefix}.shared.gate_up", *((root + n, (rows, hidden)) for n in names.shared_gate_up)))
+        part, rows = ("gate_up", 2 * moe.shared_size) if moe.gated else ("up", moe.shared_size)
+        rows //= len(names.shared_gate_up)
+        plans.append(plan(f"{prefix}.shared.{part}", *((root + n, (rows, hidden)) for n in names.shared_gate_up)))
         plans.append(plan(f"{prefix}.shared.down", (root + names.shared_down, (hidden, moe.shared_size))))
     if moe.shared_gate:
         plans.append(plan(f"{prefix}.shared.gate", (root + names.shared_gate, (1, hidden))))

@@ -1,4 +1,4 @@
-"""Families that are Llama with a part or two of their own: SmolLM3, Ministral, Granite, GLM, Hunyuan and others."""
+"""Families that are Llama with a part or two of their own: SmolLM3, Ministral, Granite, GLM, BitNet and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = [
     "APERTUS",
     "ARCEE",
+    "BITNET",
     "ERNIE4_5",
     "GLM",
     "GLM4",
@@ -23,6 +24,7 @@ __all__ = [
     "MINISTRAL3",
     "SEED_OSS",
     "SMOLLM3",
+    "refine_granite",
 ]
 
 # Every fourth layer of SmolLM3 does not rotate.
@@ -90,17 +92,21 @@ def _read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias, attention_scale=scale)
 
 
-def _refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+_LAST_PRODUCTS = (".attn.out", ".mixer.out", ".down")
+
+
+def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """The multipliers of embedding, logits and what blocks give, in the weights."""
     embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
     if plan.name == "embed":
         return plan.changed(scale=embedding)
     if plan.name == "final_norm":
         return plan.changed(scale=1 / (config.number("logits_scaling", 1.0) * (embedding if spec.tied else 1.0)))
-    return plan.changed(scale=residual) if ".attn.out" in plan.name or ".mlp.down" in plan.name else plan
+    return plan.changed(scale=residual) if plan.name.removesuffix("_bias").endswith(_LAST_PRODUCTS) else plan
 
 
 GRANITE = Architecture(
-    classes=("GraniteForCausalLM",), model_types=("granite",), read=_read_granite, refine=_refine_granite
+    classes=("GraniteForCausalLM",), model_types=("granite",), read=_read_granite, refine=refine_granite
 )
 
 
@@ -154,6 +160,19 @@ def _read_arcee(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 ARCEE = Architecture(classes=("ArceeForCausalLM",), model_types=("arcee",), read=_read_arcee)
+
+
+def _read_bitnet(config: HFConfig, tied: bool) -> DecoderSpec:
+    """BitNet b1.58: squared ReLU behind a gate, and norms before the last products.
+
+    Its own layers round activations to int8 for each token; here they are rounded for each block of a product's inputs,
+    where weights are not float32.
+    """
+    bias = config.flag("attention_bias")
+    return common_spec(config, tied, qkv_bias=bias, output_bias=bias, inner_norms=True)
+
+
+BITNET = Architecture(classes=("BitNetForCausalLM",), model_types=("bitnet",), read=_read_bitnet)
 
 
 def _read_seed_oss(config: HFConfig, tied: bool) -> DecoderSpec:

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.codecs import Rows
+from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
 from edgeinfer.export.architectures.plans import HeadPart
 from edgeinfer.export.source.checkpoint import Checkpoint
-from edgeinfer.export.source.packed import PACKINGS
+from edgeinfer.export.source.packed import PACKINGS, PackedSource
+from edgeinfer.quant import QuantScheme
 
 __all__ = ["PlannedRows", "PlannedTensors"]
 
@@ -33,6 +36,7 @@ class PlannedRows:
         self.shape = plan.shape
         self._checkpoint = checkpoint
         self._sources = plan.sources
+        self._packed: dict[Source, PackedSource] = {}
         self._whole: tuple[Source, Floats] | None = None  # a source that is changed as a whole
         self._turned: tuple[tuple[str, int], Floats] | None = None
         self._factors: list[Floats] = []
@@ -84,21 +88,45 @@ class PlannedRows:
             values *= np.float32(source.scale)
         return values
 
+    def kept(self, scheme: QuantScheme) -> Rows:
+        """Gives rows of a packed tensor as they are, by the scheme that its plan says (`TensorPlan.kept`)."""
+
+        def rows(start: int, stop: int) -> QuantizedMatrix:
+            parts, offset = [], 0
+            for source in self._sources:
+                first, last = max(start - offset, 0), min(stop - offset, source.shape[0])
+                if first < last:
+                    parts.append(self._kept(source, first, last, scheme))
+                offset += source.shape[0]
+            data, scales = (np.concatenate([getattr(p, field) for p in parts]) for field in ("data", "scales"))
+            return QuantizedMatrix(data, scales, None)
+
+        return rows
+
+    def _kept(self, source: Source, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        places = _places(source, start, stop)
+        whole, chosen = self._opened(source).kept(places[0], places[-1] + 1, scheme), places - places[0]
+        return QuantizedMatrix(whole.data[chosen], whole.scales[chosen], None)
+
+    def _opened(self, source: Source) -> PackedSource:
+        if source not in self._packed:
+            within = source.index if source.stacked else None
+            self._packed[source] = PACKINGS[source.packing].open(self._checkpoint, source.name, source.shape, within)
+        return self._packed[source]
+
     def _stored(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 as the checkpoint has them."""
         if not source.pieces:
             return self._rows_of(source, start, stop)
-        period, taken, share = source.pieces
-        low, high = start // share, -(-stop // share)
-        whole = self._rows_of(source, low * period, high * period)
-        rows = whole.reshape(high - low, period, *source.shape[1:])[:, taken : taken + share]
-        return rows.reshape(-1, *source.shape[1:])[start - low * share : stop - low * share].copy()
+        places = _places(source, start, stop)
+        rows: Floats = self._rows_of(source, places[0], places[-1] + 1)[places - places[0]]
+        return rows
 
     def _rows_of(self, source: Source, start: int, stop: int) -> Floats:
         """Rows start..stop-1 of the tensor that the source is, or takes pieces of."""
         within = source.index if source.stacked else None
         if source.packing:
-            return PACKINGS[source.packing].rows(self._checkpoint, source.name, start, stop, within)
+            return self._opened(source).floats(start, stop)
         if source.turned:
             if self._turned is None or self._turned[0] != (source.name, source.index):
                 columns = self._checkpoint.read(source.name, within=within)
@@ -111,6 +139,15 @@ class PlannedRows:
             rows = self._checkpoint.read(source.name, start, stop)
             return rows[:, before : before + source.shape[1]].copy()
         return self._checkpoint.read(source.name, start, stop, within=within)
+
+
+def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
+    """Which rows of the checkpoint's tensor are a source's rows start..stop-1."""
+    rows = np.arange(start, stop)
+    if not source.pieces:
+        return rows
+    period, taken, share = source.pieces
+    return rows // share * period + taken + rows % share
 
 
 def _taken(values: Floats, part: HeadPart) -> Floats:  # (heads rows, K) -> part.shape(K)

@@ -6,6 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from edgeinfer.export.source.packed import PACKINGS
+from edgeinfer.quant.policy import QuantScheme
+
 __all__ = ["HeadPadding", "HeadPart", "Shape", "Source", "TensorPlan", "plan"]
 
 Shape = tuple[int, ...]
@@ -117,6 +120,10 @@ class TensorPlan:
         changed = (dataclasses.replace(source, scale=scale, offset=offset) for source in self.sources)
         return TensorPlan(self.name, tuple(changed))
 
+    def packed(self, packing: str) -> TensorPlan:
+        """The same of packed tensors."""
+        return TensorPlan(self.name, tuple(dataclasses.replace(source, packing=packing) for source in self.sources))
+
     @property
     def shape(self) -> Shape:
         """Shape of the whole."""
@@ -127,6 +134,13 @@ class TensorPlan:
     def parameters(self) -> int:
         """Number of the checkpoint's weights in it; padding does not count."""
         return sum(math.prod(s.shape if s.part is None else s.padded_shape) for s in self.sources)
+
+    def kept(self, bits: int) -> QuantScheme | None:
+        """The scheme that holds the checkpoint's packed values as they are, where so many bits are asked for."""
+        packing, *others = {source.packing for source in self.sources}
+        if others or not packing:
+            return None
+        return PACKINGS[packing].scheme(self.shape[1], bits)
 
     @property
     def is_vocabulary(self) -> bool:

@@ -11,7 +11,7 @@ __all__ = ["recurrent_tensors"]
 
 
 def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
-    """Those of a layer that has a recurrence in the place of attention; of others none.
+    """Those of a layer that has a recurrence in the place of attention, or beside it; of others none.
 
     Args:
         root: of the checkpoint's names: the layer's module of the recurrence and a dot.
@@ -21,6 +21,8 @@ def recurrent_tensors(spec: DecoderSpec, layer: int, root: str) -> Iterator[Tens
         yield from _conv_tensors(spec, prefix, root)
     elif spec.mixer(layer) == "delta":
         yield from _delta_tensors(spec, prefix, root)
+    elif "mamba2" in spec.parts_of(layer):
+        yield from _mamba2_tensors(spec, prefix, root)
 
 
 def _conv_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
@@ -53,3 +55,21 @@ def _delta_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[Tensor
     yield plan(f"{prefix}.a_log", (f"{root}A_log", (heads,)))
     yield plan(f"{prefix}.norm", (f"{root}norm.weight", (delta.value_size,)))
     yield plan(f"{prefix}.out", (f"{root}out_proj.weight", (hidden, delta.values)))
+
+
+def _mamba2_tensors(spec: DecoderSpec, prefix: str, root: str) -> Iterator[TensorPlan]:
+    scan, hidden = spec.mamba2, spec.hidden_size
+    assert scan is not None, "a layer with a recurrence has its sizes"
+    shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
+        "in": ("in_proj", (scan.read_size, hidden), scan.bias),
+        "conv": ("conv1d", (scan.conv_size, 1, scan.width), scan.conv_bias),
+        "out": ("out_proj", (hidden, scan.inner_size), scan.bias),
+    }
+    for name, (module, shape, biased) in shapes.items():
+        yield plan(f"{prefix}.{name}", (f"{root}{module}.weight", shape))
+        if biased:
+            yield plan(f"{prefix}.{name}_bias", (f"{root}{module}.bias", shape[:1]))
+    for name, source in (("dt_bias", "dt_bias"), ("a_log", "A_log"), ("d", "D")):
+        yield plan(f"{prefix}.{name}", (f"{root}{source}", (scan.heads,)))
+    if scan.normed:
+        yield plan(f"{prefix}.norm", (f"{root}norm.weight", (scan.inner_size,)))

@@ -28,17 +28,11 @@ class _Refused:
     gguf: bool = True
 
 
-_HYBRID, _RECURRENT = "hybrid attention", "recurrent layers"
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
-    "bitnet": _Refused("BitNet", "ternary weights", gguf=False),
-    "falcon_h1": _Refused("Falcon-H1", _HYBRID, gguf=False),
     "gemma3n": _Refused("Gemma 3n"),
     "gemma4": _Refused("Gemma 4"),
-    "granitemoehybrid": _Refused("Granite 4", _HYBRID, gguf=False),
-    "mamba": _Refused("Mamba", _RECURRENT, gguf=False),
-    "mamba2": _Refused("Mamba 2", _RECURRENT, gguf=False),
-    "nemotron_h": _Refused("Nemotron-H", _HYBRID, gguf=False),
+    "mamba": _Refused("Mamba", "recurrent layers", gguf=False),
 }
 
 

@@ -20,6 +20,11 @@ layer, part, norm_epsilon: the gated delta rule over a row's path, its convoluti
   0 queries, keys, values and gate side by side float32 (1, S, channels + heads value_size) · 1 rows · 2 path_slots
   3 state_pool · 4 state_layout · 5 state_rows · 6 layer_mask (optional) · 7 weights float32 (channels, 1, width) · 8 no
   bias · 9 b and a side by side float32 (1, S, 2 heads) · 10 dt_bias · 11 a_log float32 (heads,) · 12 norm (value_size,)
+
+`edgeinfer.Mamba2`, version 1, attributes heads, key_heads (groups), key_size (of B and C), value_size (of x), channels,
+width, layer, part, norm_epsilon, norm_first, least_step, most_step: the recurrence of edgeinfer.bundle.recurrence.
+  0 z, x, B, C and time steps side by side float32 (1, S, heads value_size + channels + heads) · 1 to 7 as above · 8
+  bias (channels,) (optional) · 9 dt_bias · 10 a_log · 11 d float32 (heads,) · 12 norm (heads value_size,) (optional)
 """
 
 from __future__ import annotations
@@ -166,8 +171,9 @@ class PagedLayer:
 
 
 # Of each mixer with a state: its operator, the vectors that it reads, and attributes beside the sizes of the state.
-_RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "delta": ("GatedDelta", ("dt_bias", "a_log", "norm"), {}),
+_RECURRENCES: dict[Mixer, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "delta": ("GatedDelta", ("dt_bias", "a_log", "norm"), ()),
+    "mamba2": ("Mamba2", ("dt_bias", "a_log", "d", "norm"), ("norm_first", "least_step", "most_step")),
 }
 
 
@@ -241,13 +247,14 @@ class _PagedAttention(Attention):
     def recur(self, graph: GraphBuilder, layer: int, read: str, *further: str) -> str:
         """See `Attention.recur`."""
         prefix, state = f"layers.{layer}.mixer", self._spec.state_of(layer)
-        name, vectors, attributes = _RECURRENCES[self._spec.mixer(layer)]
+        name, vectors, attributes = _RECURRENCES[self._spec.parts_of(layer)[-1]]
         weights = graph.weight(f"{prefix}.conv", self._tensors[f"{prefix}.conv"].data)
         bias = self._ops.vector(graph, f"{prefix}.conv_bias")
         own = [*further, *(self._ops.vector(graph, f"{prefix}.{vector}") for vector in vectors)]
         inputs = [read, *_STATES, io.LAYER_MASK, weights, bias, *own]
         sizes = asdict(state) | {"layer": layer, "part": 2 * layer, "norm_epsilon": self._spec.norm_eps}
-        return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **attributes)
+        given = {each: getattr(self._spec.mamba2, each) for each in attributes}
+        return graph.op(name, inputs, f"{prefix}.mixed", domain=io.NATIVE_DOMAIN, **sizes, **given)
 
     def _centred(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Queries and keys without the means of their heads where their norms are layer norms: the rest is an RMS norm.

@@ -15,6 +15,7 @@ import onnx
 from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, DecoderSpec, Layout, TensorEntry
 from edgeinfer.bundle import graph as io
 from edgeinfer.bundle.layouts import model_name, weights_name
+from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
@@ -147,44 +148,51 @@ class _DecoderGraph:
         return "hidden"
 
     def _layer(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
-        """A layer's two blocks, one after the other, or side by side over one norm."""
-        entering = _Value(hidden, self._norm(layer, "attn"))
-        if self._shares_norm:
+        """A layer's blocks, one after the other, or side by side over one norm."""
+        entering, mixed = _Value(hidden, self._norm(layer, "attn")), hidden
+        if self._shares_norm(layer):
             entering = _Value(self._ops.norm(self._graph, hidden, entering.norm), "")
-        attended = self._attention(layer, hidden, entering, runs[0])
+        parts = self._spec.parts_of(layer)
+        for part in parts:
+            last = part == parts[-1] and layer in self._spec.no_mlp
+            named = f"layers.{layer}.{'attn' if part == 'attention' else 'mixer'}"
+            mixed = self._mixer(layer, part, mixed, entering, runs[0], result if last else f"{named}.hidden")
+        if layer in self._spec.no_mlp:
+            self._ids.append(NO_EXPERTS)
+            return mixed
         if self._spec.parallel:
-            into = Entering(entering.name, "", attended, self._norm(layer, "mlp", after=True))
+            into = Entering(entering.name, "", mixed, self._norm(layer, "mlp", after=True))
         else:
-            into = Entering(attended, self._norm(layer, "mlp"), attended, self._norm(layer, "mlp", after=True))
+            into = Entering(mixed, self._norm(layer, "mlp"), mixed, self._norm(layer, "mlp", after=True))
         return self._mlp(layer, into, runs[1], result)
 
-    @property
-    def _shares_norm(self) -> bool:
+    def _shares_norm(self, layer: int) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""
-        beside = self._spec.delta is not None or self._spec.latent is not None
-        return self._spec.pre_norm and (self._spec.parallel or bool(self._spec.output_gate) or beside)
+        spec = self._spec
+        beside = spec.delta is not None or spec.latent is not None or len(spec.parts_of(layer)) > 1
+        return spec.pre_norm and (spec.parallel or bool(spec.output_gate) or beside)
 
     def _norm(self, layer: int, part: str, *, after: bool = False) -> str:
         """The norm of what enters a block, or of what it gives; empty where there is none."""
         there = self._spec.post_norm if after else self._spec.pre_norm
         return f"layers.{layer}.{part}{'_post' if after else ''}_norm" if there else ""
 
-    def _attention(self, layer: int, hidden: str, entering: _Value, runs: str) -> str:
+    def _mixer(self, layer: int, part: Mixer, hidden: str, entering: _Value, runs: str, result: str) -> str:
+        """Adds what attention or a recurrence makes of what enters to the hidden states."""
         carried = self._attend.carried(layer)
-        prefix = f"layers.{layer}.{'attn' if self._spec.mixer(layer) == 'attention' else 'mixer'}"
         blocks = {"attention": self._attention_block, "conv": self._conv_block}
-        block = blocks.get(self._spec.mixer(layer), self._recurrent_block)
+        block = blocks.get(part, self._recurrent_block)
         if self._ops.masked:
-            return block(self._graph, layer, hidden, entering, f"{prefix}.hidden", 2 * layer)
+            return block(self._graph, layer, hidden, entering, result, 2 * layer)
         graph, skip = self._graph.branch(), self._graph.branch()
-        added = block(graph, layer, hidden, entering, f"{prefix}.added")
+        added = block(graph, layer, hidden, entering, f"{result}.added")
         graph.output(added, "float32", self._hidden_shape)
-        skip.output(skip.op("Identity", [hidden], f"{prefix}.skipped"), "float32", self._hidden_shape)
+        skip.output(skip.op("Identity", [hidden], f"{result}.skipped"), "float32", self._hidden_shape)
         for each in carried:
             graph.output(each.inside, each.dtype, each.shape)
             skip.output(skip.op("Identity", [each.source], f"{each.inside}.kept"), each.dtype, each.shape)
-        self._graph.choose(runs, graph, skip, [f"{prefix}.hidden", *(each.name for each in carried)])
-        return f"{prefix}.hidden"
+        self._graph.choose(runs, graph, skip, [result, *(each.name for each in carried)])
+        return result
 
     def _attention_block(
         self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None

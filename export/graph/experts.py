@@ -157,7 +157,11 @@ def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) 
     tokens = graph.op("Squeeze", [value, graph.constant([0])], f"{prefix}.tokens")
     columns = graph.op("Transpose", [tokens], f"{prefix}.columns", perm=[1, 0])
     inner = graph.op("MatMul", [up, columns], f"{prefix}.inner")  # (E, F, S)
-    activated = graph.op("QuickGelu", [inner], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
+    if experts.activation == "relu2":
+        positive = graph.op("Relu", [inner], f"{prefix}.positive")
+        activated = graph.op("Mul", [positive, positive], f"{prefix}.activated")
+    else:
+        activated = graph.op("QuickGelu", [inner], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
     turned = graph.op("Transpose", [dense], f"{prefix}.turned", perm=[1, 0])
     each = graph.op("Reshape", [turned, graph.constant([moe.experts, 1, -1])], f"{prefix}.each")
     weighted = graph.op("Mul", [activated, each], f"{prefix}.weighted")

@@ -101,7 +101,7 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
 def _shared(ops: Operators, graph: GraphBuilder, experts: Experts, residual: str, normed: str) -> str:
     """Adds the shared expert's result to the residual, where there is one."""
     prefix = f"layers.{experts.layer}.mlp.shared"
-    product = ops.inner(graph, normed, prefix, gated=True)
+    product = ops.inner(graph, normed, prefix, gated=experts.moe.gated)
     if not experts.moe.shared_gate:
         return ops.linear(graph, product, f"{prefix}.down", f"{prefix}.added", residual=residual)
     result = ops.linear(graph, product, f"{prefix}.down", f"{prefix}.result")

@@ -17,7 +17,8 @@ the same bits in any company, which those of MatMul and Gemm do not
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
 F that they multiply), cap (of softcap); rows have the same bits in any company
   0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
-MoELowBit, attributes D, ungated: down(silu(up(x))), clamped: gpt-oss's SwiGLU, otherwise down(silu(gate(x)) * up(x))
+MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clamped: gpt-oss's SwiGLU, otherwise
+down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
   offsets of data, low, scales, zero points, -1 for what a matrix does not have · 5 residual (optional) · 6 planes
@@ -159,7 +160,8 @@ class NativeOperators(Operators):
         biases = [experts.biases(graph, part) for part in (experts.into, "down")]
         inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes, *biases]
         attributes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
-        attributes |= {"clamped": 1} if self._spec.activation == "swiglu_oai" else {}
+        named = {"swiglu_oai": "clamped", "relu2": "squared"}
+        attributes |= {named[self._spec.activation]: 1} if self._spec.activation in named else {}
         return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **attributes)
 
     def _fused(

@@ -39,6 +39,9 @@ class HFConfig:
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
+        listed = values.get("layers_block_type")
+        if isinstance(listed, list) and values.get("num_hidden_layers") is None:
+            values = values | {"num_hidden_layers": len(listed)}
         self._values = values
         classes = values.get("architectures")
         named = isinstance(classes, list) and bool(classes) and isinstance(classes[0], str)

@@ -1,28 +1,54 @@
-"""Checkpoints' packed weights, read as floats: MXFP4, of 4 bits with a power of two for each block."""
+"""Checkpoints' packed weights, read as floats or as they are: MXFP4, and the ternary weights of BitNet.
+
+MXFP4 has 4 bits a value and a power of two for each block. Ternary matrices are -1, 0 and 1 times one scale.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CheckpointError
-from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.bundle.bfloat16 import round_nearest
+from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, midpoint, pack
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
+from edgeinfer.export.source.hf_config import HFConfig
+from edgeinfer.quant.policy import QuantScheme, effective_block
 
-__all__ = ["MXFP4", "PACKINGS", "Packing", "mxfp4_tensors"]
+__all__ = ["MXFP4", "PACKINGS", "PackedSource", "Packing", "mxfp4_tensors", "ternary_packing"]
 
 MXFP4 = "mxfp4"
 Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 Shape = tuple[int, ...]
 # Name, shape and types of a checkpoint's tensor.
 Stored = tuple[str, Shape, tuple[str, ...]]
 
-# Source: OCP Microscaling Formats 1.0: E2M1 values by their codes, E8M0 scales with 255 for what is not a number.
+# Source: OCP Microscaling Formats 1.0: E2M1 values by their codes, and E8M0 scales; those above the largest overflow
+# float32 or are not numbers.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_BLOCK, _SCALE_BIAS, _NO_SCALE = 32, 127, 255
+_BLOCK, _SCALE_BIAS, _LARGEST_SCALE = 32, 127, 252
+_PER_BYTE = 4
+# Source: transformers' WeightQuant.
+_LEAST_MEAN = 1e-5
+_RUN_VALUES = 1 << 22
 _DAMAGED = "The checkpoint is damaged: download it again."
+
+
+class PackedSource(Protocol):
+    """Rows of one packed matrix (N, K); both raise CheckpointError where they are damaged."""
+
+    def floats(self, start: int, stop: int) -> Floats:
+        """Rows start..stop-1."""
+
+    def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        """The same without a loss, by a scheme that the packing says."""
 
 
 class Packing(Protocol):
@@ -35,12 +61,11 @@ class Packing(Protocol):
             CheckpointError: such a shape cannot be packed.
         """
 
-    def rows(self, checkpoint: Checkpoint, name: str, start: int, stop: int, within: int | None) -> Floats:
-        """Rows start..stop-1 of a matrix, of the one with the index `within` where some are stacked.
+    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+        """A matrix (N, K), or the one with the index `within` where some are stacked."""
 
-        Raises:
-            CheckpointError: they are damaged.
-        """
+    def scheme(self, k: int, bits: int) -> QuantScheme | None:
+        """The scheme that holds rows of K values as they are where so many bits are asked for; None where none does."""
 
 
 def mxfp4_tensors(name: str) -> tuple[str, str]:
@@ -48,31 +73,189 @@ def mxfp4_tensors(name: str) -> tuple[str, str]:
     return f"{name}_blocks", f"{name}_scales"
 
 
-class _Mxfp4:
+class _Mxfp4Matrix:
     """Two values to a byte, the first in its lower half; transformers' Mxfp4Config."""
 
+    def __init__(self, checkpoint: Checkpoint, name: str, within: int | None) -> None:
+        self._checkpoint, self._name, self._within = checkpoint, name, within
+
+    def _read(self, start: int, stop: int) -> tuple[Floats, NDArray[np.int32]]:  # (N, blocks, 32), (N, blocks)
+        """E2M1 values, and the exponents of what they are multiplied by."""
+        names = mxfp4_tensors(self._name)
+        packed, scales = (self._checkpoint.read_packed(n, start, stop, within=self._within) for n in names)
+        if (scales > _LARGEST_SCALE).any():
+            raise CheckpointError(f"Tensor {names[1]!r} has scales beyond the range of float32.", _DAMAGED)
+        values = np.empty((*packed.shape[:-1], _BLOCK), np.float32)
+        values[..., 0::2] = _E2M1[packed & 15]
+        values[..., 1::2] = _E2M1[packed >> 4]
+        return values, scales.astype(np.int32) - _SCALE_BIAS
+
+    def floats(self, start: int, stop: int) -> Floats:
+        """See `PackedSource.floats`."""
+        values, exponents = self._read(start, stop)
+        rows: Floats = np.ldexp(values, exponents[..., None]).reshape(stop - start, -1)
+        return rows
+
+    def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        """See `PackedSource.kept`: twice a value is an integer."""
+        values, exponents = self._read(start, stop)
+        codes = (2 * values + np.float32(midpoint(scheme.bits))).astype(np.uint8)
+        return QuantizedMatrix(pack(codes, scheme.bits), np.ldexp(np.float32(0.5), exponents), None)
+
+
+class _Mxfp4:
     def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
         """See `Packing.tensors`."""
         if shape[-1] % _BLOCK:
-            message = (
-                f"Tensor {name!r} is packed in blocks of {_BLOCK}, which rows of {shape[-1]} values are not made of."
-            )
+            message = f"Tensor {name!r} is packed in blocks of {_BLOCK}, but has rows of {shape[-1]} values."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
         blocks = (*shape[:-1], shape[-1] // _BLOCK)
         packed, scales = mxfp4_tensors(name)
         yield packed, (*blocks, _BLOCK // 2), ("U8",)
         yield scales, blocks, ("U8",)
 
-    def rows(self, checkpoint: Checkpoint, name: str, start: int, stop: int, within: int | None) -> Floats:
-        """See `Packing.rows`."""
-        packed, scales = (checkpoint.read_packed(n, start, stop, within=within) for n in mxfp4_tensors(name))
-        if (scales == _NO_SCALE).any():
-            raise CheckpointError(f"Tensor {name + '_scales'!r} has scales that are not numbers.", _DAMAGED)
-        values = np.empty((*packed.shape[:-1], _BLOCK), np.float32)  # (rows, blocks, 32)
-        values[..., 0::2] = _E2M1[packed & 15]
-        values[..., 1::2] = _E2M1[packed >> 4]
-        rows: Floats = np.ldexp(values, scales[..., None].astype(np.int32) - _SCALE_BIAS).reshape(stop - start, -1)
-        return rows
+    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+        """See `Packing.open`."""
+        return _Mxfp4Matrix(checkpoint, name, within)
+
+    def scheme(self, k: int, bits: int) -> QuantScheme | None:
+        """See `Packing.scheme`."""
+        return QuantScheme(bits, _BLOCK, symmetric=True) if bits == 8 else None
 
 
-PACKINGS: Mapping[str, Packing] = {MXFP4: _Mxfp4()}
+class _TernaryMatrix(ABC):
+    def __init__(self, checkpoint: Checkpoint, name: str, shape: Shape) -> None:
+        self._checkpoint, self._name, self._shape = checkpoint, name, shape
+
+    @property
+    @abstractmethod
+    def _scale(self) -> float:
+        """What all values are multiplied by."""
+
+    @abstractmethod
+    def _codes(self, start: int, stop: int) -> Bytes:  # (N, K)
+        """0, 1 and 2 for -1, 0 and 1."""
+
+    def floats(self, start: int, stop: int) -> Floats:
+        """See `PackedSource.floats`."""
+        return (self._codes(start, stop).astype(np.float32) - 1) * np.float32(self._scale)
+
+    def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
+        """See `PackedSource.kept`; the scale is rounded to bfloat16, in which such models are published."""
+        count, k = stop - start, self._shape[1]
+        blocks = blocks_per_row(k, scheme.block_size)
+        codes = np.full((count, blocks * scheme.block_size), midpoint(scheme.bits), np.uint8)
+        codes[:, :k] = self._codes(start, stop) + np.uint8(midpoint(scheme.bits) - 1)
+        scale = round_nearest(np.array([self._scale], np.float32))
+        data = pack(codes.reshape(count, blocks, -1), scheme.bits)
+        return QuantizedMatrix(data, np.full((count, blocks), scale, np.float32), None)
+
+
+class _PackedTernary(_TernaryMatrix):
+    """Four values to a byte, a quarter of all rows apart; transformers' `pack_weights`."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, shape: Shape, divided: bool) -> None:
+        super().__init__(checkpoint, name, shape)
+        self._divided = divided
+
+    @cached_property
+    def _scale(self) -> float:
+        name = _scale_name(self._name)
+        scale = float(self._checkpoint.read(name)[0])
+        if not 0 < scale < math.inf:
+            raise CheckpointError(f"Tensor {name!r} has a scale of {scale}.", _DAMAGED)
+        return 1 / scale if self._divided else scale
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        quarter, parts = self._shape[0] // _PER_BYTE, []
+        for place in range(start // quarter, -(-stop // quarter)):
+            first, last = max(start - place * quarter, 0), min(stop - place * quarter, quarter)
+            packed = self._checkpoint.read_packed(self._name, first, last)
+            parts.append(packed >> np.uint8(2 * place) & np.uint8(3))
+        codes: Bytes = np.concatenate(parts)
+        if (codes == 3).any():
+            raise CheckpointError(f"Tensor {self._name!r} has values that are not ternary.", _DAMAGED)
+        return codes
+
+
+class _RoundedTernary(_TernaryMatrix):
+    """Floats that are rounded to ternary values of their mean magnitude; transformers' `WeightQuant`."""
+
+    @cached_property
+    def _scale(self) -> float:
+        count, width = self._shape
+        step, total = max(1, _RUN_VALUES // width), 0.0
+        for start in range(0, count, step):
+            rows = self._checkpoint.read(self._name, start, min(start + step, count))
+            total += float(np.abs(rows).sum(dtype=np.float64))
+        if not math.isfinite(total):
+            raise CheckpointError(f"Tensor {self._name!r} contains values that are not finite.", _DAMAGED)
+        return max(total / (count * width), _LEAST_MEAN)
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        rows = self._checkpoint.read(self._name, start, stop) * np.float32(1 / self._scale)
+        codes: Bytes = (np.clip(np.rint(rows), -1, 1) + 1).astype(np.uint8)
+        return codes
+
+
+class _Ternary:
+    """Ternary matrices, packed or not.
+
+    Args:
+        packed: they are; otherwise they are rounded.
+        divided: the checkpoint's scale divides.
+    """
+
+    def __init__(self, *, packed: bool, divided: bool = False) -> None:
+        self._packed, self._divided = packed, divided
+
+    def tensors(self, name: str, shape: Shape) -> Iterator[Stored]:
+        """See `Packing.tensors`."""
+        if not self._packed:
+            yield name, shape, FLOATS
+            return
+        if shape[0] % _PER_BYTE:
+            message = f"Tensor {name!r} packs {_PER_BYTE} rows into one, and {shape[0]} rows are no multiple of that."
+            raise CheckpointError(message, "Check that config.json belongs to these weights.")
+        yield name, (shape[0] // _PER_BYTE, *shape[1:]), ("U8",)
+        yield _scale_name(name), (1,), FLOATS
+
+    def open(self, checkpoint: Checkpoint, name: str, shape: Shape, within: int | None) -> PackedSource:
+        """See `Packing.open`."""
+        if self._packed:
+            return _PackedTernary(checkpoint, name, shape, self._divided)
+        return _RoundedTernary(checkpoint, name, shape)
+
+    def scheme(self, k: int, bits: int) -> QuantScheme | None:
+        """See `Packing.scheme`: two bits hold them, whatever is asked for."""
+        return QuantScheme(2, effective_block(k, 128), symmetric=True)
+
+
+def _scale_name(name: str) -> str:
+    return name.removesuffix("weight") + "weight_scale"
+
+
+PACKINGS: Mapping[str, Packing] = {
+    MXFP4: _Mxfp4(),
+    "ternary": _Ternary(packed=True),
+    "ternary-divided": _Ternary(packed=True, divided=True),
+    "ternary-rounded": _Ternary(packed=False),
+}
+
+
+def ternary_packing(config: HFConfig) -> str:
+    """How the matrices of a checkpoint's layers are packed where they are BitNet's; "" where they are not.
+
+    Raises:
+        UnsupportedArchitectureError: its kind of BitNet is not read.
+    """
+    given = config.get("quantization_config")
+    if not isinstance(given, dict) or given.get("quant_method") != "bitnet":
+        return ""
+    left_out = given.get("modules_to_not_convert") or []
+    if given.get("use_rms_norm") or not set(left_out) <= {"lm_head"}:
+        message = "BitNet with use_rms_norm, or with layers among modules_to_not_convert, is not supported."
+        raise UnsupportedArchitectureError(message, "Choose a checkpoint without.")
+    if given.get("linear_class", "bitlinear") == "bitlinear":
+        return "ternary-divided"
+    return "ternary-rounded" if given.get("quantization_mode") == "online" else "ternary"

@@ -128,7 +128,7 @@ def _storable(described: Described, quant: QuantPlan) -> QuantPlan:
         elif scheme is not None and scheme.bits == 4 and shape[0] % 2:
             _log.warning("%s has an odd number of rows, %d; it gets 8 bits instead of 4.", name, shape[0])
             schemes[name] = dataclasses.replace(scheme, bits=8)
-    return dataclasses.replace(quant, schemes=schemes)
+    return dataclasses.replace(quant, schemes=schemes, kept=frozenset())
 
 
 def _table(described: Described, quant: QuantPlan) -> tuple[TensorEntry, ...]:

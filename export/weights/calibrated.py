@@ -121,6 +121,8 @@ class _Writer:
         entry, scheme, rows = self._left[name], self.plan.scheme(name), self.tensors.of(name)
         if scheme is None:
             write_floats(self._file, entry, rows)
+        elif name in self.plan.kept:
+            write_quantized(self._file, entry, rows.kept(scheme), scheme)
         else:
             quantized = quantized_rows(rows, entry.shape[1], scheme, self.plan.method, statistics)
             write_quantized(self._file, entry, quantized, scheme)

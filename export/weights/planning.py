@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.tables import Outline
+from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.architectures.described import Described
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -18,7 +19,7 @@ from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_within
 from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.policy import QuantScheme
+from edgeinfer.quant.policy import FLOAT_BITS, QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 from edgeinfer.results import Progress
@@ -97,7 +98,12 @@ def _plan(
     shapes, method = {plan.name: plan.shape for plan in plans}, config.method or "rtn"
     budget = config.budget_bytes(parameters)
     if budget is None:
-        return QuantPlan.from_policy(config.policy, shapes, config.bits_for, method)
+        bits = config.policy.bits
+        kept = {} if bits == FLOAT_BITS else {plan.name: scheme for plan in plans if (scheme := plan.kept(bits))}
+        if kept and text is not None:
+            message = "A checkpoint of packed weights, which are kept as they are, is not rounded for a text."
+            raise UsageError(message, "Leave the calibration text out.")
+        return QuantPlan.from_policy(config.policy, shapes, config.bits_for, method, kept)
     by_name = {plan.name: plan for plan in plans}
 
     def draw(name: str, scheme: QuantScheme | None) -> Outline:

@@ -106,15 +106,16 @@ def write_session(
     kind = copy(0, 0)
     layers = [_LayerRows(str(a.dtype), a.shape[0], a.shape[2]) for a in (*kind.keys, *kind.values)]
     row_bytes = sum(layer.bytes for layer in layers)
-    size = max(1, _PIECE_BYTES // row_bytes)
+    size = max(1, _PIECE_BYTES // max(row_bytes, 1))
     ids, letters = np.array(tokens, "<i4"), np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
     spans = [(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": (type_name(ids.dtype), ids.shape)}
-    (dtype, heads, width), alike = layers[0], len(set(layers)) == 1
+    # Of recurrences alone nothing is kept of a token.
+    (dtype, heads, width), alike = layers[0], len(set(layers)) == 1 and row_bytes > 0
     for start, stop in spans:
         apart = (len(layers), heads, stop - start, width)
         shapes[f"rows.{start}"] = (type_name(np.dtype(dtype)), apart) if alike else ("U8", (stop - start, row_bytes))
-    state = copy(0, len(ids)).state if len(ids) else None
+    state = copy(*spans[-1]).state if spans else None
     if state is not None:
         shapes[_STATE] = ("U8", state.shape)
     shapes |= {"text": (type_name(letters.dtype), letters.shape)}
@@ -231,7 +232,7 @@ class SessionFile:
         at, state = 0, tensors[-2]
         stateful = (state.name, state.dtype, len(state.shape)) == (_STATE, "U8", 1)
         for tensor in tensors[1 : -2 if stateful else -1]:
-            same = len(tensor.shape) == rank and min(tensor.shape) > 0
+            same = len(tensor.shape) == rank and min(tensor.shape[: 4 if rank == 4 else 1]) > 0
             tokens = rank - 2 if rank == 4 else 0  # axis
             others, first = (t.shape[:tokens] + t.shape[tokens + 1 :] for t in (tensor, tensors[1]))
             same = same and others == first and (rank == 2 or tensor.shape[0] % 2 == 0)

@@ -61,13 +61,16 @@ static void finish_swiglu(const float *sums, const lowbit_output *out, int64_t r
     finish_half(gate, &rest, row, width, column, count);
 }
 
-static void finish_silu(const float *sums, const lowbit_output *out, int64_t row, int64_t width, int64_t column,
+static void finish_activated(const float *sums, const lowbit_output *out, int64_t row, int64_t width, int64_t column,
                         int64_t count) {
     float y[LOWBIT_TILE];
     memcpy(y, sums, sizeof y);
     if (out->bias)
         for (int64_t c = 0; c < count; c++) y[c] += out->bias[column + c];
-    for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] / (1.0f + exponential(-y[c]));
+    if (out->swiglu == 3)
+        for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] <= 0.0f ? 0.0f : y[c] * y[c];
+    else
+        for (int c = 0; c < LOWBIT_TILE; c++) y[c] = y[c] / (1.0f + exponential(-y[c]));
     lowbit_output rest = {out->y, NULL, out->residual, 0};
     finish_half(y, &rest, row, width, column, count);
 }
@@ -83,7 +86,7 @@ static void finish(const lowbit_matrix *w, const lowbit_output *out, int64_t til
             finish_half(sums, out, first + r, w->n, column, columns);
             finish_half(sums + LOWBIT_GROUP, out, first + r, w->n, half + column, columns);
         } else if (out->swiglu) {
-            finish_silu(sums, out, first + r, w->n, column, smaller(w->n - column, LOWBIT_TILE));
+            finish_activated(sums, out, first + r, w->n, column, smaller(w->n - column, LOWBIT_TILE));
         } else {
             finish_half(sums, out, first + r, w->n, column, smaller(w->n - column, LOWBIT_TILE));
         }

@@ -58,7 +58,8 @@ typedef struct {
     float *y;              /* (m, width): width is n, or n / 2 of paired matrices with swiglu */
     const float *bias;     /* (n) or NULL */
     const float *residual; /* (m, width) or NULL: added last; may be y itself */
-    int32_t swiglu;        /* silu(gate) * up of paired matrices, silu(y) of others; 2: gpt-oss's, of paired ones */
+    int32_t swiglu;        /* silu(gate) * up of paired matrices, silu(y) of others; 2: gpt-oss's, of paired ones;
+                            * 3: the square of what is positive, of others */
 } lowbit_output;
 
 /* How rows become activations. */

@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "arithmetic.inc.h"
 #include "ort_recurrence.h"
 
 enum { GATES = RECURRENCE_OWN, DT_BIAS, A_LOG, NORM };
@@ -53,24 +52,10 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
     return NULL;
 }
 
-/* The sum of products in 16 lanes, folded in halves. */
-static float product(const float *x, const float *y, int64_t n) {
-    float lanes[LANES] = {0};
-    const int64_t whole = n / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        for (int l = 0; l < LANES; l++) lanes[l] += x[i + l] * y[i + l];
-    for (int64_t i = whole; i < n; i++) lanes[i - whole] += x[i] * y[i];
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
-    return lanes[0];
-}
-
 static void scaled(const float *x, int64_t n, float by, float *y) {
-    const float factor = by / sqrtf(product(x, x, n) + EPSILON);
+    const float factor = by / sqrtf(recurrence_product(x, x, n) + EPSILON);
     for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor;
 }
-
-static float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 /* Queries, keys, values, decay and beta of the rows of a job. */
 static void prepare_job(void *data, size_t index) {
@@ -83,13 +68,13 @@ static void prepare_job(void *data, size_t index) {
             float *q = a->q + i * keys + h * size, *k = a->k + i * keys + h * size;
             scaled(mixed + h * size, size, 1.0f / sqrtf((float)size), q);
             scaled(mixed + keys + h * size, size, 1.0f, k);
-            a->qk[i * a->key_heads + h] = product(q, k, size);
+            a->qk[i * a->key_heads + h] = recurrence_product(q, k, size);
         }
         for (int64_t h = 0; h < a->heads; h++) {
             float *v = a->u + (i * a->heads + h) * padded;
             memset(v + a->value_size, 0, (size_t)(padded - a->value_size) * sizeof(float));
             memcpy(v, mixed + 2 * keys + h * a->value_size, (size_t)a->value_size * sizeof(float));
-            a->decay[i * a->heads + h] = expf(-expf(d->a_log[h]) * softplus(gates[a->heads + h] + d->dt_bias[h]));
+            a->decay[i * a->heads + h] = expf(-expf(d->a_log[h]) * recurrence_softplus(gates[a->heads + h] + d->dt_bias[h]));
             a->beta[i * a->heads + h] = 1.0f / (1.0f + expf(-gates[h]));
         }
     }

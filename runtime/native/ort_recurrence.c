@@ -1,8 +1,10 @@
 /* What the operators of recurrences share: their first inputs, working memory, the pass itself; knows nothing of kinds. */
 #include "ort_recurrence.h"
 
+#include <math.h>
 #include <string.h>
 
+#include "arithmetic.inc.h"
 #include "scratch.h"
 
 enum { MOST_HEADS = 1 << 12, MOST_SIZE = 1 << 12, MOST_CHANNELS = 1 << 20, HEADER = 64 };
@@ -243,6 +245,19 @@ OrtStatus *recurrence_run(const recurrence_node *op, const OrtKernelContext *con
     }
     return NULL;
 }
+
+float recurrence_product(const float *x, const float *y, int64_t n) {
+    float lanes[LANES] = {0};
+    const int64_t whole = n / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int l = 0; l < LANES; l++) lanes[l] += x[i + l] * y[i + l];
+    for (int64_t i = whole; i < n; i++) lanes[i - whole] += x[i] * y[i];
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+float recurrence_softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 void recurrence_end(recurrence_pass *p) {
     if (p->memory) scratch_give(p->memory);

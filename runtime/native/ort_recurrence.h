@@ -64,4 +64,9 @@ OrtStatus *recurrence_convolve(const recurrence_node *op, const OrtKernelContext
 OrtStatus *recurrence_run(const recurrence_node *op, const OrtKernelContext *context, recurrence_pass *p);
 void recurrence_end(recurrence_pass *p);
 
+/* The sum of products in 16 lanes, folded in halves. */
+float recurrence_product(const float *x, const float *y, int64_t n);
+/* log(1 + exp(x)) */
+float recurrence_softplus(float x);
+
 #endif

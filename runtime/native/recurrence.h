@@ -69,12 +69,24 @@ static inline float *recurrence_ring(const recurrence *r, int64_t slot) {
     return r->ring + slot % r->ring_rows * r->ring_stride;
 }
 
+/* What is done with what heads give, and d times what they read, the first channels of the convolution (Mamba-2): silu
+ * of z as a factor, and a norm of the channels of each key head, or none. */
+typedef struct {
+    const float *z; /* (count, heads, value_size), rows `stride` apart */
+    int64_t stride;
+    const float *d, *norm; /* (heads); (heads, value_size) or NULL */
+    float epsilon;
+    int32_t norm_first; /* the norm comes before the factor */
+    float *y; /* (count, heads, value_size) */
+} recurrence_gate;
+
 /* The functions of an instruction set; the .inc.h says what each does. */
 typedef struct {
     void (*convolve)(const recurrence *r, int64_t first, int64_t last);
     void (*recur)(const recurrence *r, int64_t first, int64_t last, float *state);
     void (*gate_heads)(const recurrence *r, const float *weight, float epsilon, const float *gate, int64_t stride,
                        float *y, int64_t first, int64_t last);
+    void (*gate_groups)(const recurrence *r, const recurrence_gate *g, int64_t first, int64_t last);
 } recurrence_path;
 
 #ifdef __cplusplus

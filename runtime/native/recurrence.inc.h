@@ -171,4 +171,29 @@ static void gate_heads(const recurrence *r, const float *weight, float epsilon, 
         }
 }
 
-static const recurrence_path recurrence_functions = {convolve, recur, gate_heads};
+INLINE void times_silu(float *y, const float *z, int64_t n) {
+    for (int64_t c = 0; c < n; c++) y[c] *= z[c] / (1.0f + exponential(-z[c]));
+}
+
+/* What recurrence_gate says, of rows first..last-1. */
+static void gate_groups(const recurrence *r, const recurrence_gate *g, int64_t first, int64_t last) {
+    const int64_t size = r->value_size, inner = r->heads * size, group = inner / r->key_heads;
+    for (int64_t i = first; i < last; i++) {
+        const float *z = g->z + i * g->stride;
+        float *y = g->y + i * inner;
+        for (int64_t head = 0; head < r->heads; head++) {
+            const float *o = r->out + (i * r->heads + head) * recurrence_padded(r);
+            const float *x = r->mixed + i * r->channels + head * size;
+            const float d = g->d[head];
+            for (int64_t c = 0; c < size; c++) y[head * size + c] = fmaf(d, x[c], o[c]);
+        }
+        if (!g->norm_first) times_silu(y, z, inner);
+        for (int64_t at = 0; g->norm && at < inner; at += group) {
+            const float inverse = inverse_norm(y + at, group, g->epsilon);
+            for (int64_t c = at; c < at + group; c++) y[c] *= inverse * g->norm[c];
+        }
+        if (g->norm_first) times_silu(y, z, inner);
+    }
+}
+
+static const recurrence_path recurrence_functions = {convolve, recur, gate_heads, gate_groups};

@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgeinfer.bundle import open_bundle
-from edgeinfer.errors import CheckpointError
+from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
+from tests.kernel import require_kernel
 
 EXPERTS = "model.layers.1.mlp.experts"
 ROWS = np.arange(len(TOKENS))
@@ -56,6 +58,16 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
 
 
+def test_mxfp4_is_kept_as_it_is_in_8_bits(tmp_path: Path) -> None:
+    model = make_mxfp4(tmp_path / "checkpoint")
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8)))
+    experts = model.model.layers[1].mlp.experts
+    gate, up = experts.gate_up_proj[3].T[::2], experts.gate_up_proj[3].T[1::2]
+    found = bundle.tensor("layers.1.mlp.experts.3.gate_up")
+    np.testing.assert_array_equal(found, torch.cat([gate, up]).detach().numpy())
+    np.testing.assert_array_equal(bundle.tensor("layers.1.mlp.experts.3.down"), experts.down_proj[3].T.detach().numpy())
+
+
 def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors.pop(name)
@@ -65,8 +77,8 @@ def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("name", "spoilt", "says"),
     [
-        ("down_proj_scales", torch.full((4, 64, 3), 255, dtype=torch.uint8), "scales that are not numbers"),
-        ("down_proj_scales", torch.full((4, 64, 3), 254, dtype=torch.uint8), "not finite"),
+        ("down_proj_scales", torch.full((4, 64, 3), 255, dtype=torch.uint8), "scales beyond"),
+        ("down_proj_scales", torch.full((4, 64, 3), 253, dtype=torch.uint8), "scales beyond"),
         ("down_proj_scales", None, "no tensor '.*down_proj_scales'"),
         ("gate_up_proj_blocks", torch.zeros((4, 192, 2, 8), dtype=torch.uint8), r"shape \(4, 192, 2, 8\)"),
         ("gate_up_proj_scales", torch.zeros((4, 192, 2)), "type F32"),
@@ -75,6 +87,95 @@ def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:
 def test_damaged_mxfp4_is_refused(name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
     make_mxfp4(tmp_path / "checkpoint")
     spoil(tmp_path / "checkpoint", f"{EXPERTS}.{name}", spoilt)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
+    assert "\n" not in caught.value.message
+    assert not (tmp_path / "bundle").exists()
+
+
+def make_bitnet(folder: Path, kind: str) -> Any:
+    """A random BitNet of ternary matrices, stored as `kind`; returns the model of them, with float activations."""
+    model = make_checkpoint(folder, "BitNet")
+    file = folder / "model.safetensors"
+    tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
+    for name, module in model.model.layers.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        name = f"model.layers.{name}.weight"
+        scale = module.weight.detach().abs().mean()
+        if kind == "offline":
+            scale = scale.bfloat16().float()
+        ternary = (module.weight.detach() / scale).round().clamp(-1, 1)
+        module.weight.data = ternary * scale
+        if kind != "online":
+            # As transformers' pack_weights, whose module compiles functions when it is imported.
+            quarters = ternary.add(1).byte().chunk(4)
+            tensors[name] = quarters[0] | quarters[1] << 2 | quarters[2] << 4 | quarters[3] << 6
+            tensors[f"{name}_scale"] = (1 / scale if kind == "bitlinear" else scale).reshape(1)
+    save_file(tensors, file)
+    classes = {"linear_class": "bitlinear" if kind == "bitlinear" else "autobitlinear"}
+    mode = {"quantization_mode": "online" if kind == "online" else "offline"}
+    config["quantization_config"] = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"], **classes, **mode}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def round_activations(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Rounds what enters a product as transformers' BitLinear does: to int8, by the largest of each token."""
+    scale = 127 / given[0].abs().amax(dim=-1, keepdim=True).clamp(min=1e-5)
+    return ((given[0] * scale).round().clamp(-128, 127) / scale, *given[1:])
+
+
+@pytest.mark.parametrize("kind", ["offline", "online", "bitlinear"])
+def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path) -> None:
+    require_kernel()
+    model = make_bitnet(tmp_path / "checkpoint", kind)
+    expected = expected_logits(model, TOKENS)
+    floats = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "floats", ExportConfig(bits=32)))
+    given = ForwardInput(TOKENS, ROWS, ROWS)
+    assert np.abs(ReferenceBackend(floats, 16).forward(given).logits - expected).max() <= 1e-4
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4)))
+    attention, mlp = model.model.layers[2].self_attn, model.model.layers[2].mlp
+    for name, modules in {
+        "attn.qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
+        "attn.out": (attention.o_proj,),
+        "mlp.gate_up": (mlp.gate_proj, mlp.up_proj),
+        "mlp.down": (mlp.down_proj,),
+    }.items():
+        (entry,) = (t for t in bundle.manifest.tensors if t.name == f"layers.2.{name}")
+        assert (entry.bits, entry.zero_points) == (2, None)
+        wanted = torch.cat([module.weight for module in modules]).detach()
+        found = torch.from_numpy(bundle.tensor(entry.name))
+        # Scales that no bfloat16 is are rounded.
+        assert torch.equal(found, wanted) if kind == "offline" else torch.allclose(found, wanted, rtol=2**-8)
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(round_activations)
+    theirs, ours = expected_logits(model, TOKENS), PagedBackend(bundle, 16).forward(given).logits
+    error = np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
+    assert np.median(error) <= 0.06, error
+
+
+def test_weights_that_are_kept_are_not_rounded_for_a_text(tmp_path: Path) -> None:
+    make_bitnet(tmp_path / "checkpoint", "offline")
+    (tmp_path / "text.txt").write_text("Once upon a time there was a little dog. The dog had a red ball.\n" * 8)
+    config = ExportConfig(bits=4, method="awq", calibration=tmp_path / "text.txt", calibration_tokens=96)
+    with pytest.raises(UsageError, match="packed weights"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "spoilt", "says"),
+    [
+        ("q_proj.weight", torch.full((16, 64), 255, dtype=torch.uint8), "not ternary"),
+        ("q_proj.weight", torch.zeros((64, 64)), r"shape \(64, 64\)"),
+        ("q_proj.weight_scale", torch.tensor([-1.0]), "a scale of -1"),
+        ("q_proj.weight_scale", None, "no tensor '.*weight_scale'"),
+    ],
+)
+def test_damaged_ternary_weights_are_refused(name: str, spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    make_bitnet(tmp_path / "checkpoint", "offline")
+    spoil(tmp_path / "checkpoint", f"model.layers.1.self_attn.{name}", spoilt)
     with pytest.raises(CheckpointError, match=says) as caught:
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
     assert "\n" not in caught.value.message

@@ -36,16 +36,28 @@ DELTA: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+SCAN: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(100, dtype=np.int64) * 37 % 300
 CONTEXT = 128
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+# By the name of transformers' classes: a kind of recurrence, among attention, beside it, and without any.
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": DELTA,
+    "FalconH1": SCAN | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
+    "GraniteMoeHybrid": SCAN | {"layer_types": DELTA["layer_types"], "num_local_experts": 0},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "NemotronH": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     folder = tmp_path_factory.mktemp("states")
-    make_checkpoint(folder / "checkpoint", "Qwen3_5", **DELTA)
+    make_checkpoint(folder / "checkpoint", request.param, **({"tie_word_embeddings": True} | KINDS[request.param]))
     config = ExportConfig(bits=8, group_size=32, keep_small=False)
     return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
 
@@ -241,7 +253,7 @@ def test_the_plan_counts_the_states(bundle: Bundle) -> None:
     engine = Engine(backend, 16)
     said = greedy(engine, TOKENS[:60].tolist(), 20)
     greedy(engine, [*TOKENS[:60].tolist(), *said, 3, 4, 5] * 1, 10)
-    states = 2 * (8 * 4 * 16 * 32 + 0)  # of two layers, without their rings
+    states = sum(4 * state.parameters for state in backend.geometry.states)  # without their rings
     assert states < backend.nbytes()["kv"] <= planned
 
 

@@ -29,6 +29,7 @@ from edgeinfer.bundle.arithmetic import (
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -92,9 +93,10 @@ class ReferenceBackend:
         """Of the cache, which keeps what recurrences read of every token, and no states: those are computed again."""
         if not self.geometry.states:
             return self.geometry
-        read = recurrent.widths(self._spec)
-        kept = (KVLayer(1, 0, wide) if wide else each for wide, each in zip(read, self.geometry.kept, strict=True))
-        return dataclasses.replace(self.geometry, kv_layers=tuple(kept), states=())
+        # Behind the layers, as one may have attention beside a recurrence.
+        read = (KVLayer(1, 0, wide) if wide else KVLayer(0, 0, 0) for wide in recurrent.widths(self._spec))
+        kept = (*self.geometry.kept, *read)
+        return dataclasses.replace(self.geometry, num_layers=len(kept), kv_layers=kept, states=())
 
     def rotate_long(self, long: bool) -> None:
         """See `contract.RotatingBackend.rotate_long`."""
@@ -126,10 +128,11 @@ class ReferenceBackend:
         used: dict[int, Ints] = {}
         for layer in range(self._spec.num_layers):
             before = x
-            if batch.layer_mask is None or batch.layer_mask[2 * layer]:
+            mixes, feeds = bool(self._spec.parts_of(layer)), layer not in self._spec.no_mlp
+            if mixes and (batch.layer_mask is None or batch.layer_mask[2 * layer]):
                 given = self._mixed(layer, self._entering(layer, "attn", before), positions, seen)
                 x = x + self._leaving(layer, "attn", given)
-            if batch.layer_mask is None or batch.layer_mask[2 * layer + 1]:
+            if feeds and (batch.layer_mask is None or batch.layer_mask[2 * layer + 1]):
                 entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
                 moe = self._spec.experts_of(layer)
                 if moe is None:
@@ -169,21 +172,28 @@ class ReferenceBackend:
     def _mixed(
         self, layer: int, x: Floats, positions: Ints, seen: dict[int, NDArray[np.bool_]]
     ) -> Floats:  # (S, D), (S,), (S, T) by window -> (S, D)
-        """What a layer's attention, or what stands in for it, makes of hidden states."""
+        """What a layer's attention, what stands in for it, or both make of hidden states."""
         if self._spec.latent is not None:
             return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
-        if self._spec.mixer(layer) == "attention":
-            return self._attention(layer, x, positions, seen)
-        return self._recurrence(layer, x, seen[0])
+        given = np.zeros_like(x)
+        for part in self._spec.parts_of(layer):
+            attends = part == "attention"
+            given = given + (
+                self._attention(layer, x, positions, seen) if attends else self._recurrence(layer, part, x, seen[0])
+            )
+        return given
 
-    def _recurrence(self, layer: int, x: Floats, seen: NDArray[np.bool_]) -> Floats:  # (S, D), (S, T) -> (S, D)
+    def _recurrence(
+        self, layer: int, mixer: Mixer, x: Floats, seen: NDArray[np.bool_]
+    ) -> Floats:  # (S, D), (S, T) -> (S, D)
         """What a layer's recurrence makes of what was kept of each row's text."""
         size, total = seen.shape
         prefix = f"layers.{layer}.mixer"
+        place = layer if mixer == "conv" else self._spec.num_layers + layer
         read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
-        self.cache.write(layer, total - size, np.zeros((1, size, 0), np.float32), read[None])
-        _, kept = self.cache.read(layer, 0, total)  # (1, T, C)
-        mix, weights = recurrent.MIXES[self._spec.mixer(layer)], recurrent.weights_of(self._weights, prefix)
+        self.cache.write(place, total - size, np.zeros((1, size, 0), np.float32), read[None])
+        _, kept = self.cache.read(place, 0, total)  # (1, T, C)
+        mix, weights = recurrent.MIXES[mixer], recurrent.weights_of(self._weights, prefix)
         texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
         mixed = np.stack([mix(self._spec, weights, text, own) for text, own in zip(texts, apart, strict=True)])
         return self._linear(f"{prefix}.out", mixed)
@@ -322,7 +332,7 @@ class ReferenceBackend:
             given = self._mlp(f"{prefix}.experts.{expert}", x[tokens], gated=moe.gated)
             mixed[tokens] += weights[tokens, slots, None] * given
         if moe.shared_size:
-            shared = self._mlp(f"{prefix}.shared", x, gated=True)
+            shared = self._mlp(f"{prefix}.shared", x, gated=moe.gated)
             mixed += shared * _logistic(self._linear(f"{prefix}.shared.gate", x)) if moe.shared_gate else shared
         return mixed, used
 

@@ -21,8 +21,9 @@ _EPSILON = np.float32(1e-6)  # of the norm of queries and keys: transformers, mo
 
 def widths(spec: DecoderSpec) -> tuple[int, ...]:
     """What a layer with a state keeps of a token here; 0 for other layers."""
-    states = (spec.state_of(layer) for layer in range(spec.num_layers))
-    return tuple(each.channels + 2 * each.heads if each.heads else 0 for each in states)
+    # Of each head the delta rule has two gates, Mamba-2 a time step.
+    states, gates = (spec.state_of(layer) for layer in range(spec.num_layers)), 1 if spec.delta is None else 2
+    return tuple(each.channels + gates * each.heads for each in states)
 
 
 def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> Entered:
@@ -34,6 +35,9 @@ def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> En
     if spec.mixer(layer) == "conv":
         before, after, values = np.split(product("in"), 3, axis=1)
         return before * values, after
+    if spec.mamba2 is not None:
+        gate, read = np.split(product("in"), [spec.mamba2.inner_size], axis=1)
+        return read, gate
     channels = spec.state_of(layer).channels
     read, gate = np.split(product("in"), [channels], axis=1)
     return np.concatenate([read, product("gates")], axis=1), gate
@@ -95,4 +99,31 @@ def _unit(x: Floats) -> Floats:  # (..., k)
     return unit
 
 
-MIXES: dict[Mixer, Mix] = {"conv": _short_conv, "delta": _delta_rule}
+def _mamba2(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own: Floats) -> Floats:
+    scan = spec.mamba2
+    assert scan is not None, "a layer with such a recurrence has its sizes"
+    read, steps = np.split(text, [scan.conv_size], axis=1)
+    shared, each = scan.groups * scan.state_size, scan.heads // scan.groups
+    x, b, c = np.split(_silu(_convolved(weights, read)), [scan.inner_size, scan.inner_size + shared], axis=1)
+    x = x.reshape(len(text), scan.heads, scan.head_size)
+    b, c = (np.repeat(part.reshape(len(text), scan.groups, -1), each, axis=1) for part in (b, c))  # (n, H, N)
+    dt = np.logaddexp(steps + weights["dt_bias"], np.float32(0))  # (n, H)
+    if scan.most_step:
+        dt = np.clip(dt, np.float32(scan.least_step), np.float32(scan.most_step))
+    decay = np.exp(-np.exp(weights["a_log"]) * dt)
+    state = np.zeros((scan.heads, scan.head_size, scan.state_size), np.float32)
+    for token in range(len(text)):
+        added = (dt[token, :, None] * x[token])[:, :, None] * b[token, :, None]
+        state = decay[token, :, None, None] * state + added
+    heads = (np.einsum("hpn,hn->hp", state, c[-1]) + weights["d"][:, None] * x[-1]).reshape(-1)
+    gate = _silu(own)
+    if not scan.normed:
+        ungrouped: Floats = heads * gate
+        return ungrouped
+    parts = (heads if scan.norm_first else heads * gate).reshape(scan.groups, -1)
+    parts = parts / np.sqrt(np.mean(parts * parts, axis=1, keepdims=True) + np.float32(spec.norm_eps))
+    given: Floats = parts.reshape(-1) * weights["norm"] * (gate if scan.norm_first else 1)
+    return given
+
+
+MIXES: dict[Mixer, Mix] = {"conv": _short_conv, "delta": _delta_rule, "mamba2": _mamba2}

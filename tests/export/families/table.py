@@ -95,6 +95,19 @@ _MSCALED = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "lo
 _MSCALED |= {"short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)]}
 _MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
+_SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+_NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
+_NEMOTRON_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+}
+_NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 64, "topk_group": 2, "routed_scaling_factor": 1.8}
+_GRANITE4 = ["linear_attention", "full_attention", "linear_attention"]
+_MULTIPLIED = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 1.4]}
+_MULTIPLIED |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "key_multiplier": 0.8}
+_MULTIPLIED |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.9, 1.1, 0.7, 1.5, 0.6]}
 
 FAMILIES: tuple[Family, ...] = (
     _known("Llama, SmolLM", "Llama"),
@@ -148,6 +161,7 @@ FAMILIES: tuple[Family, ...] = (
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}},
     ),
     _family("Apertus", "Apertus", {}, {"attention_bias": True}),
+    _family("BitNet", "BitNet", _TIED | {"hidden_act": "relu2"}, {"attention_bias": True, "hidden_act": "silu"}),
     _family("Phi-1 to Phi-2", "Phi", _default(partial_rotary_factor=0.5), {"num_key_value_heads": 4}),
     _family(
         "StableLM",
@@ -202,6 +216,43 @@ FAMILIES: tuple[Family, ...] = (
         _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64},
         _TIED | {"linear_key_head_dim": 24, "linear_value_head_dim": 16, "num_key_value_heads": 1},
         rounded=_NORMED,
+    ),
+    _native(
+        "Mamba-2",
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+        {"use_bias": True, "n_groups": 1, "tie_word_embeddings": True, "conv_kernel": 3},
+        {"use_conv_bias": False, "num_heads": 4, "head_dim": 32, "state_size": 12, "time_step_limit": (0.5, 0.9)},
+    ),
+    _native(
+        "Bamba",
+        "Bamba",
+        _SCAN | {"attn_layer_indices": [1]},
+        _TIED | _BIASES | {"mamba_proj_bias": True, "mamba_n_groups": 1, "attn_layer_indices": [0, 2]},
+    ),
+    _native(
+        "Falcon-H1",
+        "FalconH1",
+        _SCAN | _MULTIPLIED | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16},
+        _TIED | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 32},
+        _BIASES
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_proj_bias": True}
+        | {"projectors_bias": True, "mamba_d_ssm": None, "mamba_n_heads": 8},
+    ),
+    _native(
+        "Nemotron-H",
+        "NemotronH",
+        _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"]},
+        {"mlp_bias": True, "use_bias": True, "n_groups": 3, "head_dim": 16},
+        {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_conv_bias": False},
+        _NEMOTRON_EXPERTS | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"]},
+    ),
+    _native(
+        "Granite 4",
+        "GraniteMoeHybrid",
+        _SCAN | _GRANITE | {"layer_types": _GRANITE4, "num_local_experts": 0, "shared_intermediate_size": 96},
+        _TIED | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
+        {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),

@@ -14,9 +14,15 @@ from tests.factories import COMMON
 _WINDOW = {"sliding_window": 64, "hidden_activation": "gelu_pytorch_tanh"}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
+_SCAN = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 OLDER: dict[str, dict[str, Any]] = {
     "Apertus": {"hidden_act": "xielu", "rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 64}},
     "Cohere2": _WINDOW | {"sliding_window_pattern": 4, "rope_theta": 5e4, "logit_scale": 0.25},
+    "FalconH1": _SCAN | {"mamba_d_ssm": 96, "rope_theta": 1e11, "rope_scaling": None},
+    "GraniteMoeHybrid": _SCAN
+    | {"layer_types": ["mamba", "attention"] * 4, "position_embedding_type": "nope", "num_local_experts": 0}
+    | {"mamba_expand": 2, "mamba_n_heads": 8, "shared_intermediate_size": 96},
+    "NemotronH": {"hybrid_override_pattern": "M-M*-M-M", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2},
     "Gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
     "Gemma2": _WINDOW
     | {"final_logit_softcapping": 30.0, "query_pre_attn_scalar": 24, "head_dim": 32}
@@ -41,6 +47,8 @@ def test_they_describe_the_same_decoder(name: str) -> None:
     class_ = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     # What transformers of today makes of it has every field under its present name.
     today = getattr(transformers, class_)(**older).to_dict() | {"architectures": older["architectures"]}
-    defaults = {field: today[field] for field in ("rms_norm_eps", "layer_norm_eps") if field in today}
+    defaults = {
+        field: today[field] for field in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if field in today
+    }
     family = find_architecture(HFConfig(older))
     assert family.read(HFConfig(defaults | older), False) == family.read(HFConfig(today), False)

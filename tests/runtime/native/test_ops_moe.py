@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from edgeinfer.bundle.activations import gate_up
+from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import MappedFile
@@ -76,11 +77,12 @@ def make_experts(
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
 
 
-def expected(experts: Experts, given: Given, *, clamped: bool = False) -> Floats:
+def expected(experts: Experts, given: Given, *, clamped: bool = False, squared: bool = False) -> Floats:
     """The mixture, token by token and slot by slot."""
     high = given.get("planes", np.array([2]))[0] == 1
     x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
     y = np.zeros_like(x)
+    alone = partial(inner_values, "relu2") if squared else silu
     for token in range(len(x)):
         for slot in range(ids.shape[1]):
             if weights[token, slot] == 0:
@@ -89,7 +91,7 @@ def expected(experts: Experts, given: Given, *, clamped: bool = False) -> Floats
             gate_up, down = experts.matrices[expert]
             into, out = (m.high if high and m.packed.bits == 8 else m.dense for m in (gate_up, down))
             inner = linear(x[token : token + 1], into, gate_up.packed.block) + bias_of(given, "up_bias", expert)
-            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else silu(inner)
+            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else alone(inner)
             result = linear(hidden, out, down.packed.block) + bias_of(given, "down_bias", expert)
             y[token] += weights[token, slot] * result[0]
     return y + given.get("residual", np.float32(0))
@@ -122,7 +124,7 @@ def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
     tokens=st.integers(1, 20),
     slots=st.integers(1, 4),
     residual=st.booleans(),
-    gated=st.booleans(),
+    kind=st.sampled_from(["gated", "silu", "relu2"]),
     planes=st.sampled_from([0, 1, 2]),
     threads=st.sampled_from([1, 3]),
 )
@@ -135,18 +137,19 @@ def test_agrees_with_numpy(
     tokens: int,
     slots: int,
     residual: bool,
-    gated: bool,
+    kind: str,
     planes: int,
     threads: int,
 ) -> None:
-    rng = np.random.default_rng(seed)
-    experts = make_experts(rng, width, inner, gated=gated)
+    rng, squared = np.random.default_rng(seed), kind == "relu2"
+    experts = make_experts(rng, width, inner, gated=kind == "gated")
     given = draw(rng, experts, tokens, slots)
     if planes:
         given["planes"] = np.array([planes], np.int32)
     if residual:
         given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
-    got, wanted = run(open_session(kernel, model_of(experts, given), threads), **given), expected(experts, given)
+    got = run(open_session(kernel, model_of(experts, given, squared=int(squared)), threads), **given)
+    wanted = expected(experts, given, squared=squared)
     # A hidden value a rounding apart may be quantized to the neighbouring integer.
     assert np.abs(got - wanted).max() <= 2e-2 * max(1, np.abs(wanted).max())
 
