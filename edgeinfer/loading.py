@@ -27,6 +27,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.kv_cache.session_file import origin_of
 from edgeinfer.runtime.loading.registry import (
     choose_backend,
@@ -293,7 +294,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
-    engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
+    engine = Engine(backend, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)

@@ -26,7 +26,7 @@ __all__ = ["FAST_CASES", "cover", "divide"]
 # Cases that the fast tier takes of a test outside the matrices.
 FAST_CASES = 2
 # A table of so many rows has one of them in the fast tier: a second one of many alike says little more.
-LONG_TABLE = 6
+LONG_TABLE = 3
 _SEED = 20261123
 
 Value = tuple[str, Hashable]

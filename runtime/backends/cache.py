@@ -233,6 +233,9 @@ class TrimmedCache:
 class SharingCache(KVCache, Protocol):
     """A cache whose rows others can hold too."""
 
+    def pages_for(self, rows: int) -> int:
+        """Pages that have to be taken before so many further rows can be written."""
+
     def fork(self) -> SharingCache:
         """Another cache with the same rows, none of which is copied until one of both writes there."""
 

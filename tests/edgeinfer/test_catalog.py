@@ -8,11 +8,12 @@ import edgeinfer
 from edgeinfer.errors import BudgetError, HubError, ModelError
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.hub.download import Repository
-from edgeinfer.hub.estimate import DecoderSizes
+from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
 from edgeinfer.hub.gguf_offers import best_offer, offers_in
 from edgeinfer.hub.ids import HubName, gguf_parts, parse_name, quantization_of
 from edgeinfer.hub.resolving import name_of
 from edgeinfer.hub.search import CONVERTED
+from tests.recorded import check_recorded
 
 LICENCES = {"Apache-2.0", "MIT", "Llama-3.2", "Gemma"}
 
@@ -39,6 +40,29 @@ def test_memory_is_what_the_formula_says() -> None:
     config = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = DecoderSizes.of(config | {"vocab_size": 10, "num_local_experts": 4})
     assert (sizes.num_key_value_heads, sizes.head_dim, sizes.parameters) == (2, 4, 3808)
+
+
+def test_memory_is_what_it_was() -> None:
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+    }
+    mixture = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "head_dim": 24}
+    found = {}
+    for name, more in (
+        ("plain", {}),
+        ("tied", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+        ("mixture", mixture),
+    ):
+        sizes = DecoderSizes.of(config | more)
+        memory = [sizes.memory(bits) for bits in (2, 4, 8, 32)]
+        found[name] = [sizes, sizes.parameters, memory, gguf_memory(10**6, sizes), sizes.kv_bytes(100)]
+    check_recorded(
+        "estimates", found | {"file": gguf_memory(10**9), "catalog": {m.name: m.memory for m in edgeinfer.catalog()}}
+    )
 
 
 def test_families_that_are_converted_are_those_that_have_builders() -> None:

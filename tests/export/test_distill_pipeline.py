@@ -22,6 +22,7 @@ from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded
 
 OPTIONS = DrafterOptions(
     StudentSize.of(64, 2),
@@ -78,6 +79,8 @@ def test_an_interrupted_drafter_is_that_of_an_uninterrupted_run(
     facts = json.loads(json.dumps(found.facts()))
     assert facts["steps"] == {"reading": 4, "distilling": 8}
     assert list(facts["acceptance"]) == ["untrained", "after_reading", "after_distilling"]
+    losses = {"reading": whole.reading.losses, "distilling": whole.distilling.losses}
+    check_recorded("distilled", losses | {name: facts[name] for name in facts if "seconds" not in name}, rel=5e-3)
 
 
 def first(name: str, done: int, total: int) -> None:
@@ -165,7 +168,10 @@ def test_exits_learn_what_the_whole_says_and_resume(tmp_path: Path, target: Targ
     assert found.perplexity_after == pytest.approx(found.perplexity_before, rel=0.5)
     again = load_target(tmp_path / "work")
     assert not torch.equal(again.model.lm_head.weight, target.model.lm_head.weight)
-    assert json.loads(json.dumps(found.facts()))["steps"] == 40
+    facts = json.loads(json.dumps(found.facts()))
+    assert facts["steps"] == 40
+    losses = {"losses": whole.trained.losses}
+    check_recorded("exits", losses | {n: facts[n] for n in facts if n not in ("seconds", "checkpoint")}, rel=5e-3)
 
 
 def test_a_model_of_one_layer_has_no_exits(tmp_path: Path, text: TextSource) -> None:

@@ -32,6 +32,7 @@ from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded
 from tests.runtime.speculation.drafters.models import context, take_in
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -92,6 +93,8 @@ def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind:
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:2])
     right = task.agreement(text)
     assert len(right) == SHAPE.count and all(0 <= share <= 1 for share in right)
+    sizes = {name: float(np.square(array.astype(np.float64)).sum()) for name, array in task.heads({}).arrays.items()}
+    check_recorded(f"heads-{kind}", {"losses": losses, "agreement": right, "squares": sizes}, rel=5e-3)
 
 
 @pytest.mark.parametrize(("kind", "drafting"), [("medusa", MedusaDrafter), ("hydra", HydraDrafter)])
@@ -170,6 +173,7 @@ def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text:
         expected = torch.softmax(task._judge(states), -1)[:, 1]
     np.testing.assert_allclose([judge.accepts(state) for state in output.hidden], expected, rtol=2e-2, atol=2e-3)
     assert all(0 <= area <= 1 for area in task.curves(text))
+    check_recorded("heads-judge", {"losses": losses, "curves": task.curves(text)}, rel=5e-3)
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:
@@ -186,6 +190,7 @@ def test_routers_keep_the_wanted_share_and_say_what_it_costs(target: Target, tex
     Trainer(task, options).run()
     lost, share = task.figures(text)
     assert share <= 0.75 and lost > 0
+    check_recorded("heads-routers", {"lost": lost, "share": share}, rel=2e-2)
     task.heads({}).check(_geometry(target))
 
 

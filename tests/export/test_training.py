@@ -17,6 +17,7 @@ from edgeinfer.export.training.text import (
     split_stories,
     tokens_of,
 )
+from tests.recorded import check_recorded
 
 STORIES = [f"Once there was a dog number {i}. It ran and ran {i * i} times." for i in range(120)]
 
@@ -68,3 +69,4 @@ def test_recipe_makes_a_checkpoint_that_has_learned(tmp_path: Path) -> None:
     record = json.loads((out / "recipe.json").read_text())
     assert 1 < record["held_out_perplexity"] < 100  # of 300 tokens
     assert record["stories"] == 117
+    check_recorded("tales-moe", {name: record[name] for name in record if "seconds" not in name}, rel=2e-2)

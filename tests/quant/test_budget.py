@@ -12,6 +12,7 @@ from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
+from tests.recorded import check_recorded
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (300, 64),
@@ -84,6 +85,21 @@ def test_an_impossible_budget_names_a_possible_one() -> None:
     least = caught.value.minimum_bytes
     assert f"{least:,}" in caught.value.hint
     assert stored(dict(plan_within(least, candidates(), SHAPES, draw, NATIVE).schemes), NATIVE) <= least
+
+
+def test_plans_are_what_they_were() -> None:
+    limits = [Limits(), Limits(4, 32, True), Limits(None, None, False, (("*.down", 4), ("embed", 8)))]
+    found = {}
+    for number, limit in enumerate(limits):
+        for layout in (NATIVE, PORTABLE):
+            for budget in (75_000, 110_000):
+                plan = plan_within(budget, candidates(limit), SHAPES, draw, layout)
+                kept = {name: str(scheme) for name, scheme in plan.schemes.items()}
+                found[f"{number} {layout} {budget}"] = [kept, sum(plan.predicted.values())]
+    tried = {
+        number: {n: len(s) for n, s in candidate_schemes(SHAPES, limit).items()} for number, limit in enumerate(limits)
+    }
+    check_recorded("quant-budget", {"tried": tried} | found)
 
 
 def test_limits_are_kept() -> None:

@@ -23,6 +23,7 @@ from edgeinfer.quant import InputStatistics
 from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibrate
 from edgeinfer.quant.calibration_layers import LayerWalk
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -293,6 +294,22 @@ def test_experts_that_no_token_reaches_are_named_and_shown_without_statistics() 
     assert found.unused == ("layers.0.mlp.experts.4",)
     unseen = [name for name, statistics in recorder.seen.items() if statistics is None]
     assert unseen == ["layers.0.mlp.experts.4.gate_up", "layers.0.mlp.experts.4.down"]
+
+
+def test_inputs_are_what_they_were(tmp_path: Path) -> None:
+    found: dict[str, object] = {}
+    for arch in ("llama", "qwen3-moe", "phi3-window"):
+        make_checkpoint(tmp_path / arch, arch)
+        for streams in ("float", "paired"):
+            recorder, result = run(tmp_path / arch, CalibrationOptions(streams), coarse)
+            seen = {name: s for name, s in recorder.seen.items() if s is not None} | {"head": result.head}
+            for name, s in seen.items():
+                moments = [
+                    float(np.square(part.astype(np.float64)).sum()) for part in (s.mean, s.hessian) if part is not None
+                ]
+                cross = [] if s.cross is None else [float(np.abs(s.cross.astype(np.float64)).sum())]
+                found[f"{arch} {streams} {name}"] = [s.count, *moments, *cross]
+    check_recorded("calibrated", found, rel=1e-3)
 
 
 @pytest.mark.parametrize("texts", [[], [np.zeros(0, np.int64)], [np.array([3, 320])], [np.array([-1])]])

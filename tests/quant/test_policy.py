@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edgeinfer.quant import QuantPolicy, QuantScheme, default_head_bits
+from edgeinfer.quant import QuantPolicy, QuantScheme, default_group_size, default_head_bits
 from edgeinfer.quant.policy import effective_block
+from tests.recorded import check_recorded
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,19 @@ from edgeinfer.quant.policy import effective_block
 )
 def test_block_is_the_largest_that_divides(k: int, requested: int, block: int) -> None:
     assert effective_block(k, requested) == block
+
+
+def test_schemes_are_what_they_were() -> None:
+    sizes = ((1, 64), (256, 256), (257, 256), (511, 2048), (1024, 1025), (2048, 2048), (4096, 96))
+    names = ("embed", "head", "layers.0.attn.qkv", "layers.1.mlp.router", "layers.1.mlp.shared.down")
+    found = {}
+    for bits in (2, 4, 8):
+        for block in (32, 128):
+            policy = QuantPolicy(bits, default_head_bits(bits, 10**7), block, keep_small=block == 32)
+            found[f"{bits} {block}"] = [[str(policy.scheme(name, shape)) for shape in sizes] for name in names]
+    heads = [default_head_bits(bits, 2**power) for bits in (2, 4, 8, 32) for power in range(16, 34)]
+    groups = [default_group_size(2**power) for power in range(16, 34)]
+    check_recorded("quant-policy", found | {"heads": heads, "groups": groups})
 
 
 def test_vectors_stay_float() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from edgeinfer.quant import Grid, approximate, output_error
 from edgeinfer.quant.awq import scale_search
 from edgeinfer.quant.policy import QuantScheme
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
+from tests.recorded import check_recorded
 
 GRIDS = (Grid(2, 32, False), Grid(3, 128, False), Grid(4, 32, True), Grid(8, 64, False))
 # Shares of the output's energy, by quantizer and what it knows of the inputs, for each grid. BLAS kernels for Haswell
@@ -36,6 +40,26 @@ def test_quantizers_lose_what_they_lost() -> None:
         kept = [approximate(weight, grid, known[needs], method) for grid in GRIDS]
         lost = [output_error(weight, matrix, full) / energy for matrix in kept]
         assert lost == pytest.approx(recorded, rel=1e-3), (method, needs)
+
+
+def test_matrices_of_every_kind_are_approximated_as_they_were() -> None:
+    """Zeros, constants, huge and tiny values, and fewer columns than a block."""
+    plain, x = random_matrix(40, 72, 3), correlated_inputs(300, 72, 3)
+    plain[3], plain[4], plain[5], plain[6, 10:50] = 0, 0.25, plain[5] * 1e9, plain[6, 10:50] * 1e-20
+    kinds: dict[str, NDArray[np.float32]] = {
+        "odd": plain,
+        "positive": np.abs(plain[7:]) + np.float32(0.5),
+        "wide": random_matrix(3, 5, 4),
+    }
+    found = {}
+    for name, weight in kinds.items():
+        for method, grid in product(("rtn", "hqq", "awq", "gptq"), (*GRIDS, Grid(4, 64, True), Grid(2, 128, True))):
+            inputs = statistics_of(np.ascontiguousarray(x[:, : weight.shape[1]]))
+            matrix = approximate(weight, grid, inputs if method != "hqq" else None, method)
+            rows = np.square((matrix - weight).astype(np.float64)).sum(1)
+            scale = np.square(weight.astype(np.float64)).sum(1)
+            found[f"{name} {method} {grid}"] = [np.mean(rows / np.maximum(scale, 1e-30)), np.median(rows)]
+    check_recorded("quantized", found, rel=2e-2)
 
 
 def test_channel_scales_are_what_they_were() -> None:

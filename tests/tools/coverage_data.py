@@ -5,14 +5,16 @@ Data comes from `pytest --cov --cov-context=test --cov-report=`, followed by `co
 
 from __future__ import annotations
 
-from collections import defaultdict
+import sqlite3
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
 from coverage import CoverageData
 
-__all__ = ["ROOMS", "by_test", "lines_of"]
+__all__ = ["ROOMS", "breadth", "by_test", "lines_of"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("edgeinfer", "export", "quant", "runtime", "apps")
@@ -38,6 +40,17 @@ def by_test(paths: Iterable[Path], wanted: str) -> dict[int, set[str]]:
                 for line, contexts in data.contexts_by_lineno(file).items():
                     # "tests/test_x.py::test_y|run"; what is imported and what a child executes has no test.
                     found[line] |= {context.rpartition("|")[0] for context in contexts if "|" in context}
+    return found
+
+
+def breadth(paths: Iterable[Path]) -> Counter[str]:
+    """How many files each test executes lines of."""
+    found: Counter[str] = Counter()
+    counted = "select context, count(*) from line_bits join context on context.id = context_id group by context"
+    for path in paths:
+        with closing(sqlite3.connect(path)) as database:
+            for context, files in database.execute(counted):
+                found[context.rpartition("|")[0]] += files
     return found
 
 

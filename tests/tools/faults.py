@@ -4,27 +4,30 @@
 
 The data is coverage.py's, taken as tests.tools.coverage_data says; faults are drawn from lines that a test executes,
 evenly over the rooms. For each, the tests that execute its line run in a copy of the checkout: first those of the fast
-tier, then, where these find nothing, the others.
+tier, then, where these find nothing, the others. `--tests` bounds how many of each; those that execute the fewest
+files come first, so a bound leaves out what is least likely to look at the line.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
+import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from queue import Queue
 
-from tests.tools.coverage_data import ROOMS, ROOT, by_test, lines_of
+from tests.tools.coverage_data import ROOMS, ROOT, breadth, by_test, lines_of
+from tests.tools.fault_runner import Job
 
 __all__ = ["main"]
 
@@ -33,8 +36,6 @@ COMPARISONS = {
     **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
 }
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+"}
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-TIME_LIMIT = 600  # seconds for the tests of a fault; a fault that makes them hang has been found
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,6 @@ class Fault:
         row = (ROOT / self.file).read_text("utf-8").splitlines()[self.line - 1]
         was = row.encode()[slice(*self.columns)].decode()
         return f"{self.file}:{self.line}: `{was}` became `{self.replacement}`"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Which tier found a fault; `found_by` is empty where neither did."""
-
-    fault: Fault
-    found_by: str
-    tests: tuple[int, int]  # of the fast tier, of the rest
 
 
 def faults_of(file: str) -> Iterator[Fault]:
@@ -129,29 +121,52 @@ def draw(count: int, seed: int, data: Sequence[Path]) -> list[Fault]:
 
 def copy_checkout(folder: Path) -> Path:
     """A copy that tests run in; its sources come before those that are installed."""
-    leave = shutil.ignore_patterns(
-        ".git", ".venv*", "__pycache__", "docs", ".pytest_cache", ".coverage*", ".hypothesis"
-    )
+    leave = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".pytest_cache", ".coverage*", ".hypothesis")
     return Path(shutil.copytree(ROOT, folder, symlinks=True, ignore=leave))
 
 
-def first_failure(checkout: Path, tests: Sequence[str]) -> str | None:
-    """The first of these tests that fails in a checkout, "" where a run ends without saying which."""
-    if not tests:
-        return None
-    listed = checkout / "tests.txt"
-    listed.write_text("\n".join(tests), "utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-n", "0", "-m", "", f"@{listed}"]
-    try:
-        done = subprocess.run(
-            command, cwd=checkout, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIME_LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    if done.returncode in {0, 5}:  # all passed, or none was left to run
-        return None
-    failed = FAILED.search(done.stdout.decode("utf-8", "replace"))
-    return failed.group(1) if failed else ""
+def jobs(drawn: Sequence[Fault], fast: Sequence[Path], full: Sequence[Path], limit: int | None) -> list[Job]:
+    """Faults with their tests."""
+    sizes = breadth(full)
+    made: list[Job] = []
+    for number, fault in enumerate(drawn):
+        first = by_test(fast, fault.file).get(fault.line, set())
+        rest = by_test(full, fault.file)[fault.line] - first
+        text = fault.text((ROOT / fault.file).read_text("utf-8"))
+        made.append(Job(number, fault.file, text, in_order(first, sizes)[:limit], in_order(rest, sizes)[:limit]))
+    return made
+
+
+def in_order(tests: set[str], sizes: Mapping[str, int]) -> list[str]:
+    """Tests of a file one after another, files first whose tests execute little else."""
+    files: defaultdict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests):
+        files[test.partition("::")[0]].append(test)
+    ordered = sorted(files.values(), key=lambda group: sum(sizes[test] for test in group) / len(group))
+    return [test for group in ordered for test in sorted(group, key=sizes.__getitem__)]
+
+
+def run(checkout: Path, work: Sequence[Job], drawn: Sequence[Fault]) -> list[str]:
+    """Runs the tests of some faults in a checkout; gives the tier that found each, "" where none did."""
+    listed = checkout / "faults.json"
+    listed.write_text(json.dumps(list(map(asdict, work))), "utf-8")
+    files = sorted({test.partition("::")[0] for job in work for test in job.fast + job.rest})
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "", "-p", "tests.tools.fault_runner"]
+    command += ["--faults", str(listed), "--faults-to", str(writer), f"--basetemp={checkout}-temp", *files]
+    found = []
+    with subprocess.Popen(
+        command, cwd=checkout, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[writer]
+    ):
+        os.close(writer)
+        with os.fdopen(reader) as results:
+            for line in results:
+                result = json.loads(line)
+                found.append(result["tier"])
+                print(f"{result['tier'] or 'SURVIVED':8} {drawn[result['number']]}  {result['test']}", flush=True)
+    if len(found) != len(work):
+        raise RuntimeError(f"Only {len(found)} of {len(work)} faults were tried. Run pytest in a copy to see why.")
+    return found
 
 
 def main() -> None:
@@ -161,57 +176,19 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tests", type=int, help="of each tier, for each fault")
     args = parser.parse_args()
     drawn = draw(args.count, args.seed, args.full)
+    work = jobs(drawn, args.fast, args.full, args.tests)
     with tempfile.TemporaryDirectory(prefix="edgeinfer-faults-") as folder:
-        free: Queue[Path] = Queue()
-        for number in range(args.workers):
-            free.put(copy_checkout(Path(folder, str(number))))
         if (shared := ROOT.parent / "shared").is_dir():
             Path(folder, "shared").symlink_to(shared)
-
-        def attempt(fault: Fault) -> Outcome:
-            checkout = free.get(timeout=len(drawn) * 2 * TIME_LIMIT)
-            try:
-                return outcome(checkout, fault, args.fast, args.full)
-            finally:
-                free.put(checkout)
-
+        checkouts = [copy_checkout(Path(folder, str(number))) for number in range(args.workers)]
         with ThreadPoolExecutor(args.workers) as pool:
-            outcomes = []
-            for found in pool.map(attempt, drawn):
-                outcomes.append(found)
-                print(f"{found.found_by or 'SURVIVED':8} {found.tests} {found.fault}", flush=True)
-    by_fast = sum(found.found_by == "fast" for found in outcomes)
-    in_all = sum(bool(found.found_by) for found in outcomes)
-    print(f"{len(outcomes)} faults: the fast tier finds {by_fast}, the full tier {in_all}.")
-
-
-def outcome(checkout: Path, fault: Fault, fast: Sequence[Path], full: Sequence[Path]) -> Outcome:
-    """Runs the tests of a fault's line in a checkout, and leaves the checkout as it was."""
-    first = sorted(by_test(fast, fault.file).get(fault.line, ()))
-    rest = sorted(by_test(full, fault.file)[fault.line] - set(first))
-    found = "fast" if found_by(checkout, fault, first) else "full" if found_by(checkout, fault, rest) else ""
-    return Outcome(fault, found, (len(first), len(rest)))
-
-
-def found_by(checkout: Path, fault: Fault, tests: Sequence[str]) -> bool:
-    """Whether one of these tests fails with a fault and passes without."""
-    path = checkout / fault.file
-    original, left = path.read_text("utf-8"), list(tests)
-    while left:
-        path.write_text(fault.text(original), "utf-8")
-        try:
-            failed = first_failure(checkout, left)
-        finally:
-            path.write_text(original, "utf-8")
-        if failed is None:
-            return False
-        # No test, or one that is not among them, where not even collecting them ended well.
-        if failed not in left or first_failure(checkout, [failed]) is None:
-            return True
-        left.remove(failed)
-    return False
+            shares = [work[number :: args.workers] for number in range(args.workers)]
+            found = [tier for part in pool.map(run, checkouts, shares, [drawn] * args.workers) for tier in part]
+    by_fast = sum(tier == "fast" for tier in found)
+    print(f"{len(found)} faults: the fast tier finds {by_fast}, the full tier {sum(map(bool, found))}.")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from edgeinfer.errors import UsageError
 from tests.apps.bench.here import exports_here
 from tests.compute import even_costs
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded
 from tests.speculation import random_bundle
 
 STORIES = tuple("Once upon a time there was a little dog. " * count + "She said: no." for count in (3, 4, 5))
@@ -66,6 +67,7 @@ def test_tables_and_chart() -> None:
     assert rows[0][-1] == ""
     chart = compute_chart(data)
     assert [(line.name, line.points) for line in chart.lines] == [("exit", ((2.0, 0.5),))]
+    check_recorded("bench-compute", {name: part for name, part in data.items() if name != "environment"})
 
 
 @pytest.fixture(scope="module", autouse=True)

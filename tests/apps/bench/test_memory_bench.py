@@ -20,12 +20,13 @@ from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults, draw_cases, find_subjects
 from edgeinfer.apps.bench.memory_sections import chat_section, plans_section, smallest_section, spec_memory_section
 from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
-from edgeinfer.apps.bench.render import print_section
+from edgeinfer.apps.bench.render import print_section, section_markdown
 from edgeinfer.apps.bench.watch import Ended, Watched, watch
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import exports_here, watch_here
+from tests.recorded import check_recorded
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 BUILTIN = PlannedModel("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
@@ -55,6 +56,7 @@ def test_results_name_every_plan_that_was_not_kept(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "3 plans: 1 kept, 1 exceeded, 1 refused, 0 failed, 0 killed" in shown
     assert "too small" in shown and "exceeded: built-in" in shown
+    check_recorded("bench-plans", section_markdown(plans_section(results.to_dict())).splitlines())
     data = json.loads(json.dumps(results.to_dict()))
     assert data["outcomes"]["kept"] == 1
     assert data["gap"]["median"] == pytest.approx(0.025)

@@ -16,12 +16,13 @@ from edgeinfer.apps.bench.memory_budgets import BudgetPeer, BudgetPeerFigures, S
 from edgeinfer.apps.bench.memory_kv import KVQuality
 from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, PlansResults
 from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
-from edgeinfer.apps.bench.plots import Chart, Line
-from edgeinfer.apps.bench.render import Paragraph, Section, Table, page_html
+from edgeinfer.apps.bench.plots import Chart, Line, chart_svg
+from edgeinfer.apps.bench.render import Paragraph, Section, Table, page_html, section_markdown
 from edgeinfer.apps.bench.report import read_section
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from tests.apps.bench.here import known_limits
+from tests.recorded import check_recorded
 from tests.speculation import needs_builtin
 
 RUN = ["-t", "1", "-r", "2", "-c", "64", "--spec", "off"]
@@ -136,6 +137,13 @@ def told(planned: int, reason: str = "") -> TimedRun:
     return TimedRun(reason, planned - 1_000_000, planned // 2, 0, found)
 
 
+def check_section(path: Path, name: str) -> None:
+    """Compares what a file of results is shown as with the record."""
+    section, _ = read_section(path)
+    shown = [section_markdown(section), *(chart_svg(part) for part in section.parts if isinstance(part, Chart))]
+    check_recorded(f"page-{name}", [line.partition(", When: ")[0] for line in "\n".join(shown).splitlines()])
+
+
 def memory_results() -> dict[str, dict[str, Any]]:
     """By benchmark, what its results are as JSON."""
     subject = PlannedModel("tiny", "tiny", 1000, 64, "64")
@@ -177,6 +185,7 @@ def memory_results() -> dict[str, dict[str, Any]]:
 def test_memory_is_on_the_page(benchmark: str, shown: set[str], tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     path.write_text(json.dumps(run_header(benchmark, "the command") | memory_results()[benchmark]))
+    check_section(path, benchmark)
     assert main(["bench", "report", str(path), "--out", str(tmp_path / "page.html")]) == 0
     texts = _Texts((tmp_path / "page.html").read_text("utf-8")).texts
     assert shown <= set(texts), shown - set(texts)
@@ -206,6 +215,8 @@ def test_quality_and_tuning_are_on_the_page(tmp_path: Path) -> None:
     # What the command prints has no header.
     (tmp_path / "tune.json").write_text(json.dumps(tuned))
     files = [str(tmp_path / name) for name in ("quality.json", "tune.json")]
+    for name in ("quality", "tune"):
+        check_section(tmp_path / f"{name}.json", name)
     assert main(["bench", "report", *files, "--out", str(tmp_path / "page.html")]) == 0
     page = _Texts((tmp_path / "page.html").read_text("utf-8"))
     shown = {"1/2 (90.0%)", "0.250000 ± 0.001000", "int4", "m, weights", "m, 2 bits: skipped: no room", "a book"}

@@ -23,6 +23,7 @@ from edgeinfer.apps.bench.synthetic import SHAPES
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import BackendError, UsageError
 from tests.apps.bench.here import Canned, LocalWorker, exports_here
+from tests.recorded import check_recorded
 from tests.speculation import BUILTIN, needs_builtin
 
 pytest.importorskip("onnx", reason="needs the export extra")
@@ -88,6 +89,7 @@ def test_figures_of_engines(work: Path) -> None:
     assert (wrong.same_tokens, wrong.agreement) == (False, 0.0)
     assert not wrong.rates and not wrong.passes and wrong.load_ms is None
     text = shown(done)
+    check_recorded("bench-peers", text.splitlines())
     assert "wrong: wrong" in text and "pp40 t/s" in text
     engines = peers_json([done.figures()], SMALL)["models"][0]["engines"]
     assert engines[0]["pp40"] == 800.0 and engines[0]["c"]["1"] == 4.0

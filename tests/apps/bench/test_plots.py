@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgeinfer.apps.bench.plots import Chart, Line, chart_svg, decades, ticks
+from tests.recorded import check_recorded
 
 SVG = "{http://www.w3.org/2000/svg}"
 sizes = st.floats(1e-6, 1e9)
@@ -58,6 +59,13 @@ def test_words_stand_beside_points_and_not_on_each_other() -> None:
     assert marks["same"].get("y") != marks["place"].get("y")
     # Words that would leave the picture are on the other side.
     assert (marks["alone"].get("text-anchor"), marks["at the edge"].get("text-anchor")) == ("start", "end")
+
+
+def test_charts_are_drawn_as_they_were() -> None:
+    marked = Line("a", ((1.0, 1.0), (1.0, 1.0), (2.0, 0.5), (4.0, 2.0)), ("same", "place", "alone", "at the edge"))
+    other = Line("b", ((0.5, 0.02), (3.0, 30.0)))
+    charts = [Chart("t", "x", "y", (marked, other), logarithmic=way) for way in (False, True)]
+    check_recorded("charts", [line for chart in charts for line in chart_svg(chart).splitlines()])
 
 
 def test_long_legends_go_on_below() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.apps.bench.benchmark import BenchContext
 from edgeinfer.apps.bench.prompts import Prompt, TokenizedPrompt, builtin_prompts
-from edgeinfer.apps.bench.render import print_section
+from edgeinfer.apps.bench.render import print_section, section_markdown
 from edgeinfer.apps.bench.spec import SpecOptions, run_spec
 from edgeinfer.apps.bench.spec_modes import (
     EdgeInferMode,
@@ -27,6 +27,7 @@ from edgeinfer.apps.bench.spec_results import CONTROL, PromptTimes, SpecReply, S
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, CheckpointError, UsageError
 from edgeinfer.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
+from tests.recorded import check_recorded
 
 INFO = ModelInfo("stub", "Stub", 1, 4.0, "stub", "stub")
 SETUP = SpecSetup(1, "kernel", "stub", 4.0, {"repeats": 1})
@@ -205,7 +206,10 @@ def test_prompts_below_the_least_speedup_are_listed_slowest_first(capsys: pytest
 def test_the_report_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = replies_of({"off": [1.0], "auto": [1.25], CONTROL: [0.8]}, "bad#1", "tales/write", cut=9)
     wrong = replace(wrong, replies={**wrong.replies, "auto": [SpecReply((9,) * 5, 1.25, 2, True, {})]})
-    print_section(spec_section(results(wrong, skipped={"bits": "No second plane."}).to_dict()))
+    data = results(wrong, skipped={"bits": "No second plane."}).to_dict()
+    lines = section_markdown(spec_section(data)).splitlines()
+    check_recorded("bench-spec", [line for line in lines if "python" not in line])
+    print_section(spec_section(data))
     text = capsys.readouterr().out
     assert "auto: 1 replies differ from those of plain decoding." in text
     assert "on every prompt: no, on 0 of 1. Slower on:\n  bad#1: 0.800\n" in text

@@ -23,6 +23,7 @@ from edgeinfer.errors import CheckpointError, HubError
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed
+from tests.recorded import check_recorded
 
 Progress = Callable[[str, int, int], None] | None
 
@@ -64,6 +65,7 @@ def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     for fact in ("layers.*.mlp.down", "4 (1), 8 (1)", "0.375", "gptq, calibrated on 4,096 tokens", "2.0 MB"):
         assert fact in out
+    check_recorded("cli-inspect", out.splitlines()[1:])
     assert main(["inspect", str(bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["tensors"][1]["bits"] == 8
 
@@ -173,7 +175,9 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
         assert line in out
     assert "working memory" not in out and "mapped from files" not in out
     assert main(["plan", "-m", "toy", "-v"]) == 0
-    assert "weights   250.0 MB  partly mapped from files" in capsys.readouterr().out
+    verbose = capsys.readouterr().out
+    assert "weights   250.0 MB  partly mapped from files" in verbose
+    check_recorded("cli-plan", out.splitlines() + verbose.splitlines())
 
 
 def test_plan_options(planned: list[tuple[Any, dict[str, Any]]]) -> None:

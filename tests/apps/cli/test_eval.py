@@ -16,6 +16,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint, made
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded
 
 STORIES = "Once upon a time there was a little dog.<|endoftext|>\nShe said: the cat is not here, is it?\n"
 
@@ -45,6 +46,7 @@ def test_perplexity_needs_no_reference(folder: Path, capsys: pytest.CaptureFixtu
     wanted = edgeinfer.evaluate(folder / "small", [text.strip() for text in STORIES.split("<|endoftext|>")], threads=1)
     assert data == wanted.to_dict()
     assert data["windows"] == 2
+    check_recorded("eval", data, rel=2e-2, without=("model", "seconds"))
     assert main(command(folder, "ppl")) == 0
     out = capsys.readouterr().out
     assert f"{wanted.perplexity:.4f}" in out and "bits each" in out
@@ -61,6 +63,7 @@ def test_a_checkpoint_is_a_reference(folder: Path, capsys: pytest.CaptureFixture
     export_checkpoint(folder / "checkpoint", folder / "float", ExportConfig(bits=32))
     assert main(command(folder, what, "--reference", str(folder / "float"), "--json", "--top-k", "3")) == 0
     assert json.loads(capsys.readouterr().out)["divergence"] == found
+    check_recorded(f"eval-{what}", found, rel=5e-2)
     assert found["top"] == 3 and 0 < found["mean"] < found["p99"] <= found["max"]
 
 

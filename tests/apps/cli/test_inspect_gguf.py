@@ -13,6 +13,7 @@ from edgeinfer.bundle import seal
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import manifest_of
 from tests.gguf_builder import FLOAT32, STRING, UINT32, small_model
+from tests.recorded import check_recorded
 
 _WIDE = {"llama__attention__key_length": (UINT32, 64), "llama__attention__value_length": (UINT32, 64)}
 
@@ -42,6 +43,7 @@ def test_facts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["KV cache q8_0"] == "272 bytes per token, 17.4 KB for 64"
     assert rows["KV cache q4_0"] == "144 bytes per token, 9.2 KB for 64"
     assert "layout" not in rows and "blk.0.attn_q.weight" not in out and "\x1b" not in out
+    check_recorded("cli-inspect-gguf", lines[1:])
 
 
 def test_tensors(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +71,7 @@ def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tensors[1]["shape"] == [8, 8]
     assert tensors[1]["bytes"] == 256
     assert tensors[1]["offset"] % 32 == 0
+    check_recorded("cli-inspect-gguf-json", data | {"tensors": tensors}, without=("path", "files"))
 
 
 def test_caches_that_are_not_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from edgeinfer.results import ModelInfo
 from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, interruptible, refuses, start
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream
+from tests.recorded import check_recorded
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
@@ -90,7 +91,9 @@ def test_text_goes_to_stdout_and_its_end_to_stderr(model: FakeModel, capsys: pyt
 
 def test_verbose_adds_a_summary(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "Hi", "-v"]) == 0
-    assert "\n4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "\n4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n" in shown
+    check_recorded("cli-run", shown.splitlines())
 
 
 def test_options_reach_the_model(model: FakeModel) -> None:
@@ -146,6 +149,7 @@ def test_json_is_the_only_output(model: FakeModel, capsys: pytest.CaptureFixture
     assert data["text"] == "Once upon a time"
     assert data["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
     assert err == ""
+    check_recorded("cli-run-json", data)
 
 
 def test_ctrl_c_stops_the_reply(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from edgeinfer.apps.desktop.checks import TooLargeError
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Figures, ReplyFailure
 from edgeinfer.errors import UsageError
+from tests.recorded import check_recorded
 
 
 @pytest.fixture
@@ -35,6 +36,9 @@ def test_json_there_and_back(conversation: Conversation, tmp_path: Path) -> None
     same = (read.title, read.system, dict(read.options), read.created)
     assert same == (conversation.title, conversation.system, dict(conversation.options), conversation.created)
     assert read.id != conversation.id
+    check_recorded(
+        "transferred", json.loads(transfer.write_json(conversation)), without=("id", "parent", "leaf", "created")
+    )
     assert {m.id for m in read.messages}.isdisjoint(m.id for m in conversation.messages)
     pairs = list(zip(read.messages, conversation.messages, strict=True))
     for new, old in pairs:

@@ -12,9 +12,24 @@ import pytest
 from edgeinfer.apps.server.ollama import keep_seconds
 from edgeinfer.errors import UsageError
 from tests.apps.server.served import MESSAGES, Local
+from tests.recorded import check_recorded
 from tests.speculation import needs_builtin
 
 pytestmark = needs_builtin
+# Of answers: other each time, or of the machine.
+TIMES = (
+    *("id", "created_at", "load_duration", "total_duration", "prompt_eval_duration", "eval_duration", "model_path"),
+    *(
+        "timings",
+        "tokens_cached",
+        "tokens_evaluated",
+        "prompt_eval_count",
+        "modified_at",
+        "expires_at",
+        "build_info",
+        "digest",
+    ),
+)
 
 MESSAGE = {"model": "small", "max_tokens": 12, "messages": MESSAGES}
 WEATHER = {
@@ -54,6 +69,7 @@ def test_ollama(server: Local, expected: str) -> None:
     whole = ok(answer)
     assert whole["message"] == {"role": "assistant", "content": expected}
     assert (whole["model"], whole["done"], whole["done_reason"]) == ("small:latest", True, "length")
+    check_recorded("server-ollama", whole, without=TIMES)
     assert whole["eval_count"] == 12 and min(whole["total_duration"], whole["eval_duration"]) > 0
     # A context that is too large cannot be had; what speaks of loading changes no text, and needs no word.
     assert answer.headers["warning"] == '299 - "ignored: options.mirostat, options.num_ctx"'
@@ -76,6 +92,7 @@ def test_ollama(server: Local, expected: str) -> None:
     (listed,) = ok(server.get("/api/tags"))["models"]
     assert len(listed["digest"]) == 64 and listed["size"] > 10**6
     shown = ok(server.post("/api/show", {"model": listed["name"]}))
+    check_recorded("server-ollama-show", [listed, shown], without=TIMES)
     assert shown["capabilities"] == ["completion", "tools"] and "messages" in shown["template"]
     (running,) = ok(server.get("/api/ps"))["models"]
     assert running["name"] == listed["name"] and running["expires_at"] > "2100"
@@ -112,6 +129,7 @@ def test_llama(server: Local) -> None:
     )
     assert several[0]["content"] == text and len(several) == 2
     first = several[0]["completion_probabilities"][0]
+    check_recorded("server-llama", [whole, several, last], without=TIMES)
     assert first["id"] == several[0]["tokens"][0] and len(first["top_logprobs"]) == 2
     grammar = ok(server.post("/completion", {**asked, "grammar": 'root ::= "yes" | "no"'}))
     assert grammar["content"] in ("yes", "no") and grammar["stop_type"] == "eos"
@@ -119,6 +137,7 @@ def test_llama(server: Local) -> None:
     assert MESSAGES[0]["content"] in prompt and prompt != MESSAGES[0]["content"]
     slots, props = ok(server.get("/slots")), ok(server.get("/props"))
     assert len(slots) == props["total_slots"] and not any(slot["is_processing"] for slot in slots)
+    check_recorded("server-llama-props", [slots, props], without=(*TIMES, "plan", "kernel", "verified"))
     assert props["modalities"] == {"vision": False, "audio": False} and props["eos_token"] and props["model_path"]
     meta = ok(server.get("/v1/models"))["data"][0]["meta"]
     assert meta["n_vocab"] > 0 and meta["n_ctx_train"] >= meta["n_ctx"] and meta["size"] > 10**6
@@ -133,6 +152,7 @@ def test_anthropic(server: Local, expected: str) -> None:
     assert whole["usage"]["output_tokens"] == 12
     answer = server.post("/v1/messages", {**MESSAGE, "stream": True})
     told = events(answer)
+    check_recorded("server-anthropic", [whole, told], without=TIMES)
     kinds = [event["type"] for event in told]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]

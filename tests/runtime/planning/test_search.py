@@ -29,6 +29,7 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
+from tests.recorded import check_recorded
 from tests.runtime.models import bundle_of
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
@@ -297,6 +298,19 @@ def test_a_plan_agrees_with_itself(
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
     plain = {round(speed.tokens_per_second, 6) for c, speed in both if not c.draft_max | c.window_layers}
     assert len(plain) <= 1
+
+
+def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
+    nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
+    free = plan(nested)
+    spare = free.planned_bytes - free.minimum_bytes
+    asked: list[dict[str, Any]] = [{"memory": free.minimum_bytes + round(share * spare)} for share in (0, 0.2, 0.6, 1)]
+    asked += [
+        {"counted": "resident", "kv": "int8", "context": 1000},
+        {"weights": "streamed", "prefix_cache": 9_000_000},
+    ]
+    found = {str(options): plan(nested, all_ways=True, **options).to_dict() for options in [{}, *asked]}
+    check_recorded("plans", found)
 
 
 def test_the_draft_model_of_a_bundle_goes_before_anything_else_does(plan_input: PlanInput) -> None:

@@ -25,6 +25,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
 )
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.verification import verify_keyed
+from tests.recorded import check_recorded
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 
 
@@ -217,9 +218,15 @@ def test_trees_hedge_where_rows_are_free() -> None:
 
 
 def test_the_same_costs_and_texts_give_the_same_decisions() -> None:
-    text = text_of(300)
-    runs = [decode([Prophet("copy", text, 0.6)], text, Prices(STAIRS)) for _ in range(2)]
-    assert [d.tokens for d in runs[0].drafts] == [d.tokens for d in runs[1].drafts]
+    text = text_of(150)
+    found = {}
+    for passes, right, width, rests in ((STAIRS, 0.6, 1, False), (LINEAR, 0.9, 2, True), (FLAT, 0.3, 3, False)):
+        drafters = [Prophet("copy", text, right), Prophet("model", text, 0.8, seed=1)]
+        prices = Prices(passes, {"copy": 0.01, "model": 1.5}, 0.2)
+        run = decode(drafters, text, prices, most=7, width=width, rests=rests)
+        drafts = [" ".join(map(str, [*draft.parents, *draft.sources])) for draft in run.drafts]
+        found[f"{right} {width}"] = {"ms": run.ms, "sizes": run.sizes, "drafts": drafts}
+    check_recorded("governed", found)
 
 
 @settings(max_examples=25, deadline=None)
