@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from edgeinfer.adaptive import ReducedCompute
     from edgeinfer.api import MemoryPlan, Model, TokenStream, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
+    from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         StorageError,
         TemplateError,
         TokenizerError,
+        UnshareableError,
         UnsupportedArchitectureError,
         UsageError,
         UserError,
@@ -89,14 +91,17 @@ __all__ = [
     "Offer",
     "PromptError",
     "ReducedCompute",
+    "ReplyBatch",
     "Result",
     "Sampling",
     "Search",
+    "Slot",
     "Speculation",
     "StorageError",
     "TemplateError",
     "TokenStream",
     "TokenizerError",
+    "UnshareableError",
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
@@ -152,14 +157,17 @@ _HOMES = {
     "Offer": "hub",
     "PromptError": "errors",
     "ReducedCompute": "adaptive",
+    "ReplyBatch": "batching",
     "Result": "results",
     "Sampling": "reply_options",
     "Search": "searching",
+    "Slot": "batching",
     "Speculation": "drafting",
     "StorageError": "errors",
     "TemplateError": "errors",
     "TokenStream": "api",
     "TokenizerError": "errors",
+    "UnshareableError": "errors",
     "UnsupportedArchitectureError": "errors",
     "UsageError": "errors",
     "UserError": "errors",

@@ -5,12 +5,12 @@ All of it is lossy, and results say so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option
+from edgeinfer.records import dataclass
 
 __all__ = [
     "BASELINES",

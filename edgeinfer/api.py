@@ -7,12 +7,13 @@ into tokens and hands them to a `TokenStream`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
+from edgeinfer.batching import ReplyBatch, SlotThreads, can_batch
 from edgeinfer.chat import Chat
 from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
 from edgeinfer.errors import UsageError
@@ -22,11 +23,14 @@ from edgeinfer.loading import Bundles, LoadRequest, make_parts
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
+    GenerationOptions,
     LoadOptions,
+    Prompt,
     RareLoadOptions,
     SpeculationOption,
     given_by,
 )
+from edgeinfer.reply_decoding import require_shareable
 from edgeinfer.replying import Replying
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -198,6 +202,7 @@ class Model(Replying):
     def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
         super().__init__(lifecycle, template)
         self._turns = Turns()
+        self._threads = SlotThreads()
 
     def unload(self) -> None:
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
@@ -230,6 +235,60 @@ class Model(Replying):
     ) -> None:
         self.close()
 
+    @property
+    def can_batch(self) -> bool:
+        """Whether replies can be made side by side, in passes that they share."""
+        return can_batch(self._parts)
+
+    def reply_batch(self, parallel: int) -> ReplyBatch:
+        """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
+        closed. `generate_batch` is the simple way.
+
+        Args:
+            parallel: replies side by side at most.
+
+        Raises:
+            CapabilityError: replies of this model cannot share passes.
+            UsageError: another thread runs a reply, or works with the model.
+        """
+        return ReplyBatch(self._idle(), self._threads, parallel)
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]
+    ) -> list[Result]:
+        """Continues several prompts side by side, in passes that all share: each reply is what `generate` gives.
+
+        What prompts begin with in common is evaluated once, and drafts are not needed: a pass of several rows costs
+        little more than one of one.
+
+        Args:
+            prompts: texts, or token ids.
+            parallel: replies side by side at most.
+            options: as `generate` takes them; none that search, or take less than the whole model.
+
+        Raises:
+            PromptError, ContextLengthError: one of the prompts is empty, or leaves no room for a reply.
+            CapabilityError: replies of this model cannot share passes.
+            UnshareableError: an option searches, or takes less than the whole model.
+            UsageError: an option is unknown or out of range; another reply is running.
+        """
+        config = GenerationConfig.of(**options)
+        require_shareable(config)
+        if parallel < 1:
+            raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
+        ids = [self._prompt_ids(prompt, config) for prompt in prompts]
+        with closing(self.reply_batch(parallel)) as batch:
+            for tokens in ids:
+                batch.main_engine.check(tokens)
+
+            def reply(place: int) -> Callable[[], Result]:
+                return lambda: self._start(ids[place], config, time.perf_counter(), continues=True).complete()
+
+            # Prompts that begin alike come one after the other.
+            order = sorted(range(len(ids)), key=lambda place: ids[place])
+            results = dict(zip(order, batch.run(reply(place) for place in order), strict=True))
+        return [results[place] for place in range(len(ids))]
+
     def load_chat(self, path: str | Path) -> Chat:
         """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
         return Chat.open(self, path)
@@ -244,7 +303,9 @@ class Model(Replying):
         continues: bool,
         on_finish: Callable[[Result], None] | None = None,
     ) -> TokenStream:
-        self._turns.require_idle()
+        slot = self._threads.slot
+        turns = self._turns if slot is None else slot.turns
+        turns.require_idle()
 
         def finished(result: Result) -> None:
             self._lifecycle.leave()
@@ -254,9 +315,11 @@ class Model(Replying):
         parts = self._lifecycle.take()
         try:
             parts.engine.check(prompt)
-            return TokenStream(
-                parts, prompt, config, self._turns, on_finish=finished, continues=continues, started=started
-            )
+            if slot is not None:
+                require_shareable(config)
+                slot.begin(prompt)
+                parts = slot.parts
+            return TokenStream(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)
         except BaseException:
             self._lifecycle.leave()
             raise

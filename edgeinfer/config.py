@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -14,6 +13,7 @@ from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyD
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone, suggestion
+from edgeinfer.records import dataclass
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
 from edgeinfer.wording import Setting, shown

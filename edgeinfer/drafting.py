@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import option, suggestion
+from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
 __all__ = [

@@ -47,6 +47,7 @@ __all__ = [
     "StorageError",
     "TemplateError",
     "TokenizerError",
+    "UnshareableError",
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
@@ -99,6 +100,10 @@ class GrammarError(UsageError):
 
 class CapabilityError(UsageError):
     """An option that this model, or the engine that runs it, cannot follow."""
+
+
+class UnshareableError(UsageError):
+    """A reply that needs what only one reply at a time can have of a model, among replies side by side."""
 
 
 class ModelError(UserError):

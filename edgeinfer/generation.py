@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Self
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.reply_decoding import is_shareable, make_constraint, make_sampler, make_strategy
 from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
-from edgeinfer.runtime.decoding.engine import Prefill, Step
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.backends.contract import PreemptedError
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
@@ -84,15 +84,15 @@ class TokenStream:
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
         self._config = config
-        self._grammar_costs: GrammarCosts | None = None
-        constraint = self._constraint()
-        self._sampler = self._make_sampler(constraint)
+        constraint, self._grammar_costs = make_constraint(parts, config, self._stop_ids)
+        self._sampler = make_sampler(parts, prompt, config, constraint)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._strategy = _make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
         self._made: list[int] = []  # by the engine; of those, steps made before a pause and not told yet
@@ -148,14 +148,37 @@ class TokenStream:
         if not self._parts.engine.keeps or self._strategy.searches:
             return False
         with self._lock:
-            while not (self._between or self._result):
-                step = self._step()
-                if step is None:
-                    break
-                self._ahead.append(step)
+            self._finish_pass()
             self._close_steps()
             self._turns.pause(self)
         return True
+
+    def move(self, parts: ModelParts, turns: Turns) -> None:
+        """Goes on in another sequence of the model, decoding plainly there; `shareable` says whether it can."""
+        with self._lock:
+            if self._result is not None:
+                return
+            self._finish_pass()
+            self._close_steps()
+            self._first_strategy = self._first_strategy or self._strategy
+            self._strategy = DecodingStrategy(parts.engine.backend, self._sampler)
+            parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
+            self._turns.leave(self)
+            self._parts, self._turns = parts, turns
+            turns.claim(self)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether the reply needs nothing of the model that only one reply at a time can have."""
+        return is_shareable(self._config)
+
+    def _finish_pass(self) -> None:
+        """Takes the rest of the tokens of the pass that the engine has made one of."""
+        while not (self._between or self._result):
+            step = self._step()
+            if step is None:
+                break
+            self._ahead.append(step)
 
     def prepare(self, tokens: int) -> bool:
         """Evaluates up to so many tokens of the prompt before the first chunk is asked for, so that the reply can be
@@ -264,7 +287,13 @@ class TokenStream:
             # What cancelled it before that was forgotten there.
             if self._cancelled:
                 return None
-        step = next(self._steps, None)
+        try:
+            step = next(self._steps, None)
+        except PreemptedError:
+            # Its pages are others' now; the text is evaluated again as soon as there are some.
+            self._close_steps()
+            self._parts.engine.restart()
+            return self._step()
         if not self._made:
             self._add_prefill()
             waited = self._parts.verification.await_verdict(lambda: self._cancelled)
@@ -290,41 +319,6 @@ class TokenStream:
             self._steps.close()
             self._steps = None
 
-    def _make_sampler(self, constraint: Constraint | None) -> Sampler:
-        config, parts = self._config, self._parts
-        seed = config.seed if config.seed is not None else time.time_ns()
-        processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
-        return Sampler(processor, self._prompt, constraint)
-
-    def _constraint(self) -> Constraint | None:
-        parts, vocabulary = self._parts, self._parts.engine.backend.geometry.vocab_size
-        end_ids = [token for token in self._stop_ids if 0 <= token < vocabulary]
-        if self._config.follows_grammar:
-            return self._grammar(end_ids)
-        if not self._config.choices:
-            return None
-        parse = self._config.parses_content
-        choices = [
-            parts.tokenizer.encode(text, add_special_tokens=False) if parse else parts.literal_encoder.literal(text)
-            for text in self._config.choices
-        ]
-        for text, ids in zip(self._config.choices, choices, strict=True):
-            if max(ids, default=0) >= vocabulary:
-                message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
-                raise UsageError(message, "Leave it out, or spell it differently.")
-        return ChoiceConstraint(choices, end_ids)
-
-    def _grammar(self, end_ids: list[int]) -> Constraint:
-        # Few replies follow one.
-        from edgeinfer.runtime.sampling.grammar import GrammarConstraint
-        from edgeinfer.runtime.sampling.grammar_source import grammar_source
-
-        source = grammar_source(self._config)
-        assert source is not None, "it was asked for"
-        constraint = GrammarConstraint(self._parts.grammar_vocabulary, source, end_ids)
-        self._grammar_costs = constraint.costs
-        return constraint
-
     def _last_chunk(self, reason: FinishReason) -> Chunk:
         text = self._text.finish()
         stopped = self._text.stop_string is not None
@@ -338,6 +332,9 @@ class TokenStream:
         self._close_steps()
         self._strategy.finish()
         strategy, parts = self._strategy, self._parts
+        if self._first_strategy is not None:
+            strategy = self._first_strategy
+            strategy.finish()
         prefill = self._prefill or Prefill(0, 0, 0.0)
         timings = timings_of(self._step_ms, parts.load.total_ms, prefill.ms, prefill.cached)
         memory = process_memory()
@@ -369,31 +366,3 @@ class TokenStream:
         parts.speculator.finished(strategy)
         self._turns.leave(self)
         self._on_finish(self._result)
-
-
-def _make_strategy(
-    parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
-) -> DecodingStrategy:
-    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
-
-    Args:
-        sampler: of the reply's tokens.
-        stop_ids: that end it.
-        continues: the reply goes on with the prompt's text.
-
-    Raises:
-        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
-        CapabilityError: the backend cannot do it.
-    """
-    engine = parts.engine
-    if config.search != "off":
-        # As few of them search.
-        from edgeinfer.runtime.search.registry import make_search
-        from edgeinfer.runtime.search.strategy import SearchParts
-
-        given = SearchParts(
-            engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
-        )
-        return make_search(given, forgets=engine.context_shift is not None)
-    reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
-    return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import EdgeInferError, ModelError, UsageError
 from edgeinfer.loading import Bundles
+from edgeinfer.records import dataclass
 
 __all__ = ["LocalModel", "list_models", "pull", "remove_model"]
 

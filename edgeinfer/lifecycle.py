@@ -16,13 +16,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageError
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan

@@ -7,7 +7,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +20,14 @@ from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub.cache import ready
 from edgeinfer.hub.last_use import note_use
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo, Progress
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.registry import make_context_shift
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.kv_cache.session_file import origin_of
 from edgeinfer.runtime.loading.registry import (
     choose_backend,
@@ -36,7 +37,6 @@ from edgeinfer.runtime.loading.registry import (
     own_tokenizer,
     plan_input_of,
 )
-from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
@@ -50,6 +50,7 @@ from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_code, release_freed, return_large_frees
+from edgeinfer.runtime.text.mapped import make_table
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
 from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer
@@ -100,6 +101,8 @@ class Bundles:
             ModelError: one is missing or damaged, or their tokens are not the same.
         """
         target = open_bundle(_located(model, config, progress))
+        if config.remember:
+            make_table(target)
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
         drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
         if config.draft_model is None and "model" in drafters_in(config.speculation):
@@ -282,7 +285,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     keeping = plan.configuration.tokenizer
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
-    parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle.file(TOKENIZER))) if keeping in TOKENIZERS else None
+    parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle)) if keeping in TOKENIZERS else None
     backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings)
     if not subject.device.on_cpu:
         from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
@@ -293,7 +296,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     if isinstance(parsed.tokenizer, TransientTokenizer):
         parsed.tokenizer.before_parsing = backend.drop_pages
     overflow = make_context_shift(plan.overflow, bundle, backend)
-    engine = Engine(backend, plan.prefill_chunk, overflow, plan.prefix_cache)
+    engine = Engine(backend, plan.prefill_chunk, overflow, PrefixCache(plan.prefix_cache))
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import EdgeInferError, HubError, UsageError
 from edgeinfer.hub import local, resolve
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 

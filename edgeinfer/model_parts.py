@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -35,6 +36,7 @@ class ModelParts:
         threads: that a pass works with.
         watched: the backend where it has experts, which tells how they are used.
         decoder: what its layers are, where the bundle says it.
+        main: of a reply beside others, the parts of the model itself.
     """
 
     engine: Engine
@@ -52,6 +54,11 @@ class ModelParts:
     threads: int
     watched: ExpertCountingBackend | None = None
     decoder: DecoderSpec | None = None
+    main: ModelParts | None = None
+
+    def beside(self, engine: Engine) -> ModelParts:
+        """The same model with the engine of another sequence, for a reply beside others."""
+        return replace(self, engine=engine, watched=None, main=self)
 
     @property
     def info(self) -> ModelInfo:
@@ -71,6 +78,8 @@ class ModelParts:
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
         """The vocabulary as replies by a grammar need it."""
+        if self.main is not None:
+            return self.main.grammar_vocabulary
         from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies
 
         return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
@@ -78,6 +87,8 @@ class ModelParts:
     @cached_property
     def literal_encoder(self) -> LiteralEncoder:
         """The tokenizer for texts that must not become control tokens."""
+        if self.main is not None:
+            return self.main.literal_encoder
         return LiteralEncoder(self.tokenizer, self.eos_ids)
 
     @cached_property

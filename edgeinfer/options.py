@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting, joined, shown
 
 __all__ = [

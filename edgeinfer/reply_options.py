@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
+from edgeinfer.records import dataclass
 
 __all__ = ["ReplyOptions", "Sampling", "SamplingOptions"]
 

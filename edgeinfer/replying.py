@@ -340,8 +340,11 @@ class Replying(LoadedModel):
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
+        return self._start(self._prompt_ids(prompt, config), config, started, continues=True)
+
+    def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
-        return self._start(_token_ids(ids), config, started, continues=True)
+        return _token_ids(ids)
 
     def _start(
         self,

@@ -5,14 +5,14 @@ Field names are those of `edgeinfer run --json` (DESIGN section 6).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, field
 from typing import Any, Literal
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.searching import SearchUse
 
 __all__ = [
@@ -388,7 +388,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""
-        data: dict[str, Any] = _listed(dataclasses.asdict(self))
+        data: dict[str, Any] = _listed(asdict(self))
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data
 

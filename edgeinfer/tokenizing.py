@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
-from edgeinfer.runtime.text import Tokenizer, TokenizerLike, TransientTokenizer, surely_longer
+from edgeinfer.runtime.text import MappedTokenizer, Tokenizer, TokenizerLike, TransientTokenizer, surely_longer
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import Setting
 
@@ -32,9 +32,10 @@ __all__ = [
 ]
 
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.
-TOKENIZERS: dict[str, Callable[[Path], TokenizerLike]] = {
-    "kept": Tokenizer.from_file,
-    "transient": TransientTokenizer.from_file,
+TOKENIZERS: dict[str, Callable[[Bundle], TokenizerLike]] = {
+    "mapped": MappedTokenizer.of,
+    "kept": lambda bundle: Tokenizer.from_file(bundle.file(TOKENIZER)),
+    "transient": lambda bundle: TransientTokenizer.from_file(bundle.file(TOKENIZER)),
 }
 
 

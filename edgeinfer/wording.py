@@ -4,7 +4,8 @@ shell."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+from edgeinfer.records import dataclass
 
 __all__ = ["Setting", "Wording", "joined", "said", "shown"]
 

@@ -49,11 +49,13 @@ class QuantScheme:
         bits: 2, 4 or 8 per value.
         block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
+        e2m1: values are codes of E2M1 instead, as a checkpoint has them; no quantizer makes such.
     """
 
     bits: int
     block_size: int
     symmetric: bool = False
+    e2m1: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:

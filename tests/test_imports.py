@@ -20,9 +20,10 @@ from tests.cli import TIME_LIMIT
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
-CHECKED = {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {"edgeinfer.adaptive", "edgeinfer.drafting", "edgeinfer.searching", "edgeinfer.reply_options"}
 CORE = {
+    "edgeinfer.records",
     "edgeinfer.wording",
     "edgeinfer.errors",
     "edgeinfer.options",
@@ -36,11 +37,12 @@ CORE = {
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
-    "edgeinfer.wording": set[str](),
+    "edgeinfer.records": set[str](),
+    "edgeinfer.wording": {"edgeinfer.records"},
     "edgeinfer.errors": {"edgeinfer.wording"},
     "edgeinfer.version": set[str](),
-    "edgeinfer.options": {"edgeinfer.wording", "edgeinfer.errors"},
-    "edgeinfer.option_groups": {"edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
+    "edgeinfer.options": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors"},
+    "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.drafting": CHECKED,
@@ -48,7 +50,7 @@ ALLOWED = {
     "edgeinfer.reply_options": CHECKED,
     "edgeinfer.config": CHECKED | ASKED,
     "edgeinfer.option_types": CHECKED | ASKED | {"edgeinfer.config"},
-    "edgeinfer.results": {"edgeinfer.errors"} | ASKED,
+    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},

@@ -37,7 +37,7 @@ _ROWS = {
     "other conversations": ("prefix_cache",),
     "drafting": ("drafting", "draft_model"),
     "working memory": ("activations", "session", "loading"),
-    "tokenizer": ("tokenizer",),
+    "tokenizer": ("tokenizer", "tokenizer_mapped"),
     "Python and libraries": ("interpreter", "objects", "libraries", "code"),
     "reserve": ("reserve",),
 }

@@ -114,7 +114,7 @@ class ModelHost:
     """One model at a time, and the thread that runs it. All methods are the event loop's.
 
     Args:
-        parallel: replies that take turns; others wait.
+        parallel: replies side by side; others wait.
         queue: replies that wait at most.
     """
 
@@ -138,7 +138,7 @@ class ModelHost:
 
     @property
     def running(self) -> int:
-        """Replies that take turns."""
+        """Replies that have started."""
         return self._worker.running
 
     @property
@@ -292,7 +292,7 @@ _MOST_SHARE = 0.25
 
 
 def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
-    """Returns options by which up to `parallel` replies can be paused at once, each as fast as alone.
+    """Returns options by which up to `parallel` replies have room side by side.
 
     Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
     those given.

@@ -1,94 +1,21 @@
-"""The thread that runs a model: replies in slices by their turns, and whatever else is asked of it in between."""
+"""The thread that runs a model: replies share passes or take turns, and other work is done in between."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
+
+from edgeinfer.apps.server.reply_queue import ReplyQueue
+from edgeinfer.errors import UnshareableError
 
 if TYPE_CHECKING:
-    from edgeinfer import Chunk, Model, Result, TokenStream
+    from edgeinfer import Chunk, Model, ReplyBatch, Result, Slot, TokenStream
 
-__all__ = ["Job", "ModelThread", "ReplyEnd", "Scheduler"]
-
-T = TypeVar("T")
-
-
-class Scheduler(Generic[T]):
-    """Replies in the order of their turns.
-
-    Owners take turns, and of each owner its replies, so that one who asks for eight replies gets no more than one who
-    asks for one. At most `parallel` replies have started; of those that wait, the next to start belongs to the
-    owner with the fewest, and of these the one that came first.
-
-    Args:
-        parallel: replies that take turns.
-    """
-
-    def __init__(self, parallel: int) -> None:
-        self._parallel = parallel
-        self._started: OrderedDict[str, deque[T]] = OrderedDict()
-        self._waiting: list[tuple[str, T]] = []
-
-    @property
-    def running(self) -> int:
-        """Replies that have started."""
-        return sum(map(len, self._started.values()))
-
-    @property
-    def waiting(self) -> int:
-        """Replies that have not."""
-        return len(self._waiting)
-
-    def add(self, owner: str, reply: T) -> None:
-        """Adds a reply that was asked for."""
-        self._waiting.append((owner, reply))
-        self._fill()
-
-    def next(self) -> T | None:
-        """Returns the reply whose turn it is and passes the turn on."""
-        if not self._started:
-            return None
-        owner, replies = next(iter(self._started.items()))
-        self._started.move_to_end(owner)
-        replies.rotate(-1)
-        return replies[-1]
-
-    def remove(self, reply: T) -> None:
-        """Removes a reply that is over; one that waits may start."""
-        self._waiting = [(owner, other) for owner, other in self._waiting if other != reply]
-        for owner, replies in self._started.items():
-            if reply in replies:
-                replies.remove(reply)
-                if not replies:
-                    del self._started[owner]
-                break
-        self._fill()
-
-    def withdraw(self, reply: T) -> bool:
-        """Removes a reply that waits; returns whether it did wait."""
-        left = [(owner, other) for owner, other in self._waiting if other != reply]
-        waited = len(left) < len(self._waiting)
-        self._waiting = left
-        return waited
-
-    def clear(self) -> list[T]:
-        """Removes and returns all replies."""
-        every = [reply for replies in self._started.values() for reply in replies]
-        every += [reply for _, reply in self._waiting]
-        self._started.clear()
-        self._waiting.clear()
-        return every
-
-    def _fill(self) -> None:
-        while self._waiting and self.running < self._parallel:
-            place = min(range(len(self._waiting)), key=lambda at: len(self._started.get(self._waiting[at][0], ())))
-            owner, reply = self._waiting.pop(place)
-            self._started.setdefault(owner, deque()).append(reply)
-
+__all__ = ["Job", "ModelThread", "ReplyEnd"]
 
 # Seconds of a turn. It lasts longer where taking turns would cost more than this share of it.
 _TURN_S = 0.02
@@ -118,6 +45,8 @@ class Job:
         stream: once it has started.
         prepared: whether its prompt is evaluated.
         cancelled: whether it is to end.
+        shares: it is one of the replies that share passes now.
+        alone: it needs what only one reply at a time can have of a model.
     """
 
     start: Callable[[Model], TokenStream]
@@ -125,18 +54,25 @@ class Job:
     stream: TokenStream | None = None
     prepared: bool = False
     cancelled: bool = False
+    shares: bool = False
+    alone: bool = False
 
 
 class ModelThread(threading.Thread):
     """Runs the replies of the model it is given.
 
+    A reply that is the only one has the model to itself, with drafts. Several share passes, where the model can; those
+    that cannot, such as searches, run before or after these, by turns.
+
     Args:
-        parallel: replies that take turns; others wait.
+        parallel: replies side by side; others wait.
     """
 
     def __init__(self, parallel: int) -> None:
         super().__init__(name="edgeinfer-model", daemon=True)
-        self._scheduler: Scheduler[Job] = Scheduler(parallel)
+        self._queue: ReplyQueue[Job] = ReplyQueue(parallel)
+        self._parallel = parallel
+        self._batch: ReplyBatch | None = None
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ending = False
@@ -148,18 +84,18 @@ class ModelThread(threading.Thread):
     @property
     def running(self) -> int:
         """Replies that have started."""
-        return self._scheduler.running
+        return self._queue.running
 
     @property
     def waiting(self) -> int:
         """Replies that wait for others to end."""
-        return self._scheduler.waiting
+        return self._queue.waiting
 
     def add(self, job: Job, owner: str) -> None:
         """Adds a reply to run."""
         with self._changed:
-            self._scheduler.add(owner, job)
-            self._changed.notify()
+            self._queue.add(owner, job)
+            self._wake()
 
     def cancel(self, job: Job) -> None:
         """Ends a reply within its current pass, or before it begins. Safe from any thread."""
@@ -167,7 +103,7 @@ class ModelThread(threading.Thread):
             job.cancelled = True
             if job.stream is not None:
                 job.stream.cancel()
-            waited = self._scheduler.withdraw(job)
+            waited = self._queue.withdraw(job)
             self._changed.notify()
         if waited:
             job.tell(ReplyEnd(None))
@@ -176,20 +112,32 @@ class ModelThread(threading.Thread):
         """Runs a task between two turns."""
         with self._changed:
             self._tasks.append(task)
-            self._changed.notify()
+            self._wake()
 
     def end(self) -> None:
         """Ends the thread after the tasks that were added before."""
         with self._changed:
             self._ending = True
-            self._changed.notify()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify()
+        if self._batch is not None:
+            self._batch.interrupt()
 
     def drop_replies(self) -> None:
         """Ends all replies; on this thread only."""
         with self._changed:
-            jobs: Sequence[Job] = self._scheduler.clear()
+            jobs: Sequence[Job] = self._queue.clear()
             self._unpausable = None
         for job in jobs:
+            job.cancelled = True
+            if job.stream is not None:
+                job.stream.cancel()
+        self._close_batch()
+        for job in jobs:
+            if job.shares:  # it has ended, and told so
+                continue
             if job.stream is not None:
                 job.stream.close()
             job.tell(ReplyEnd(None if job.stream is None else job.stream.result))
@@ -203,31 +151,87 @@ class ModelThread(threading.Thread):
                 task = self._tasks.popleft() if self._tasks else None
                 if task is None and self._ending:
                     return
-                job = None if task is not None else self._unpausable or self._scheduler.next()
             if task is not None:
                 task()
-            elif job is not None and self.model is not None:
-                self._turn(job, self.model)
-            # Nothing of a reply that is over is kept while this thread waits.
-            task = job = None
+            elif self.model is not None:
+                self._work_with(self.model)
+            # Nothing of what was done is kept while this thread waits.
+            task = None
 
     def _runnable(self) -> bool:
-        return self.model is not None and self._scheduler.running > 0
+        return self.model is not None and self._queue.running > 0
+
+    def _work_with(self, model: Model) -> None:
+        """Runs a pass that replies share, or a turn of one that has the model to itself."""
+        with self._changed:
+            started = self._queue.started
+        for job in started:
+            job.alone = job.alone or (job.stream is not None and not job.stream.shareable)
+        if self._batch is None and self._unpausable is None:
+            first_alone = bool(started) and started[0].alone
+            if len(started) > 1 and not first_alone and model.can_batch:
+                self._batch = model.reply_batch(self._parallel)
+        if self._batch is None:
+            if (turn := self._unpausable or self._queue.next()) is not None:
+                self._turn(turn, model)
+            return
+        waiting = any(job.alone for job in started)
+        for job in started:
+            if not (job.shares or waiting) and self._batch.has_room:
+                job.shares = True
+                self._batch.add(self._shared_reply(job, model))
+        if not self._batch.step():
+            self._close_batch()
+
+    def _close_batch(self) -> None:
+        with self._changed:
+            batch, self._batch = self._batch, None
+        if batch is not None:
+            batch.close()
+
+    def _shared_reply(self, job: Job, model: Model) -> Callable[[Slot], None]:
+        """What makes a reply beside others, or goes on with it."""
+
+        def make(slot: Slot) -> None:
+            try:
+                if job.stream is None:
+                    self._start(job, model)
+                else:
+                    job.stream.move(slot.parts, slot.turns)
+                if job.stream is None:
+                    self._over(job, ReplyEnd(None))
+                    return
+                for chunk in job.stream:
+                    job.tell(chunk)
+                self._over(job, ReplyEnd(job.stream.result))
+            except UnshareableError:
+                job.alone, job.shares = True, False
+            except Exception as error:  # whatever it is, it is this reply's, and the others go on
+                if job.stream is not None:
+                    job.stream.close()
+                self._over(job, error)
+
+        return make
+
+    def _start(self, job: Job, model: Model) -> None:
+        """Makes the stream of a reply, unless it was cancelled."""
+        if job.cancelled:
+            return
+        stream = job.start(model)
+        with self._changed:
+            job.stream = stream
+            if job.cancelled:
+                stream.cancel()
 
     def _turn(self, job: Job, model: Model) -> None:
         """Runs a reply until its turn or its text is over."""
         started = time.perf_counter()
         try:
             if job.stream is None:
-                if job.cancelled:
-                    self._over(job, ReplyEnd(None))
-                    return
-                stream = job.start(model)
-                with self._changed:
-                    job.stream = stream
-                    if job.cancelled:
-                        stream.cancel()
-            if self._work(job, job.stream, started):
+                self._start(job, model)
+            if job.stream is None:
+                self._over(job, ReplyEnd(None))
+            elif self._work(job, job.stream, started):
                 self._unpausable = None if job.stream.pause() else job
             else:
                 self._over(job, ReplyEnd(job.stream.result))
@@ -264,11 +268,11 @@ class ModelThread(threading.Thread):
         if self._tasks or self._ending:
             return True
         turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
-        return self._scheduler.running > 1 and time.perf_counter() - started >= turn
+        return self._queue.running > 1 and time.perf_counter() - started >= turn
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
         with self._changed:
-            self._scheduler.remove(job)
+            self._queue.remove(job)
             if self._unpausable is job:
                 self._unpausable = None
         job.tell(end)

@@ -8,9 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+
+from edgeinfer.records import dataclass
 
 __all__ = ["FileIdentity", "hash_file", "published_digest"]
 

@@ -2,7 +2,7 @@
 
 One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
 smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)
-with the same q and zero.
+with the same q and zero. Codes of E2M1 become 8 bits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+from edgeinfer.bundle.packing import E2M1_DOUBLED, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 
 __all__ = ["Expert", "common_format", "expert_biases", "expert_tensor", "find_expert", "widen"]
 
+# Bits that codes of E2M1 become where only evenly spaced values are stored.
+_WIDENED = 8
 _NAME = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate_up|up|down)")
 
 
@@ -51,8 +53,8 @@ def find_expert(name: str) -> Expert | None:
 
 def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
     """Bits, block and whether there are zero points, of the format that holds all these matrices exactly."""
-    bits, block = max(s.bits for s in shapes), min(s.block_size for s in shapes)
-    return bits, block, any(s.zero_points or s.bits != bits for s in shapes)
+    bits, block = max(_WIDENED if s.e2m1 else s.bits for s in shapes), min(s.block_size for s in shapes)
+    return bits, block, any(s.zero_points or (s.bits != bits and not s.e2m1) for s in shapes)
 
 
 def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
@@ -61,11 +63,14 @@ def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape)
     Args:
         source, target: of the whole matrix, before and after.
     """
-    before = (source.bits, source.block_size, source.zero_points)
-    if before == (target.bits, target.block_size, target.zero_points):
+    before = (source.bits, source.block_size, source.zero_points, source.e2m1)
+    if before == (target.bits, target.block_size, target.zero_points, target.e2m1):
         return rows
     count, stop = len(rows.data), target.blocks * target.block_size
     values = unpack(rows.data, source.bits, source.block_size).reshape(count, -1)[:, :stop]  # (N, blocks * block)
+    if source.e2m1:
+        values = (E2M1_DOUBLED[values] + np.int16(midpoint(_WIDENED))).astype(np.uint8)
+        source = dataclasses.replace(source, bits=_WIDENED, e2m1=False)
     times = source.block_size // target.block_size
     scales = np.repeat(rows.scales, times, axis=1)[:, : target.blocks]
     zeros = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["Geometry", "KVLayer", "StateLayer", "require_described"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.store import Bundle, reading
 from edgeinfer.bundle.writing import MANIFEST, write_bundle
 from edgeinfer.errors import BundleError, StorageError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "HEADS",

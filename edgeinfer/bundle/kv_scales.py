@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.records import dataclass
 
 __all__ = ["KV_SCALES", "KVScales", "LayerScales", "add_kv_scales", "most_bytes", "read_kv_scales"]
 

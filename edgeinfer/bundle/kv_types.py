@@ -12,7 +12,6 @@ bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import pack, packed_bytes, unpack
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "BLOCK",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from edgeinfer.bundle.geometry import require_described
+from edgeinfer.records import dataclass
 
 __all__ = ["LatentSpec"]
 

@@ -25,7 +25,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Any
 
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
@@ -38,6 +39,7 @@ from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "FORMAT",
@@ -102,6 +104,7 @@ class TensorEntry:
         paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored array is (K, N): float32, or quantized in the static layout.
         interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
+        e2m1: values are codes of E2M1 in blocks of 32 without zero points; of experts in the native layout only.
     """
 
     name: str
@@ -115,6 +118,7 @@ class TensorEntry:
     paired: bool = False
     transposed: bool = False
     interleaved: bool = False
+    e2m1: bool = False
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
@@ -132,6 +136,8 @@ class TensorEntry:
         require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
         require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
+        coded = self.layout == NATIVE and (self.bits, self.block_size, self.zero_points) == (4, 32, None)
+        require(coded or not self.e2m1, f"{self.name} has codes of E2M1")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
             blob: Blob | None = getattr(self, part)
@@ -149,7 +155,8 @@ class TensorEntry:
     def quantized(self) -> QuantizedShape:
         """What a quantized tensor is, whatever its layout."""
         zeros = self.zero_points is not None
-        return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, zeros, self.paired)
+        n, k = self.shape
+        return QuantizedShape(n, k, self.bits, self.block_size, zeros, self.paired, self.e2m1)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -343,8 +350,12 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `edgeinfer.json`."""
-        data = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
+        data: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
         data["geometry"] = self.geometry.description()
+        for tensor in data["tensors"]:
+            # Older programs know no such field.
+            if not tensor["e2m1"]:
+                del tensor["e2m1"]
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"

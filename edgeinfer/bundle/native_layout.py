@@ -8,7 +8,6 @@ Scales are bfloat16, zero points bytes. Rows and values that fill up the last ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import bfloat16
 from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+from edgeinfer.records import dataclass
 
 __all__ = [
     "TILE",

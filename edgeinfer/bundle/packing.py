@@ -4,25 +4,31 @@ Layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) i
 `block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, first value
 in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points packed like values, each row of
 blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
+
+In the native layout experts of 4 bits may be codes of E2M1 instead, as MXFP4 has them: each stands for twice its value,
+times the scale.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
+
 __all__ = [
     "BITS",
     "BLOCK_SIZES",
+    "E2M1_DOUBLED",
     "Dtype",
     "Parts",
     "QuantizedMatrix",
     "QuantizedShape",
     "blocks_per_row",
     "dequantize",
+    "dequantize_e2m1",
     "midpoint",
     "pack",
     "packed_bytes",
@@ -32,6 +38,8 @@ __all__ = [
 
 BITS = (2, 4, 8)
 BLOCK_SIZES = (32, 64, 128)
+# Twice the values of E2M1 by their codes. Source: OCP Microscaling Formats 1.0.
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 Dtype = Literal["float32", "uint8", "uint16"]
 # The arrays a stored tensor consists of, in the order they lie in the file: type and shape by name.
@@ -45,6 +53,7 @@ class QuantizedShape:
     Attributes:
         zero_points: every block has one of its own; without them the zero is the middle of the range.
         paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
+        e2m1: values are codes of E2M1.
     """
 
     n: int
@@ -53,6 +62,7 @@ class QuantizedShape:
     block_size: int
     zero_points: bool
     paired: bool = False
+    e2m1: bool = False
 
     @property
     def blocks(self) -> int:
@@ -139,3 +149,13 @@ def dequantize(
         values -= unpack(zero_points, bits, blocks).astype(np.float32)[..., None]
     values *= scales[..., None]
     return values.reshape(n, blocks * block_size)[:, :k]
+
+
+def dequantize_e2m1(
+    data: NDArray[np.uint8],  # (N, blocks, B)
+    scales: NDArray[np.float32],  # (N, blocks)
+) -> NDArray[np.float32]:  # (N, blocks * 2 B)
+    """The float matrix that blocks of codes of E2M1 stand for."""
+    values = E2M1_DOUBLED[unpack(data, 4, 2 * data.shape[-1])].astype(np.float32)
+    values *= scales[..., None]
+    return values.reshape(len(data), -1)

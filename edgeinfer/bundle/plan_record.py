@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["PlanRecord", "PlannedTensor"]
 

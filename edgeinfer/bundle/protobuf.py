@@ -6,7 +6,8 @@ A device that runs bundles has no onnx package.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from edgeinfer.records import dataclass
 
 __all__ = ["Field", "fields", "length_delimited", "number"]
 

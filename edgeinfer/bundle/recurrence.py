@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from edgeinfer.bundle.geometry import StateLayer, require_described
+from edgeinfer.records import dataclass
 
 __all__ = ["ConvSpec", "DeltaSpec", "Mamba2Spec", "Mixer", "check_mixers", "parts_of"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from edgeinfer.bundle.geometry import require_described as _require
+from edgeinfer.records import dataclass
 
 __all__ = ["RopeSpec", "RopeType"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
@@ -10,6 +10,7 @@ from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
+from edgeinfer.records import dataclass
 
 __all__ = [
     "Activation",

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "ATTENTION_BIAS",

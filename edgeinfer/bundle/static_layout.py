@@ -8,12 +8,11 @@ neural processors multiply best. Scales are float32, (blocks, N).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import Parts, QuantizedMatrix, QuantizedShape, midpoint, pack, packed_bytes, unpack
+from edgeinfer.records import dataclass
 
 __all__ = ["STATIC_BITS", "StaticMatrix", "from_static", "static_parts", "to_static", "values_dtype"]
 

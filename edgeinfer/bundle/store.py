@@ -7,7 +7,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from edgeinfer.bundle.codecs import CODECS, read_rows
 from edgeinfer.bundle.kv_types import FLOAT32, KV, PAGED_KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
-from edgeinfer.bundle.packing import QuantizedMatrix, dequantize
+from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, dequantize_e2m1
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.records import dataclass
 
 if TYPE_CHECKING:
     from edgeinfer.bundle.gguf.reader import GgufFile
@@ -204,6 +205,8 @@ class Bundle:
             return data.T if entry.transposed else data
         n, k = entry.shape
         rows = self.rows(entry, 0, n)
+        if entry.e2m1:
+            return dequantize_e2m1(rows.data, rows.scales)
         return dequantize(rows.data, rows.scales, rows.zero_points, bits=entry.bits, block_size=entry.block_size, k=k)
 
     def rows(self, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:

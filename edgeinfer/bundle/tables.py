@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
@@ -21,6 +20,7 @@ from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "LINE_BYTES",
@@ -132,7 +132,7 @@ def _number(numbered: tuple[int, Outline]) -> int:
 def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:
     if outline.quantized is None:
         return dataclasses.replace(outline, transposed=False)
-    wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros)
+    wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros, e2m1=False)
     return dataclasses.replace(outline, quantized=wide)
 
 
@@ -157,6 +157,7 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
         quantized.paired,
         tensor_layout(outline.name, layout) == STATIC,
         interleaved,
+        quantized.e2m1,
     )
 
 

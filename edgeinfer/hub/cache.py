@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from edgeinfer.hub.ids import (
     quantization_of,
     stem_of,
 )
+from edgeinfer.records import dataclass
 
 __all__ = [
     "BUILTIN",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
 from edgeinfer.hub.ids import HubName, parse_name
+from edgeinfer.records import dataclass
 
 __all__ = ["CATALOG_BITS", "CatalogModel", "catalog", "catalog_model", "similar_names"]
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -23,6 +23,7 @@ import edgeinfer.errors
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.gguf_offers import Offer
+from edgeinfer.records import dataclass
 
 __all__ = ["Choose", "FetchJob", "fetch"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from edgeinfer.hub.ids import (
     parse_name,
 )
 from edgeinfer.hub.resuming import fetch_large
+from edgeinfer.records import dataclass
 
 __all__ = ["Repository", "look_up", "pull"]
 

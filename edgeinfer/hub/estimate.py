@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import machine_memory
 
 __all__ = ["DecoderSizes", "gguf_memory", "room"]

@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ from edgeinfer.bundle.writing import storage_errors, write_file
 from edgeinfer.errors import StorageError
 from edgeinfer.hub.cache import is_bundle
 from edgeinfer.hub.ids import WEIGHT_PATTERNS
+from edgeinfer.records import dataclass
 from edgeinfer.user_folders import user_data
 
 if TYPE_CHECKING:

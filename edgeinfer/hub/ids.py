@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
 from edgeinfer.errors import BundleError, HubError
+from edgeinfer.records import dataclass
 
 __all__ = [
     "CONFIG_PATTERNS",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.errors import UsageError
 from edgeinfer.hub.cache import Kind
 from edgeinfer.hub.client import hub_errors, library
+from edgeinfer.records import dataclass
 
 __all__ = ["CONVERTED", "FoundModel", "search_hub"]
 

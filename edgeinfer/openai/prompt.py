@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
@@ -14,6 +14,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import PlainReader, Reply, ReplyReader
 from edgeinfer.openai.tools import ToolUse
+from edgeinfer.records import dataclass
 
 __all__ = ["ChatPrompt", "OneReply", "PromptReplies", "PromptTokens", "TextPrompt", "naming", "reply_options"]
 

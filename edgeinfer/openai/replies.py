@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from edgeinfer.openai.tool_formats import ToolFormat
+from edgeinfer.records import dataclass
 from edgeinfer.results import Chunk, Result, TokenLogprob
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
@@ -14,6 +13,7 @@ from edgeinfer.openai.messages import Message, joined, read_message
 from edgeinfer.openai.prompt import ChatPrompt
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
+from edgeinfer.records import dataclass
 
 __all__ = ["ResponseRequest", "read_input", "read_request"]
 

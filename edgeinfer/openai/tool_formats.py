@@ -7,8 +7,9 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from edgeinfer.records import dataclass
 
 __all__ = [
     "FORMATS",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.errors import GrammarError
@@ -16,6 +15,7 @@ from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import Dialect, ToolFormat
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 
 __all__ = [

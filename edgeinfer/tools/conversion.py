@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -43,6 +43,7 @@ from edgeinfer.hub.folder import (
 )
 from edgeinfer.hub.gguf_offers import best_offer, offers_in, require_gguf
 from edgeinfer.hub.ids import gguf_parts, parse_name
+from edgeinfer.records import dataclass
 
 __all__ = ["main"]
 

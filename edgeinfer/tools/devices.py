@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Unpack
@@ -16,6 +15,7 @@ from edgeinfer.errors import CapabilityError, DeviceError, NativeUnavailableErro
 from edgeinfer.hub import resolve
 from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
 from edgeinfer.option_types import LoadOptions
+from edgeinfer.records import dataclass
 from edgeinfer.results import DeviceFacts, DeviceLimits
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine

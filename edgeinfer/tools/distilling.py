@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 
 __all__ = ["DraftFigures", "ModelReplier", "measure_drafter"]
 

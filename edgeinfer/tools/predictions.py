@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["Divergence", "Evaluation", "Predictor", "compare_predictions", "read_predictions"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.api import Model
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.tuning.drafting_search import TuneResult, tune
 from edgeinfer.runtime.tuning.skip_search import Sample, calibrate_entropy, calibrate_skips
 

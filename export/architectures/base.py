@@ -10,7 +10,7 @@ from typing import Any
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
-from edgeinfer.export.architectures.plans import HeadPart, Source, TensorPlan, plan
+from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
@@ -218,15 +218,10 @@ def _linear_plans(
 
 def _of_heads(spec: DecoderSpec, latent: LatentSpec, prefix: str, name: str) -> list[TensorPlan]:
     """What a matrix says of each head: the plain channels of its keys, which turn queries, and its values."""
-    plain, rows = latent.plain_size, latent.plain_size + latent.value_size
-    whole = Source(name, (spec.num_heads * rows, latent.rank))
-    keys, values = (
-        HeadPart(spec.num_heads, rows, *taken, transposed=not taken[0]) for taken in ((0, plain), (plain, rows))
-    )
-    return [
-        TensorPlan(f"{prefix}.attn.{part}", (dataclasses.replace(whole, part=taken),))
-        for part, taken in (("k_b", keys), ("v_b", values))
-    ]
+    heads, plain, given = spec.num_heads, latent.plain_size, latent.value_size
+    keys = Source(name, (heads * plain, latent.rank), pieces=(plain + given, 0, plain), heads=heads)
+    values = Source(name, (heads * given, latent.rank), pieces=(plain + given, plain, given))
+    return [TensorPlan(f"{prefix}.attn.k_b", (keys,)), TensorPlan(f"{prefix}.attn.v_b", (values,))]
 
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:

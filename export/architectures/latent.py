@@ -7,9 +7,9 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.spec import LatentSpec
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
-from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid
+from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale
 
 __all__ = ["DEEPSEEK2", "DEEPSEEK3", "GLM4_MOE_LITE", "MISTRAL4", "YOUTU", "latent_spec"]
@@ -109,21 +109,9 @@ DEEPSEEK3 = Architecture(
 )
 
 
-def _dense_layers(config: HFConfig) -> tuple[int, ...]:
-    """By `mlp_layer_types`; where it is missing the first layer, or as many as `first_k_dense_replace` says."""
-    layers, types = config.integer("num_hidden_layers"), config.get("mlp_layer_types")
-    if types is None:
-        first = config.get("first_k_dense_replace")
-        return tuple(range(min(1 if first is None else config.integer("first_k_dense_replace"), layers)))
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
-        message = f"config.json: mlp_layer_types={types!r} is not dense or sparse for each of {layers} layers."
-        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
-    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
-
-
 def _read_glm4_moe_lite(config: HFConfig, tied: bool) -> DecoderSpec:
     """GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts."""
-    moe = dataclasses.replace(by_sigmoid(config), dense_layers=_dense_layers(config))
+    moe = dataclasses.replace(by_sigmoid(config), dense_layers=dense_layers(config, 1))
     return latent_spec(config, tied, interleaved=_interleaved(config), moe=moe)
 
 

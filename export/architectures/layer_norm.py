@@ -11,7 +11,7 @@ from edgeinfer.export.architectures.base import Architecture, Naming, common_spe
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["COHERE", "COHERE2", "NEMOTRON", "PHI", "STABLELM", "STARCODER2"]
+__all__ = ["COHERE", "COHERE2", "NEMOTRON", "PHI", "STABLELM", "STARCODER2", "read_cohere2", "refine_cohere"]
 
 # Every fourth layer of Cohere 2 sees everything, and does not rotate.
 _COHERE2_PATTERN = 4
@@ -109,14 +109,14 @@ def _read_cohere(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, **parts)
 
 
-def _read_cohere2(config: HFConfig, tied: bool) -> DecoderSpec:
+def read_cohere2(config: HFConfig, tied: bool) -> DecoderSpec:
     """Command R7B: windows, and no rotation in the layers that see everything."""
     slides = config.slides(_COHERE2_PATTERN)
     spec, layers = _read_cohere(config, tied), tuple(0 if slide else -1 for slide in slides)
     return dataclasses.replace(spec, windows=config.windows_of(slides), rope_layers=layers)
 
 
-def _refine_cohere(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+def refine_cohere(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
     """The last norm has no bias, so that its weight scales the logits."""
     return plan.changed(scale=config.number("logit_scale", 0.0625)) if plan.name == "final_norm" else plan
 
@@ -137,7 +137,7 @@ STARCODER2 = Architecture(
 NEMOTRON = Architecture(
     classes=("NemotronForCausalLM",), model_types=("nemotron",), read=_read_nemotron, refine=_refine_nemotron
 )
-COHERE = Architecture(classes=("CohereForCausalLM",), model_types=("cohere",), read=_read_cohere, refine=_refine_cohere)
+COHERE = Architecture(classes=("CohereForCausalLM",), model_types=("cohere",), read=_read_cohere, refine=refine_cohere)
 COHERE2 = Architecture(
-    classes=("Cohere2ForCausalLM",), model_types=("cohere2",), read=_read_cohere2, refine=_refine_cohere
+    classes=("Cohere2ForCausalLM",), model_types=("cohere2",), read=read_cohere2, refine=refine_cohere
 )

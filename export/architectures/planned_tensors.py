@@ -12,7 +12,6 @@ from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures import Source, TensorPlan
 from edgeinfer.export.architectures.described import pad_values
-from edgeinfer.export.architectures.plans import HeadPart
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.packed import PACKINGS, PackedSource
 from edgeinfer.quant import QuantScheme
@@ -56,7 +55,7 @@ class PlannedRows:
             offset += count
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if stop == self.shape[0]:
-            self._turned = None  # All of it was read.
+            self._turned = self._whole = None  # All of it was read.
         for factors in self._factors:
             rows = rows * (factors if len(factors) == 1 else factors[start:stop])
         return rows
@@ -66,12 +65,12 @@ class PlannedRows:
         self._factors.append(factors)
 
     def _read(self, source: Source, start: int, stop: int) -> Floats:
-        if source.padding is None and source.part is None:
+        if source.padding is None and not source.heads:
             return self._finite(source, start, stop)
         if self._whole is None or self._whole[0] is not source:
             values = self._finite(source, 0, source.shape[0])
-            if source.part is not None:
-                values = _taken(values, source.part)
+            if source.heads:
+                values = values.reshape(source.heads, -1, source.shape[1]).swapaxes(1, 2).reshape(source.padded_shape)
             self._whole = source, values if source.padding is None else pad_values(values, source.padding)
         return self._whole[1][start:stop]
 
@@ -148,11 +147,6 @@ def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
         return rows
     period, taken, share = source.pieces
     return rows // share * period + taken + rows % share
-
-
-def _taken(values: Floats, part: HeadPart) -> Floats:  # (heads rows, K) -> part.shape(K)
-    heads = values.reshape(part.heads, part.rows, -1)[:, part.start : part.stop]
-    return np.ascontiguousarray(heads.swapaxes(1, 2) if part.transposed else heads).reshape(part.shape(values.shape[1]))
 
 
 class PlannedTensors:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.quant.policy import QuantScheme
 
-__all__ = ["HeadPadding", "HeadPart", "Shape", "Source", "TensorPlan", "plan"]
+__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
 
 Shape = tuple[int, ...]
 
@@ -32,28 +32,6 @@ class HeadPadding:
 
 
 @dataclass(frozen=True)
-class HeadPart:
-    """Some rows of each head of a matrix, one head after the other.
-
-    Attributes:
-        rows: of a head.
-        start, stop: those that are taken.
-        transposed: of each head columns become rows.
-    """
-
-    heads: int
-    rows: int
-    start: int
-    stop: int
-    transposed: bool = False
-
-    def shape(self, columns: int) -> Shape:
-        """Of what is taken of a matrix of so many columns."""
-        count = self.stop - self.start
-        return (self.heads * columns, count) if self.transposed else (self.heads * count, columns)
-
-
-@dataclass(frozen=True)
 class Source:
     """A checkpoint tensor, or one of those stacked in it, and what is done to it on its way into the bundle.
 
@@ -68,7 +46,7 @@ class Source:
         offset: is added to them before that (norms stored as what is more than one).
         softplus: log(1 + exp(x)) of them is taken before all else.
         pieces: of each how many rows of the checkpoint's tensor, from which on, how many are taken; empty for all.
-        part: of a matrix, what is taken of each of its heads.
+        heads: of a matrix, those of which each has columns for rows in the bundle; 0 where none has.
     """
 
     name: str
@@ -83,7 +61,7 @@ class Source:
     offset: float = 0.0
     softplus: bool = False
     pieces: tuple[int, int, int] | tuple[()] = ()
-    part: HeadPart | None = None
+    heads: int = 0
 
     @property
     def stored_shape(self) -> Shape:
@@ -100,8 +78,8 @@ class Source:
     @property
     def padded_shape(self) -> Shape:
         """Shape in the bundle."""
-        if self.part is not None:
-            return self.part.shape(self.shape[1])
+        if self.heads:
+            return (self.heads * self.shape[1], self.shape[0] // self.heads)
         if self.padding is None:
             return self.shape
         axis, size = self.padding.axis, self.padding.heads * self.padding.wide
@@ -133,7 +111,7 @@ class TensorPlan:
     @property
     def parameters(self) -> int:
         """Number of the checkpoint's weights in it; padding does not count."""
-        return sum(math.prod(s.shape if s.part is None else s.padded_shape) for s in self.sources)
+        return sum(math.prod(s.shape) for s in self.sources)
 
     def kept(self, bits: int) -> QuantScheme | None:
         """The scheme that holds the checkpoint's packed values as they are, where so many bits are asked for."""

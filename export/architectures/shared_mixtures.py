@@ -6,12 +6,21 @@ import dataclasses
 from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
-from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["DOTS1", "ERNIE4_5_MOE", "FLEX_OLMO", "GLM4_MOE", "HUNYUAN_MOE", "SHARED_EXPERTS", "by_sigmoid"]
+__all__ = [
+    "DOTS1",
+    "ERNIE4_5_MOE",
+    "FLEX_OLMO",
+    "GLM4_MOE",
+    "HUNYUAN_MOE",
+    "SHARED_EXPERTS",
+    "by_sigmoid",
+    "dense_layers",
+]
 
 SHARED_EXPERTS = MixtureNaming(
     shared_gate_up=("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
@@ -21,8 +30,7 @@ SHARED_EXPERTS = MixtureNaming(
 
 def by_sigmoid(config: HFConfig) -> MoESpec:
     """DeepSeek-V3's mixture: shares by the logistic function, chosen with a bias among the best groups."""
-    layers, size = config.integer("num_hidden_layers"), config.integer("moe_intermediate_size")
-    dense = config.get("first_k_dense_replace") or 0
+    size = config.integer("moe_intermediate_size")
     shared = config.get("n_shared_experts") or 0
     return MoESpec(
         experts=config.integer("n_routed_experts"),
@@ -31,12 +39,26 @@ def by_sigmoid(config: HFConfig) -> MoESpec:
         shared_size=size * config.integer("n_shared_experts") if shared else 0,
         router="sigmoid",
         renormalize=config.flag("norm_topk_prob"),
-        dense_layers=tuple(range(min(config.integer("first_k_dense_replace"), layers))) if dense else (),
+        dense_layers=dense_layers(config, 0),
         choice_bias=True,
         groups=config.integer("n_group", 1),
         group_top_k=config.integer("topk_group", 1),
         scale=config.number("routed_scaling_factor", 1.0),
     )
+
+
+def dense_layers(config: HFConfig, first: int) -> tuple[int, ...]:
+    """By `mlp_layer_types`; where it is missing as many as `first_k_dense_replace` says, or else the first so many."""
+    layers, types = config.integer("num_hidden_layers"), config.get("mlp_layer_types")
+    if types is None:
+        given = config.get("first_k_dense_replace")
+        first = first if given is None else given and config.integer("first_k_dense_replace")
+        return tuple(range(min(first, layers)))
+    known = isinstance(types, list) and all(kind in ("dense", "sparse") for kind in types)
+    if not known or len(types) != layers:
+        message = f"config.json: mlp_layer_types={types!r} is not dense or sparse for each of {layers} layers."
+        raise CheckpointError(message, "Check that config.json is complete and belongs to this model.")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "dense")
 
 
 def _read_glm4_moe(config: HFConfig, tied: bool) -> DecoderSpec:

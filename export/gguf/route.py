@@ -264,7 +264,7 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
         first = kind if direct or find_file_type(kind).is_float else _float_type(checkpoint, described)
         with write_bundle(out, replace_existing=config.force) as work:
             _check_room(work, described, first, kind)
-            sidecar.write(work)
+            sidecar.write(work, table=False)
             written = work / (GGUF_MODEL if direct else _FLOAT_FILE)
             write_gguf_source(checkpoint, described, words, written, first, name=name, progress=progress)
             facts = _check_vocabulary(written, words, sidecar)

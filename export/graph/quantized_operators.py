@@ -21,8 +21,9 @@ MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clampe
 down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
-  offsets of data, low, scales, zero points, -1 for what a matrix does not have · 5 residual (optional) · 6 planes
-  (optional), for the experts of 8 bits · 7 biases of gate_up (E, 2 F), or up (E, F) · 8 of down (E, D), both optional
+  offsets of data, low, scales, zero points, -1 for what a matrix does not have; bits are -4 for codes of E2M1
+  5 residual (optional) · 6 planes (optional), for the experts of 8 bits
+  7 biases of gate_up (E, 2 F), or of up (E, F) · 8 of down (E, D), both optional
 """
 
 from __future__ import annotations
@@ -234,7 +235,8 @@ class NativeOperators(Operators):
 def _format(entry: TensorEntry, start: int) -> list[int]:
     """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
     blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
-    return [entry.bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
+    bits = -entry.bits if entry.e2m1 else entry.bits
+    return [bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
 
 
 def _mask(part: int | None) -> str:

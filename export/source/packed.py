@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.bfloat16 import round_nearest
-from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, midpoint, pack
+from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize_e2m1, midpoint, pack
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
@@ -30,9 +30,7 @@ Shape = tuple[int, ...]
 # Name, shape and types of a checkpoint's tensor.
 Stored = tuple[str, Shape, tuple[str, ...]]
 
-# Source: OCP Microscaling Formats 1.0: E2M1 values by their codes, and E8M0 scales; those above the largest overflow
-# float32 or are not numbers.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+# E8M0 scales of blocks; those above the largest overflow float32 or are not numbers.
 _BLOCK, _SCALE_BIAS, _LARGEST_SCALE = 32, 127, 252
 _PER_BYTE = 4
 # Source: transformers' WeightQuant.
@@ -79,28 +77,23 @@ class _Mxfp4Matrix:
     def __init__(self, checkpoint: Checkpoint, name: str, within: int | None) -> None:
         self._checkpoint, self._name, self._within = checkpoint, name, within
 
-    def _read(self, start: int, stop: int) -> tuple[Floats, NDArray[np.int32]]:  # (N, blocks, 32), (N, blocks)
-        """E2M1 values, and the exponents of what they are multiplied by."""
+    def _read(self, start: int, stop: int) -> tuple[Bytes, NDArray[np.int32]]:  # (N, blocks, 16), (N, blocks)
+        """Codes, and the exponents of what their values are multiplied by."""
         names = mxfp4_tensors(self._name)
-        packed, scales = (self._checkpoint.read_packed(n, start, stop, within=self._within) for n in names)
+        codes, scales = (self._checkpoint.read_packed(n, start, stop, within=self._within) for n in names)
         if (scales > _LARGEST_SCALE).any():
             raise CheckpointError(f"Tensor {names[1]!r} has scales beyond the range of float32.", _DAMAGED)
-        values = np.empty((*packed.shape[:-1], _BLOCK), np.float32)
-        values[..., 0::2] = _E2M1[packed & 15]
-        values[..., 1::2] = _E2M1[packed >> 4]
-        return values, scales.astype(np.int32) - _SCALE_BIAS
+        return codes, scales.astype(np.int32) - _SCALE_BIAS
 
     def floats(self, start: int, stop: int) -> Floats:
         """See `PackedSource.floats`."""
-        values, exponents = self._read(start, stop)
-        rows: Floats = np.ldexp(values, exponents[..., None]).reshape(stop - start, -1)
-        return rows
+        codes, exponents = self._read(start, stop)
+        return dequantize_e2m1(codes, np.ldexp(np.float32(0.5), exponents))
 
     def kept(self, start: int, stop: int, scheme: QuantScheme) -> QuantizedMatrix:
-        """See `PackedSource.kept`: twice a value is an integer."""
-        values, exponents = self._read(start, stop)
-        codes = (2 * values + np.float32(midpoint(scheme.bits))).astype(np.uint8)
-        return QuantizedMatrix(pack(codes, scheme.bits), np.ldexp(np.float32(0.5), exponents), None)
+        """See `PackedSource.kept`."""
+        codes, exponents = self._read(start, stop)
+        return QuantizedMatrix(codes, np.ldexp(np.float32(0.5), exponents), None)
 
 
 class _Mxfp4:
@@ -120,7 +113,7 @@ class _Mxfp4:
 
     def scheme(self, k: int, bits: int) -> QuantScheme | None:
         """See `Packing.scheme`."""
-        return QuantScheme(bits, _BLOCK, symmetric=True) if bits == 8 else None
+        return QuantScheme(4, _BLOCK, symmetric=True, e2m1=True) if bits >= 4 else None
 
 
 class _TernaryMatrix(ABC):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.bundle.tokenizer_table import TABLE, encode_table
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 from edgeinfer.export.source.hf_config import HFConfig
@@ -26,9 +27,14 @@ class Sidecar:
 
     files: dict[str, bytes] = field(default_factory=dict)
 
-    def write(self, folder: Path) -> None:
-        """Writes all files into a folder."""
-        for name, data in self.files.items():
+    def write(self, folder: Path, *, table: bool = True) -> None:
+        """Writes all files into a folder.
+
+        Args:
+            table: beside the tokenizer one that is mapped, where it can have one.
+        """
+        made = encode_table(self.files[_TOKENIZER]) if table else None
+        for name, data in (self.files | ({} if made is None else {TABLE: made})).items():
             (folder / name).write_bytes(data)
 
 

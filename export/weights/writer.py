@@ -38,7 +38,8 @@ def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
 
 def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
     n, k = shape
-    return QuantizedShape(n, k, scheme.bits, scheme.block_size, not scheme.symmetric, name.endswith(_PAIRED))
+    zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
+    return QuantizedShape(n, k, scheme.bits, scheme.block_size, zeros, paired, scheme.e2m1)
 
 
 def quantized_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 
 __all__ = [
@@ -232,6 +232,9 @@ class TrimmedCache:
 
 class SharingCache(KVCache, Protocol):
     """A cache whose rows others can hold too."""
+
+    def pages_for(self, rows: int) -> int:
+        """Pages that have to be taken before so many further rows can be written."""
 
     def fork(self) -> SharingCache:
         """Another cache with the same rows, none of which is copied until one of both writes there."""

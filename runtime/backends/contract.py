@@ -7,14 +7,15 @@ them. Arrays returned by a pass are views that the next pass overwrites.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import KW_ONLY
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import KVCache, SharingCache
 from edgeinfer.runtime.backends.visibility import Visibility, check_visibility
@@ -25,6 +26,7 @@ __all__ = [
     "ForwardInput",
     "ForwardOutput",
     "PassCancelledError",
+    "PreemptedError",
     "RotatingBackend",
     "TogetherBackend",
     "check_pass",
@@ -34,6 +36,11 @@ __all__ = [
 
 class PassCancelledError(BackendError):
     """`Backend.cancel` ended the pass; the cache is as it was before it."""
+
+
+class PreemptedError(BackendError):
+    """The pass did not take place, as older sequences need the pages of this one: empty its cache, and evaluate its
+    text again, which waits until there are pages for it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,25 @@ class ForwardInput:
     planes: int = 2
     experts: ExpertChoice | None = None
     visibility: Visibility | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each row follows the one before it, so that the rows may as well be evaluated in several passes."""
+        return self.tree is None and self.visibility is None
+
+    def goes_with(self, other: ForwardInput) -> bool:
+        """Whether the rows of both go through the same weights in the same way, so that one pass can have both."""
+        if self.planes != other.planes or (self.hidden is None) != (other.hidden is None):
+            return False
+        if not _same(self.layer_mask, other.layer_mask):
+            return False
+        if self.experts is None or other.experts is None:
+            return self.experts is other.experts
+        return self.experts.count == other.experts.count and _same(self.experts.bias, other.experts.bias)
+
+
+def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +178,17 @@ class TogetherBackend(Protocol):
     @property
     def cache(self) -> SharingCache:
         """That of `Backend.forward`; its forks are sequences too."""
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that sequences can still take within what was planned for them."""
+
+    def new_sequence(self, capacity: int) -> SharingCache:
+        """An empty sequence, for `forward_together`.
+
+        Raises:
+            BackendError: it may be longer than the backend's positions reach.
+        """
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences, each appended to its own cache.

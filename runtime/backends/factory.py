@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, KVScales, Layout
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
@@ -19,6 +19,7 @@ from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
+from edgeinfer.runtime.text.mapped import find_table
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
@@ -100,6 +101,8 @@ class BackendFactory(ABC):
 
     def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
+        if find_table(bundle) is not None:
+            return ("mapped",)
         return ("kept", "transient") if tokenizer_facts(bundle.path / TOKENIZER).can_rest else ("kept",)
 
     def tokenizer(self, backend: Backend) -> TokenizerLike:

@@ -43,6 +43,7 @@ class PagedCache:
         capacity: tokens the cache may hold.
         spare: rows beyond the capacity that may be prepared, for the padding of passes.
         states: that the state of recurrent layers is taken from, where the model has any.
+        reserves: snapshots leave it the pages for all of its capacity; of other sequences somebody else sees to that.
 
     Attributes:
         pool, capacity: the same.
@@ -55,12 +56,21 @@ class PagedCache:
 
     copyable = True
 
-    def __init__(self, pool: PagePool, capacity: int, spare: int = 0, states: StatePool | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        capacity: int,
+        spare: int = 0,
+        states: StatePool | None = None,
+        *,
+        reserves: bool = True,
+    ) -> None:
         self.pool = pool
         self.capacity = capacity
         self._states = states
         self.state = None if states is None else SequenceState(states)
         self._spare = spare
+        self._reserves = reserves
         self.length = 0
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
@@ -93,6 +103,13 @@ class PagedCache:
             self._drop(last + 1)
         self._own(self.length, stop)
 
+    def pages_for(self, rows: int) -> int:
+        """Pages that `prepare` would take for so many rows: new ones, and copies of those that others hold too."""
+        stop = self.length + rows
+        written = self._pages[self.length // PAGE : pages_for(stop)]
+        copies = sum(self.pool.holders(page) > 1 for page in written)
+        return max(0, pages_for(stop) - len(self._pages)) + copies
+
     def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h), (H, n, v)
         """What rows start..stop-1 of one layer stand for."""
         return self.pool.rows.read(layer, self._places(start, stop))
@@ -105,7 +122,7 @@ class PagedCache:
 
     def fork(self) -> PagedCache:
         """Another cache with the same rows, whose pages both hold until one of them writes there."""
-        forked = PagedCache(self.pool, self.capacity, self._spare, self._states)
+        forked = PagedCache(self.pool, self.capacity, self._spare, self._states, reserves=self._reserves)
         pages = self._pages[: pages_for(self.length)]
         self.pool.share(pages)
         forked._extend(pages)
@@ -179,7 +196,7 @@ class PagedCache:
         if start == stop:
             return PageSnapshot(self.pool, (), 0, 0, **further)
         last = pages_for(stop)
-        if not self._can_share(start // PAGE, last):
+        if self._reserves and not self._can_share(start // PAGE, last):
             rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
             keys, values = rows.stored_keys(places), rows.stored_values(places)
             copied = None if state is None else state.copy()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 
 __all__ = ["Visibility", "ancestors", "check_visibility", "visible_rows"]

@@ -108,6 +108,11 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         cache.observe_keep = self._counter.kept
 
     @property
+    def uncounted(self) -> Backend:
+        """The backend inside, whose passes are not counted."""
+        return self._inner
+
+    @property
     def counts(self) -> ExpertCounts:
         """How the tokens so far used experts, those of drafts that were rejected left out."""
         return self._counter.counts(self.cache.length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,35 +12,13 @@ from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, P
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.wording import Setting
 
-__all__ = ["Engine", "Prefill", "Step"]
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
-
-    cached: int
-    evaluated: int
-    ms: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
-
-    Attributes:
-        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
-    """
-
-    token: int
-    ms: float
-    last: bool = True
+__all__ = ["Engine"]
 
 
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
@@ -55,16 +32,21 @@ class Engine:
         backend: evaluates passes; its cache belongs to this engine alone.
         chunk: prompt tokens per pass.
         context_shift: makes room where a text outgrows the cache; None is not at all, the text ends there.
-        prefix_bytes: kept at most of other conversations, to go back to them cheaply.
+        prefixes: keeps other conversations, to go back to them cheaply; engines of one model may share it.
 
     Raises:
         CapabilityError: other conversations are to be kept, and the backend's cache cannot be copied.
     """
 
     def __init__(
-        self, backend: Backend, chunk: int, context_shift: ContextShiftPolicy | None = None, prefix_bytes: int = 0
+        self,
+        backend: Backend,
+        chunk: int,
+        context_shift: ContextShiftPolicy | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        if prefix_bytes and not backend.cache.copyable:
+        self.prefixes = prefixes or PrefixCache(0)
+        if self.prefixes.cap and not backend.cache.copyable:
             message = f"Other conversations cannot be kept: the {backend.name} backend cannot copy this model's cache."
             raise CapabilityError(message, "Load it without a prefix cache.")
         self.backend = backend
@@ -76,7 +58,6 @@ class Engine:
         self.lost = Lost()
         self.chunk = chunk
         self._tokens: list[int] = []
-        self._prefixes = PrefixCache(prefix_bytes)
         self._cancelled = threading.Event()
 
     @property
@@ -128,7 +109,7 @@ class Engine:
     @property
     def keeps(self) -> bool:
         """Whether what the cache holds can be put aside for another text and come back."""
-        return self._prefixes.cap > 0 and self.context_shift is None
+        return self.prefixes.cap > 0 and self.context_shift is None
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
         """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
@@ -319,23 +300,35 @@ class Engine:
             self.forget()
             raise
 
+    def borrow(self, other: Engine, tokens: Sequence[int]) -> None:
+        """Takes over what another engine of the model holds of these tokens, where it is more than this one has."""
+        shared = min(other.shared(tokens), len(other.cached_tokens), len(tokens) - 1)
+        if shared > max(self.shared(tokens), self.prefixes.match(tokens)):
+            self.adopt(tokens[:shared], [other.backend.cache.snapshot(0, shared)])
+
+    def restart(self) -> None:
+        """Empties the cache; what it holds becomes a prefix of other conversations, as far as there is room."""
+        self._keep(0, ())
+        self.forget()
+        self.backend.cache.clear()
+
     @property
     def prefix_bytes(self) -> int:
         """Bytes kept of other conversations."""
-        return self._prefixes.nbytes
+        return self.prefixes.nbytes
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated now, by term: the backend's, and those kept of other conversations, which may lie in its
         cache."""
         terms = dict(self.backend.nbytes())
-        if kept := self._prefixes.nbytes:
-            terms["kv"] -= self._prefixes.bytes_in_place
+        if kept := self.prefixes.nbytes:
+            terms["kv"] -= self.prefixes.bytes_in_place
             terms["prefix_cache"] = kept
         return terms
 
     def evict_prefixes(self, keep_bytes: int = 0) -> None:
         """Drops other conversations, those used longest ago first, until no more than this is kept."""
-        self._prefixes.evict(keep_bytes)
+        self.prefixes.evict(keep_bytes)
 
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache to what it shares with the prompt, or puts back more that was kept; counts what remains."""
@@ -344,12 +337,12 @@ class Engine:
         if cached < self.lost.since:
             cached = 0
         self._keep(cached, prompt)
-        kept = self._prefixes.match(prompt[:most])
+        kept = self.prefixes.match(prompt[:most])
         if cached == 0:
             self.forget()
         self._truncate(cached)
         if kept > cached and not self.lost.tokens:
-            self._append(prompt, self._prefixes.take(prompt, cached, kept))
+            self._append(prompt, self.prefixes.take(prompt, cached, kept))
         return len(self._tokens)
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
@@ -357,7 +350,7 @@ class Engine:
         cached_tokens, cache = self.cached_tokens, self.backend.cache
         if len(cached_tokens) - cached > _FEW and cache.copyable:
             for end in (cache.marked, len(cached_tokens)) if cache.marked else (len(cached_tokens),):
-                self._prefixes.offer(cached_tokens[:end], cache.snapshot, wanted=prompt)
+                self.prefixes.offer(cached_tokens[:end], cache.snapshot, wanted=prompt)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Adds rows of the tokens that follow the cached ones."""

@@ -1,15 +1,16 @@
-"""The base of all decoding strategies, which itself decodes plainly, one row per token, and what strategies count."""
+"""The base of all decoding strategies, which itself decodes plainly, what strategies count, and what steps tell."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import zip_longest
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.records import dataclass
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -19,11 +20,35 @@ from edgeinfer.searching import SearchUse
 __all__ = [
     "DecodingStatistics",
     "DecodingStrategy",
+    "Prefill",
     "ReducedStatistics",
     "RoundTimes",
     "SearchStatistics",
     "SpeculationStatistics",
+    "Step",
 ]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Tells how a prompt was evaluated: tokens reused from the cache, tokens evaluated, milliseconds."""
+
+    cached: int
+    evaluated: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoded token and the milliseconds since the one before it; of one pass's tokens the first has them all.
+
+    Attributes:
+        last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
+    """
+
+    token: int
+    ms: float
+    last: bool = True
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from edgeinfer.records import dataclass
 
 __all__ = ["CPU", "CPU_MEMORY", "CPU_PROVIDER", "STATIC_ONLY", "Device", "DeviceEntry", "Graphs", "Traits"]
 

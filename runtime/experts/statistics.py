@@ -8,12 +8,12 @@ pass is counted when the next one has shown which of its rows were kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.records import dataclass
 from edgeinfer.results import ExpertUse
 from edgeinfer.runtime.arrays import Ints
 

@@ -6,7 +6,6 @@ Every layer sees the hidden states of a float32 cache, so that errors do not add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import Bundle, KVScales
 from edgeinfer.bundle.kv_scales import LayerScales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend

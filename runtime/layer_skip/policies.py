@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import BundleError, StorageError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SkipPolicy, SpeedTarget, SwitchPolicy
 from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy, RandomPolicy

@@ -6,11 +6,11 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeOptions, ComputeUse
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics

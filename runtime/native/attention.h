@@ -7,7 +7,8 @@
  * values, each rounded up to 64 bytes. With key size h, value size v, vp = v rounded up to 16, tiles of 16 positions:
  *     float32  keys (4 tiles, h, 16) float32; values (64, vp) float32
  *     float16  the same in IEEE half
- *     int8     keys (4, ceil(h / 4), 16, 4) int8, then scales (64) float32; values (64, vp) int8, scales (64) float32
+ *     int8     keys (4, ceil(h / 4), 16, 4) int8, then scales (64) float32; values (16, vp, 4) int8: byte (i, channel, c)
+ *              is of position 4 i + (0, 2, 1, 3)[c], then scales (64) float32
  *     int4     keys (4, ceil(h / 8), 16, 4): byte (tile, i, position, c) holds channel 8 i + c low, 8 i + 4 + c high;
  *              then (64, ceil(h / 16)) uint16, the word of 16 channels. values (64, vp / 2): in a run of 32 channels
  *              byte c holds c low and 16 + c high, in a last run of 16 c low and 8 + c high; then (64, ceil(v / 16))
@@ -19,13 +20,14 @@
  *
  * The path of a row is the slots it sees, ascending, its own last: 0 to n - 1 and then its extras. Arithmetic, the
  * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
- * fmaf over the channels, times scale, soft-capped; positions outside the window are left out. m is the greatest,
- * p = exponential(score - m), 0 where the difference is below -87; l sums p in 16 lanes, folded in halves; o is a
+ * fmaf over the channels, times scale, soft-capped, in units of log2(e), which is part of the scale where nothing is
+ * capped; positions outside the window are left out. m is the greatest, p = 2^(score - m) by a polynomial, 0 where the
+ * difference is below -125; l sums p in 16 lanes, folded in halves; o is a
  * chain of fmaf over the positions. int8 goes through integers: a query is quantized like a key, a score is
  * ((float)dot * key scale) * (query scale * scale). Probabilities times value scales, w, are levels u, the nearest
  * integers to w * (32767 / W), W being the block's greatest w, and o is (float)(sum of u * value) * (W / 32767).
  * Blocks are merged in order:
- *     M' = max(M, m), a = exponential(M - M'), b = exponential(m - M'), L' = L a + l b, O' = fmaf(b, o, O a)
+ *     M' = max(M, m), a = 2^(M - M'), b = 2^(m - M'), L' = L a + l b, O' = fmaf(b, o, O a)
  * and the result is O * (1 / L). So a row's result does not depend on other rows, threads or where pages lie.
  *
  * With `latent` (multi-head latent attention) there is one kv head, and what a query meets is a position's value and then

@@ -18,17 +18,20 @@
  * and for integers `ivec`, 16 of 32 bits, `kvec`, 16 times 4 int8 of keys, `four`, 4 positions by 16 channels of values:
  *     ivec_set, ivec_float, ivec_max_bits(most, x), ivec_fold_max   greatest bits of floats without their sign
  *     kvec_load, ivec_dot(sum, keys, q)                          adds the products with 4 int8; KEY_BIAS * q besides
- *     vec_store_levels(at, shifted)   n, of n + ROUNDER, in 16 bits, every four as 0, 2, 1, 3
- *     four_load(at, step, left, part), ivec_add_four(sum, values, levels), four_put(at, left, part, x)
- *                                     part of the channels of a chunk, in any order that four_put undoes
- * PANEL is the most rows that are multiplied at once, WIDE_ROWS the most with two vectors, WIDTH 2; INT_PANEL and INT_WIDTH likewise,
- * CHUNK the channels whose parts are unpacked together.
+ *     vec_store_levels(at, shifted)   n, of n + ROUNDER, in 16 bits
+ *     four_load(at), ivec_add_four(sum, values, levels)          adds the products with 4 levels
+ * PANEL is the most rows that are multiplied at once, WIDE_ROWS the most with two vectors, WIDTH 2; INT_PANEL and INT_WIDTH
+ * likewise.
  */
 #include "arithmetic.inc.h"
 #include "attention.h"
 #include "exchange.h"
 
-enum { WIDTH = 2 };
+/* FOURS: groups of four channels between which a loop is left. */
+enum { WIDTH = 2, FOURS = 4, EXP2_TERMS = 7 };
+static const float LOG2E = 1.44269504088896341f, LEAST_POWER = -125.0f;
+static const float EXP2[EXP2_TERMS] = {1.535336188319500e-4f, 1.339887440266574e-3f, 9.618437357674640e-3f,
+                                       5.550332471162809e-2f, 2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f};
 #if defined(UNROLL)
 #elif defined(_MSC_VER) && !defined(__clang__)
 #define UNROLL
@@ -39,11 +42,8 @@ enum { WIDTH = 2 };
 /* Bytes from one place to another, of whatever they are parts. */
 static inline intptr_t distance(const void *from, const void *to) { return (intptr_t)to - (intptr_t)from; }
 
-static inline vec vec_load_bytes(const uint8_t *at) {
-    float values[LANES];
-    memcpy(values, at, sizeof values);
-    return vec_load(values);
-}
+/* Floats of a page. GCC copies through memory what it is told to copy first, and waits for the parts. */
+INLINE vec vec_load_bytes(const uint8_t *at) { return vec_load((const float *)(const void *)at); }
 
 #include "attention_write.inc.h"
 
@@ -83,7 +83,13 @@ static int64_t path_begin(const attention *a, int64_t row) {
     return a->window > 0 && a->window < end ? end - a->window : 0;
 }
 
-static float decay(float x) { return x < -87.0f ? 0.0f : exponential(x); }
+/* vec_exp2 of one number. */
+static float decay(float x) {
+    const float shifted = x + ROUNDER, r = x - (shifted - ROUNDER);
+    float p = EXP2[0];
+    for (int i = 1; i < EXP2_TERMS; i++) p = fmaf(p, r, EXP2[i]);
+    return x < LEAST_POWER ? 0.0f : p * power_of_two(shifted);
+}
 
 /* Merges a block's greatest score, sum and result into those of the blocks before it. */
 static void merge_block(float greatest, float sum, const float *result, float *state, float *merged, int64_t padded,
@@ -106,7 +112,7 @@ static void finish(const attention *a, int64_t row, int64_t head, float *state, 
     const int64_t v = a->value_size;
     float factor = 1.0f;
     if (a->sinks) {
-        const float sink = a->sinks[head], most = sink > state[0] ? sink : state[0];
+        const float sink = a->sinks[head] * LOG2E, most = sink > state[0] ? sink : state[0];
         factor = decay(state[0] - most);
         state[1] = state[1] * factor + decay(sink - most);
     }

@@ -152,9 +152,18 @@ INLINE kvec kvec_load(const uint8_t *at) {
     return (kvec){{low, high}, {_mm256_abs_epi8(low), _mm256_abs_epi8(high)}};
 }
 
+/* A sum of integers, added now: GCC would put additions off until it has no registers for what is to be added. */
+INLINE __m256i added(__m256i sum, __m256i x) {
+    sum = _mm256_add_epi32(sum, x);
+#if defined(__GNUC__)
+    __asm__("" : "+x"(sum));
+#endif
+    return sum;
+}
+
 INLINE __m256i eight_dots(__m256i sum, __m256i keys, __m256i sizes, __m256i q) {
     const __m256i pairs = _mm256_maddubs_epi16(sizes, _mm256_sign_epi8(q, keys));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return added(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 
 INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) {
@@ -164,36 +173,20 @@ INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) {
 
 INLINE void vec_store_levels(int16_t *at, vec shifted) {
     const __m256i zero = _mm256_set1_epi32(0x4b400000);
-    __m256i words = _mm256_packs_epi32(_mm256_sub_epi32(_mm256_castps_si256(shifted.low), zero),
+    const __m256i words = _mm256_packs_epi32(_mm256_sub_epi32(_mm256_castps_si256(shifted.low), zero),
                                        _mm256_sub_epi32(_mm256_castps_si256(shifted.high), zero));
-    words = _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0));
-    words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
-    _mm256_storeu_si256((__m256i *)at, words);
+    _mm256_storeu_si256((__m256i *)at, _mm256_permute4x64_epi64(words, _MM_SHUFFLE(3, 1, 2, 0)));
 }
 
-/* Of 32 channels part k has channels 8 k .. 8 k + 7 of both 16, in fours: what unpacking bytes, then words, leaves
- * together. */
-enum { CHUNK = 32, INT_PANEL = 4, INT_WIDTH = 1 };
 typedef struct {
     ivec even, odd;
 } four;
 
-INLINE __m256i value_row(const int8_t *at, int64_t left) {
-    if (left >= CHUNK) return _mm256_loadu_si256((const __m256i *)at);
-    return _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_loadu_si128((const __m128i *)at), 0);
-}
-
 INLINE __m256i first_of_words(__m256i t) { return _mm256_srai_epi16(_mm256_slli_epi16(t, 8), 8); }
 INLINE __m256i second_of_words(__m256i t) { return _mm256_srai_epi16(t, 8); }
 
-INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
-    __m256i row[4], early, late;
-    for (int i = 0; i < 4; i++) row[i] = value_row(at + i * step, left);
-    if (part == 0)
-        early = _mm256_unpacklo_epi8(row[0], row[1]), late = _mm256_unpacklo_epi8(row[2], row[3]);
-    else
-        early = _mm256_unpackhi_epi8(row[0], row[1]), late = _mm256_unpackhi_epi8(row[2], row[3]);
-    const __m256i low = _mm256_unpacklo_epi16(early, late), high = _mm256_unpackhi_epi16(early, late);
+INLINE four four_load(const int8_t *at) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)at), high = _mm256_loadu_si256((const __m256i *)at + 1);
     return (four){both(first_of_words(low), first_of_words(high)), both(second_of_words(low), second_of_words(high))};
 }
 
@@ -201,23 +194,15 @@ INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
     int32_t first, second;
     memcpy(&first, levels, sizeof first), memcpy(&second, levels + 2, sizeof second);
     const __m256i even = _mm256_set1_epi32(first), odd = _mm256_set1_epi32(second);
-    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(values.even.low, even));
-    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(values.even.high, even));
-    sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(values.odd.low, odd));
-    sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(values.odd.high, odd));
+    sum.low = added(sum.low, _mm256_madd_epi16(values.even.low, even));
+    sum.high = added(sum.high, _mm256_madd_epi16(values.even.high, even));
+    sum.low = added(sum.low, _mm256_madd_epi16(values.odd.low, odd));
+    sum.high = added(sum.high, _mm256_madd_epi16(values.odd.high, odd));
     return sum;
 }
 
-INLINE void four_put(float *at, int64_t left, int part, vec x) {
-    float lanes[LANES];
-    vec_store(lanes, x);
-    for (int half = 0; half < 2; half++)
-        for (int i = 0; i < 2 && 16 * i < left; i++)
-            memcpy(at + 16 * i + 8 * part + 4 * half, lanes + 8 * half + 4 * i, 16);
-}
-
 /* Six rows of sums fill 12 of 16 registers; few rows take two vectors, so that additions do not wait for each other. */
-enum { PANEL = 6, WIDE_ROWS = 3 };
+enum { PANEL = 6, WIDE_ROWS = 3, INT_PANEL = 4, INT_WIDTH = 1 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6)
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 

@@ -116,29 +116,16 @@ INLINE kvec kvec_load(const uint8_t *at) {
 INLINE ivec ivec_dot(ivec sum, kvec keys, int32_t q) { return _mm512_dpbusd_epi32(sum, keys, _mm512_set1_epi32(q)); }
 
 INLINE void vec_store_levels(int16_t *at, vec shifted) {
-    const __m512i level = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(0x4b400000));
-    __m256i words = _mm512_cvtepi32_epi16(level);
-    words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, _MM_SHUFFLE(3, 1, 2, 0)), _MM_SHUFFLE(3, 1, 2, 0));
-    _mm256_storeu_si256((__m256i *)at, words);
+    /* The lowest 16 bits of ROUNDER are 0. */
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtepi32_epi16(_mm512_castps_si512(shifted)));
 }
 
-/* Of 64 channels part k has channels 4 k .. 4 k + 3 of every 16: what unpacking bytes, then words, leaves together. */
-enum { CHUNK = 64, INT_PANEL = 8, INT_WIDTH = 2 };
 typedef struct {
     __m512i even, odd;
 } four;
 
-INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
-    const __mmask64 some = left >= CHUNK ? ~(__mmask64)0 : ((__mmask64)1 << left) - 1;
-    __m512i row[4], t;
-    for (int i = 0; i < 4; i++) row[i] = _mm512_maskz_loadu_epi8(some, at + i * step);
-    if (part < 2) {
-        const __m512i early = _mm512_unpacklo_epi8(row[0], row[1]), late = _mm512_unpacklo_epi8(row[2], row[3]);
-        t = part == 0 ? _mm512_unpacklo_epi16(early, late) : _mm512_unpackhi_epi16(early, late);
-    } else {
-        const __m512i early = _mm512_unpackhi_epi8(row[0], row[1]), late = _mm512_unpackhi_epi8(row[2], row[3]);
-        t = part == 2 ? _mm512_unpacklo_epi16(early, late) : _mm512_unpackhi_epi16(early, late);
-    }
+INLINE four four_load(const int8_t *at) {
+    const __m512i t = _mm512_loadu_si512(at);
     return (four){_mm512_srai_epi16(_mm512_slli_epi16(t, 8), 8), _mm512_srai_epi16(t, 8)};
 }
 
@@ -149,13 +136,7 @@ INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
     return _mm512_dpwssd_epi32(sum, values.odd, _mm512_set1_epi32(odd));
 }
 
-INLINE void four_put(float *at, int64_t left, int part, vec x) {
-    float lanes[LANES];
-    vec_store(lanes, x);
-    for (int i = 0; i < 4 && 16 * i < left; i++) memcpy(at + 16 * i + 4 * part, lanes + 4 * i, 16);
-}
-
-enum { PANEL = 8, WIDE_ROWS = 8 };
+enum { PANEL = 8, WIDE_ROWS = 8, INT_PANEL = 8, INT_WIDTH = 2 };
 #define EVERY_INT_ROWS(what) EVERY_ROWS(what)
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6) what(7) what(8)
 

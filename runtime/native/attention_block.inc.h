@@ -69,27 +69,20 @@ static void add_values(const float *probabilities, const float *values, int64_t 
     }
 }
 
-/* The exponential of arithmetic.inc.h, where x is at most 0 or not a number. Below -87 it is 0. */
-INLINE vec vec_exponential(vec x) {
-    const vec shifted = vec_add(vec_mul(x, vec_set(1.44269504088896341f)), vec_set(ROUNDER));
-    const vec n = vec_sub(shifted, vec_set(ROUNDER));
-    vec r = vec_fma(n, vec_set(-0.693359375f), x);
-    r = vec_fma(n, vec_set(2.12194440e-4f), r);
-    vec p = vec_set(1.9875691500e-4f);
-    p = vec_fma(p, r, vec_set(1.3981999507e-3f));
-    p = vec_fma(p, r, vec_set(8.3334519073e-3f));
-    p = vec_fma(p, r, vec_set(4.1665795894e-2f));
-    p = vec_fma(p, r, vec_set(1.6666665459e-1f));
-    p = vec_fma(p, r, vec_set(5.0000001201e-1f));
-    p = vec_fma(p, vec_mul(r, r), vec_add(r, vec_set(1.0f)));
-    return vec_zero_below(x, vec_set(-87.0f), vec_mul(p, vec_power(shifted)));
+/* 2^x, where x is at most 0 or not a number: 2^n times a polynomial on [-1/2, 1/2] (Cephes' exp2f). Below LEAST_POWER it
+ * is 0. */
+INLINE vec vec_exp2(vec x) {
+    const vec shifted = vec_add(x, vec_set(ROUNDER)), r = vec_sub(x, vec_sub(shifted, vec_set(ROUNDER)));
+    vec p = vec_set(EXP2[0]);
+    UNROLL for (int i = 1; i < EXP2_TERMS; i++) p = vec_fma(p, r, vec_set(EXP2[i]));
+    return vec_zero_below(x, vec_set(LEAST_POWER), vec_mul(p, vec_power(shifted)));
 }
 
-/* c * tanh(s / c): of t = exponential(-2 |s / c|) it is (1 - t) / (1 + t) with the sign of s. */
+/* log2(e) c * tanh(s / c): of t = exp(-2 |s / c|) it is (1 - t) / (1 + t) with the sign of s. */
 INLINE vec soft_capped(vec s, float cap) {
     const vec x = vec_div(s, vec_set(cap)), size = vec_abs(x);
-    const vec t = vec_exponential(vec_mul(size, vec_set(-2.0f))), one = vec_set(1.0f);
-    return vec_mul(vec_set(cap), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
+    const vec t = vec_exp2(vec_mul(size, vec_set(-2.0f * LOG2E))), one = vec_set(1.0f);
+    return vec_mul(vec_set(cap * LOG2E), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
 }
 
 /* Makes scores of the products of positions first..last-1 of a block, in place; returns the greatest. */
@@ -191,7 +184,7 @@ INLINE float soften(const head_layout *l, const block_view *b, const int64_t *se
     ivec top = ivec_set(0);
     for (int64_t j = seen[0] / LANES * LANES; j < seen[1]; j += LANES) {
         const int edge = j < seen[0] || j + LANES > seen[1], from = (int)(seen[0] - j), to = (int)(seen[1] - j);
-        vec p = vec_exponential(vec_sub(vec_load(scores + j), m));
+        vec p = vec_exp2(vec_sub(vec_load(scores + j), m));
         if (edge) p = vec_within(p, from, to, zero);
         total = vec_add(total, p);
         if (weigh) {
@@ -228,11 +221,11 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
     score_block(a, l, b, w);
     for (int64_t i = 0; i < count; i++) {
         const int64_t *seen = b->seen[i / b->group];
-        float *scores = w->scores + i * ATTENTION_STRIDE, factor = a->scale;
+        float *scores = w->scores + i * ATTENTION_STRIDE, factor = a->softcap > 0.0f ? a->scale : a->scale * LOG2E;
         if (l->integer_keys) {
             query_head head;
             memcpy(&head, b->queries + i * l->query_bytes, sizeof head);
-            factor = head.scale * a->scale;
+            factor = head.scale * factor;
         }
         w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
         ivec most;
@@ -244,7 +237,8 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
         }
     }
     if (l->integer_values)
-        add_block_int8(l, b->pages, b->first, b->last, count, b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
+        add_block_int8(l, b->pages, b->first / LANES * LANES, (b->last + LANES - 1) / LANES * LANES, count,
+                       b->next ? b->next : b->pages[b->first / ATTENTION_PAGE], w);
     else
         add_block(a, l, b, w);
 }

@@ -148,27 +148,19 @@ INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) {
 }
 
 INLINE void vec_store_levels(int16_t *at, vec shifted) {
-    for (int i = 0; i < 4; i++) {
-        const int32x4_t bits = vreinterpretq_s32_f32(shifted.part[i]);
-        const int16x4_t words = vmovn_s32(vsubq_s32(bits, vdupq_n_s32(0x4b400000)));
-        /* Halves apart: 0, 2 and 1, 3. */
-        vst1_s16(at + 4 * i, vreinterpret_s16_s32(vtrn1_s32(vreinterpret_s32_s16(vuzp1_s16(words, words)),
-                                                          vreinterpret_s32_s16(vuzp2_s16(words, words)))));
-    }
+    /* The lowest 16 bits of ROUNDER are 0. */
+    for (int i = 0; i < 4; i++) vst1_s16(at + 4 * i, vmovn_s32(vreinterpretq_s32_f32(shifted.part[i])));
 }
 
-enum { CHUNK = 16, INT_PANEL = 4, INT_WIDTH = 1 };
 typedef struct {
     int16x8_t row[4][2];
 } four;
 
-INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
+INLINE four four_load(const int8_t *at) {
+    const int8x16x4_t rows = vld4q_s8(at); /* of positions 0, 2, 1, 3 */
     four out;
-    (void)left, (void)part;
-    for (int i = 0; i < 4; i++) {
-        const int8x16_t row = vld1q_s8(at + i * step);
-        out.row[i][0] = vmovl_s8(vget_low_s8(row)), out.row[i][1] = vmovl_s8(vget_high_s8(row));
-    }
+    for (int i = 0; i < 4; i++)
+        out.row[i][0] = vmovl_s8(vget_low_s8(rows.val[i])), out.row[i][1] = vmovl_s8(vget_high_s8(rows.val[i]));
     return out;
 }
 
@@ -191,13 +183,8 @@ INLINE ivec ivec_add_four(ivec sum, four v, const int16_t *at) {
     return sum;
 }
 
-INLINE void four_put(float *at, int64_t left, int part, vec x) {
-    (void)left, (void)part;
-    vec_store(at, x);
-}
-
 /* Six rows of sums fill 24 of 32 registers. */
-enum { PANEL = 6, WIDE_ROWS = 2 };
+enum { PANEL = 6, WIDE_ROWS = 2, INT_PANEL = 4, INT_WIDTH = 1 };
 #define EVERY_ROWS(what) what(1) what(2) what(3) what(4) what(5) what(6)
 #define EVERY_INT_ROWS(what) what(1) what(2) what(3) what(4)
 

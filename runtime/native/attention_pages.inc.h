@@ -117,8 +117,12 @@ static void unpack_values(int32_t type, const head_layout *l, const uint8_t *val
         for (int64_t s = first; s < last; s++) {
             float scale;
             memcpy(&scale, values + ATTENTION_PAGE * padded + s * 4, sizeof scale);
-            for (int64_t i = s * padded; i < (s + 1) * padded; i += LANES)
-                vec_store(out + i, vec_mul(vec_int8((const int8_t *)values + i), vec_set(scale)));
+            const uint8_t *row = values + s / 4 * padded * 4 + byte_of_four(s);
+            for (int64_t c = 0; c < padded; c += LANES) {
+                int8_t levels[LANES];
+                for (int i = 0; i < LANES; i++) levels[i] = (int8_t)row[(c + i) * 4];
+                vec_store(out + s * padded + c, vec_mul(vec_int8(levels), vec_set(scale)));
+            }
         }
         return;
     }
@@ -168,7 +172,11 @@ static void copy_position(const attention *a, const head_layout *l, const uint8_
     static const int64_t EIGHTHS[ATTENTION_TYPES] = {8 * 4, 8 * 2, 8, 4};
     const int64_t size = l->padded * EIGHTHS[a->value_type] / 8, end = ATTENTION_PAGE * size;
     const int64_t extra = a->value_type == ATTENTION_INT8 ? 4 : a->value_type == ATTENTION_INT4 ? l->value_groups * 2 : 0;
-    memcpy(out_values + to * size, values + from * size, (size_t)size);
+    if (a->value_type == ATTENTION_INT8)
+        copy_pieces(out_values + to / 4 * size * 4 + byte_of_four(to), values + from / 4 * size * 4 + byte_of_four(from),
+                    size, 1, 4);
+    else
+        memcpy(out_values + to * size, values + from * size, (size_t)size);
     memcpy(out_values + end + to * extra, values + end + from * extra, (size_t)extra);
 }
 

@@ -91,34 +91,20 @@ INLINE int32_t four_products(const int8_t *keys, int32_t q) {
 INLINE ivec ivec_dot(ivec sum, kvec k, int32_t q) { EACH_INT(sum.lane[l] + four_products(k.value + 4 * l, q)); }
 
 INLINE void vec_store_levels(int16_t *at, vec shifted) {
-    static const int ORDER[4] = {0, 2, 1, 3};
-    for (int l = 0; l < LANES; l++)
-        at[l / 4 * 4 + ORDER[l % 4]] = (int16_t)(float_bits(shifted.lane[l]) - 0x4b400000u);
+    for (int l = 0; l < LANES; l++) at[l] = (int16_t)(float_bits(shifted.lane[l]) - 0x4b400000u);
 }
 
-enum { CHUNK = 16, INT_PANEL = 2, INT_WIDTH = 1 };
-INLINE four four_load(const int8_t *at, int64_t step, int64_t left, int part) {
-    four out;
-    (void)left, (void)part;
-    for (int i = 0; i < 4; i++) memcpy(out.value + i * LANES, at + i * step, LANES);
-    return out;
-}
-
+INLINE four four_load(const int8_t *at) { return kvec_load((const uint8_t *)at); }
 INLINE int32_t four_positions(const int8_t *v, const int16_t *levels) {
-    return v[0] * levels[0] + v[LANES] * levels[2] + v[2 * LANES] * levels[1] + v[3 * LANES] * levels[3];
+    return v[0] * levels[0] + v[2] * levels[1] + v[1] * levels[2] + v[3] * levels[3];
 }
 INLINE ivec ivec_add_four(ivec sum, four values, const int16_t *levels) {
-    EACH_INT(sum.lane[l] + four_positions(values.value + l, levels));
-}
-
-INLINE void four_put(float *at, int64_t left, int part, vec x) {
-    (void)left, (void)part;
-    vec_store(at, x);
+    EACH_INT(sum.lane[l] + four_positions(values.value + 4 * l, levels));
 }
 
 /* Compilers take minutes over more of it unrolled, sanitizers most of all. */
 #define UNROLL
-enum { PANEL = 2, WIDE_ROWS = 2 };
+enum { PANEL = 2, WIDE_ROWS = 2, INT_PANEL = 2, INT_WIDTH = 1 };
 #define EVERY_INT_ROWS(what) EVERY_ROWS(what)
 #define EVERY_ROWS(what) what(1) what(2)
 

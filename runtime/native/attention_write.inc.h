@@ -157,6 +157,10 @@ static void store_key(int32_t type, uint8_t *keys, int64_t s, const float *x, in
     }
 }
 
+/* Where the int8 of a position lies among those of its four: 0, 2, 1, 3, so that the first and the third byte make the
+ * first pair of 16 bits, and the others the second. */
+static inline int64_t byte_of_four(int64_t s) { return s % 2 * 2 + s / 2 % 2; }
+
 /* Stores a value of v channels at position `s` of the values of a head. */
 static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x, int64_t v, uint8_t *q) {
     const int64_t padded = (v + ATTENTION_TILE - 1) / ATTENTION_TILE * ATTENTION_TILE;
@@ -168,7 +172,8 @@ static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x
         float scale;
         int32_t sum;
         quantize_block(x, (int32_t)v, (int8_t *)q, &scale, &sum);
-        memcpy(values + s * padded, q, (size_t)v);
+        uint8_t *at = values + s / 4 * padded * 4 + byte_of_four(s);
+        for (int64_t c = 0; c < v; c++) at[c * 4] = q[c];
         put_float(values + ATTENTION_PAGE * padded + s * 4, scale);
     } else {
         uint8_t *bytes = values + s * (padded / 2);

@@ -2,7 +2,7 @@
  *
  * vpmaddubsw adds two products of unsigned weights and signed activations, saturating at 16 bits; activations are
  * within 127. Pairs of 4-bit weights are within 2 * 15 * 127 = 3810, so 8 of them fit; pairs of 2-bit weights within
- * 762, so 32, a whole block, do. Pairs of 8-bit weights would not fit: their planes are summed apart.
+ * 762, so 32, a whole block, do; pairs of E2M1 within 6096, so 4 do. Pairs of 8-bit weights would not fit: their planes are summed apart.
  */
 #include "lowbit.h"
 
@@ -12,8 +12,8 @@
 
 /* Adds factor * the products of one plane. */
 INLINE void add_plane(piece p, const uint8_t *plane, int factor, __m256i sums[PANEL][REGISTERS]) {
-    const int format = p.format == BITS2 ? BITS2 : BITS4, slots = values_per_byte(format), span = p.block / slots;
-    const int most = (format == BITS2 ? 32 : 8) / slots * 4, run = span < most ? span : most;
+    const int format = p.format == BITS8 || p.format == HIGH8 ? BITS4 : p.format, slots = values_per_byte(format), span = p.block / slots;
+    const int most = (format == BITS2 ? 32 : format == E2M1 ? 4 : 8) / slots * 4, run = span < most ? span : most;
     const __m256i factors = _mm256_set1_epi16((int16_t)factor);
     for (int start = 0; start < span; start += run) {
         __m256i pairs[PANEL][REGISTERS];

@@ -57,7 +57,9 @@ INLINE __m256i unpack(int format, int s, __m256i data, __m256i low) {
         __m256i high = s == 0 ? _mm256_slli_epi16(_mm256_and_si256(data, mask), 4) : _mm256_andnot_si256(mask, data);
         return _mm256_or_si256(high, _mm256_and_si256(s == 0 ? low : _mm256_srli_epi16(low, 4), mask));
     }
-    return _mm256_and_si256(s == 0 ? data : _mm256_srli_epi16(data, 4), mask);
+    __m256i codes = _mm256_and_si256(s == 0 ? data : _mm256_srli_epi16(data, 4), mask);
+    if (format != E2M1) return codes;
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)lowbit_e2m1)), codes);
 }
 
 /* Asks for what lies ahead of k = v of a plane, each pass over half a tile's columns for half of the bytes. Two planes
@@ -137,11 +139,13 @@ ALL_BLOCKS(ONE, BITS2)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
 ALL_BLOCKS(ONE, HIGH8)
+ALL_ROWS(ONE, E2M1, 32)
 
 #define NAME(format, block, rows) panel_##format##_##block##_##rows,
 #define OF_FORMAT(format) {{ALL_ROWS(NAME, format, 32)}, {ALL_ROWS(NAME, format, 64)}, {ALL_ROWS(NAME, format, 128)}}
-static panel_function *const panel_functions[4][3][PANEL] = {
-    [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
+static panel_function *const panel_functions[5][3][PANEL] = {
+    [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
+    [E2M1] = {{ALL_ROWS(NAME, E2M1, 32)}}};
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {

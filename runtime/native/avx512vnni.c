@@ -27,7 +27,11 @@ INLINE int few(int format) { return format == BITS2 ? 1 : 2; }
 /* How far left of its place slot s is multiplied. A shift less per 64 bytes is time where few rows share it, and they
  * have registers to sum each slot apart; the sums are shifted back, exactly. */
 INLINE int slot_shift(int format, int count, int s) {
-    return count <= few(format) && format != BITS8 ? s * slot_bits(format) : 0;
+    return count <= few(format) && format != BITS8 && format != E2M1 ? s * slot_bits(format) : 0;
+}
+
+INLINE __m512i values_of_e2m1(void) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)lowbit_e2m1));
 }
 
 /* Weights of 16 columns: slot s holds 4 consecutive k of the s-th part of the block. */
@@ -46,6 +50,7 @@ INLINE void unpack(int format, int count, const uint8_t *data, const uint8_t *lo
         const __m512i mask = _mm512_set1_epi8((char)(((1 << slot_bits(format)) - 1) << left));
         __m512i shifted = left == s * slot_bits(format) ? v : _mm512_srli_epi16(v, (unsigned)(s * slot_bits(format)));
         out[s] = _mm512_and_si512(shifted, mask);
+        if (format == E2M1) out[s] = _mm512_shuffle_epi8(values_of_e2m1(), out[s]);
     }
 }
 
@@ -149,12 +154,14 @@ ALL_BLOCKS(ONE, BITS2)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
 ALL_BLOCKS(ONE, HIGH8)
+ALL_COUNTS(ONE, E2M1, 32)
 
 #define NAME(format, block, count) panel_##format##_##block##_##count,
 #define OF_FORMAT(format)                                                                                     \
     {{ALL_COUNTS(NAME, format, 32)}, {ALL_COUNTS(NAME, format, 64)}, {ALL_COUNTS(NAME, format, 128)}}
-static panel_function *const panel_functions[4][3][PANEL] = {
-    [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8)};
+static panel_function *const panel_functions[5][3][PANEL] = {
+    [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
+    [E2M1] = {{ALL_COUNTS(NAME, E2M1, 32)}}};
 
 /* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went
  * through the whole tile, memory would idle while all but the first do. */

@@ -6,16 +6,17 @@ The other side is exports.c; the structures are those of lowbit.h and attention.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
+
 __all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 4
+VERSION = 5
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
@@ -79,6 +80,7 @@ class _Matrix(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("block", ctypes.c_int32),
         ("paired", ctypes.c_int32),
+        ("e2m1", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -247,4 +249,4 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
 
 def _matrix(m: PackedMatrix) -> _Matrix:
     arrays = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, *arrays)
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, *arrays)

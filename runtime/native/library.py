@@ -10,10 +10,10 @@ import logging
 import os
 import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import VERSION, Binding
 from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
 

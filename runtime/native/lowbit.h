@@ -13,6 +13,7 @@
  * An 8-bit value is 16 * high + low; the two 4-bit planes lie apart, so that the high one can be read alone: it then
  * stands for 16 * high + 7.5, the middle of the values it may be part of.
  * Scales are bfloat16 and zero points uint8, both (tiles, blocks, 32). Without zero points the zero is 2^(bits-1).
+ * A code of E2M1 (OCP Microscaling Formats) stands for twice its value, plus 12; its zero is 12.
  * A paired matrix holds two of N/2 rows each, gate and up: columns 0 to 15 of tile t are rows 16 t.. of the
  * first, columns 16 to 31 the same rows of the second.
  *
@@ -38,6 +39,7 @@ typedef struct {
     int32_t bits;           /* 2, 4 or 8 */
     int32_t block;          /* 32, 64 or 128 */
     int32_t paired;         /* gate and up share tiles; n counts both */
+    int32_t e2m1;           /* values of 4 bits are codes of E2M1, in blocks of 32 without zero points */
     const uint8_t *data;    /* the values; of 8-bit matrices the high plane. 64-byte aligned for speed only */
     const uint8_t *low;     /* low plane; NULL reads an 8-bit matrix by its high plane alone */
     const uint16_t *scales; /* bfloat16 (tiles, blocks, 32) */

@@ -63,6 +63,7 @@ INLINE void unpack(int format, uint8x16_t data, uint8x16_t low, uint8x16_t *out)
     } else {
         out[0] = vandq_u8(data, vdupq_n_u8(15));
         out[1] = vshrq_n_u8(data, 4);
+        UNROLL for (int s = 0; s < 2 && format == E2M1; s++) out[s] = vqtbl1q_u8(vld1q_u8(lowbit_e2m1), out[s]);
     }
 }
 
@@ -145,7 +146,7 @@ INLINE void panel(int format, int parts, int pairs, int count, const tile_view *
 
 INLINE void view_block(int format, const tile_view *t, int64_t b, block_view *out) {
     const int32_t taken = format == BITS8 ? BIAS8 : format == HIGH8 ? 15 : 0;
-    const int32_t middle = format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128;
+    const int32_t middle = format == HIGH8 ? 2 * 128 : middle_of(format);
     out->shift = format == HIGH8 ? 5 : 0;
     for (int q = 0; q < QUADS; q++) {
         uint32x4_t wide = vshll_n_u16(vld1_u16(t->scales + b * LOWBIT_TILE + q * 4), 16);
@@ -222,6 +223,10 @@ static void rows_bits4(const tile_view *t, int64_t first, int64_t count, float *
     any_rows(BITS4, t, first, count, sums);
 }
 
+static void rows_e2m1(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(E2M1, t, first, count, sums);
+}
+
 static void rows_bits8(const tile_view *t, int64_t first, int64_t count, float *sums) {
     any_rows(BITS8, t, first, count, sums);
 }
@@ -235,6 +240,8 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
     const tile_view t = view_of(w, tile, rows);
     if (w->bits == 2)
         rows_bits2(&t, first, count, sums);
+    else if (w->e2m1)
+        rows_e2m1(&t, first, count, sums);
     else if (w->bits == 4)
         rows_bits4(&t, first, count, sums);
     else if (lowbit_high_only(w))

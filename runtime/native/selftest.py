@@ -7,11 +7,11 @@ processor that rounds otherwise is found before anything is computed with it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import ACTIVATIONS, AttentionPass, Binding, PackedMatrix
 
 __all__ = ["agrees_with_portable", "portable_is_right"]

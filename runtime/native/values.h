@@ -6,6 +6,10 @@
 
 #include "lowbit.h"
 
+/* Twice the values of E2M1 by their codes, plus LOWBIT_E2M1_ZERO. */
+enum { LOWBIT_E2M1_ZERO = 12 };
+static const uint8_t lowbit_e2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 static inline int lowbit_high_only(const lowbit_matrix *w) { return w->bits == 8 && !w->low; }
 
 static inline float lowbit_bfloat16(uint16_t bits) {
@@ -22,7 +26,7 @@ static inline float lowbit_scale(const lowbit_matrix *w, int64_t at) {
 }
 
 static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
-    int32_t zero = w->zeros ? w->zeros[at] : 1 << (w->bits - 1);
+    int32_t middle = w->e2m1 ? LOWBIT_E2M1_ZERO : 1 << (w->bits - 1), zero = w->zeros ? w->zeros[at] : middle;
     return lowbit_high_only(w) ? 2 * zero - 15 : zero;
 }
 
@@ -35,6 +39,7 @@ static inline void lowbit_values(const lowbit_matrix *w, int64_t tile, int64_t b
         int r = j % span, shift = j / span * bits;
         int64_t byte = base + r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;
         int value = w->data[byte] >> shift & ((1 << bits) - 1);
+        if (w->e2m1) value = lowbit_e2m1[value];
         if (w->bits == 8) value = value * 16 + (w->low ? w->low[byte] >> shift & 15 : 0);
         out[j] = (uint8_t)value;
     }

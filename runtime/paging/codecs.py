@@ -92,6 +92,7 @@ class RowCodec(ABC):
         level_dtype: of the number that a channel is stored as, before two are put into a byte.
         packed: such numbers in one item of a page.
         lanes: of a key's channels, those that lie side by side in a tile.
+        order: of positions whose values lie side by side channel by channel, where each of them lies.
         scale_dtype: of what scales a row; "" where nothing does.
         turned: rows are turned before they are stored.
     """
@@ -102,6 +103,7 @@ class RowCodec(ABC):
     level_dtype: ClassVar[str]
     packed: ClassVar[int] = 1
     lanes: ClassVar[int] = 1
+    order: ClassVar[tuple[int, ...]] = (0,)
     scale_dtype: ClassVar[str] = ""
     turned: ClassVar[bool] = False
 
@@ -159,7 +161,7 @@ class _Int8(RowCodec):
     """One scale for a row."""
 
     name, code, dtype, level_dtype = "int8", 2, "uint8", "int8"
-    lanes, scale_dtype, turned = 4, "float32", True
+    lanes, order, scale_dtype, turned = 4, (0, 2, 1, 3), "float32", True
 
     def width(self, size: int) -> int:
         return size + 4

@@ -2,12 +2,12 @@
 
 A page holds 64 positions of one sequence over all layers: the layers one behind the other, those with heads of one size
 together, in each its heads, in each the keys and then the values. Keys lie in tiles of 16 positions, channel by
-channel, so that one channel of a query meets 16 keys at once; values lie row by row, padded to 16 channels.
+channel, so that one channel of a query meets 16 keys at once; values lie row by row, padded to 16
+channels, those of int8 in fours of rows, channel by channel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
@@ -78,10 +79,11 @@ class LayerGroup:
         return PAGE // TILE, -(-self.kept.key_size // channels), TILE, self.keys.lanes
 
     @property
-    def value_shape(self) -> tuple[int, int]:
-        """Of a head's values without their scales: positions, items of a row."""
+    def value_shape(self) -> tuple[int, int, int]:
+        """Of a head's values without their scales: runs of positions, items of a row, positions of a run."""
         padded = -(-self.kept.value_size // _VALUE_CHANNELS) * _VALUE_CHANNELS
-        return PAGE, padded // self.values.packed
+        run = len(self.values.order)
+        return PAGE // run, padded // self.values.packed, run
 
     @property
     def layer_bytes(self) -> int:

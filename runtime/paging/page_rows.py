@@ -196,13 +196,21 @@ class _Keys(_Part):
 
 
 class _Values(_Part):
-    """(pages, L, H, position, item): of packed ones, a run of 32 channels has its first half in the lower bits."""
+    """(pages, L, H, run of positions, item, position): of packed ones, 32 channels have their first half in the lower
+    bits."""
 
     def _get(self, numbers: NDArray[Any], pages: Ints, at: Ints) -> NDArray[Any]:
-        return numbers[pages, :, :, at]
+        run, lane = self._place(at)
+        return numbers[pages, :, :, run, :, lane]
 
     def _put(self, numbers: NDArray[Any], pages: Ints, at: Ints, rows: NDArray[Any]) -> None:
-        numbers[pages, :, :, at] = rows
+        run, lane = self._place(at)
+        numbers[pages, :, :, run, :, lane] = rows
+
+    def _place(self, at: Ints) -> tuple[Ints, Ints]:
+        """The run of positions, and where in it they lie."""
+        order = np.array(self._codec.order)
+        return at // order.size, order[at % order.size]
 
     def _padded(self, levels: NDArray[Any]) -> NDArray[Any]:
         channels = self._shape[1] * self._codec.packed

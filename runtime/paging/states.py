@@ -7,7 +7,6 @@ the ring: whoever cuts them off again has nothing to undo.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, StateLayer
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.pool import BlockPool
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, Protocol
+
+from edgeinfer.records import dataclass
 
 __all__ = ["TOKENIZER", "Configuration", "Footprint", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
-# The tokenizer stays in memory as the library has it, is loaded again for every prompt, or is part of the model's file.
-TokenizerMode = Literal["kept", "transient", "model"]
+# The tokenizer is mapped from a table, stays in memory as the library has it, is loaded again for every prompt, or is
+# part of the model's file.
+TokenizerMode = Literal["mapped", "kept", "transient", "model"]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 

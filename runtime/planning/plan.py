@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.bundle import Layout
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.speed_model import Speed

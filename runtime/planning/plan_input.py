@@ -8,11 +8,11 @@ it is loaded, so a budget there is watched, not promised.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.spec import DecoderSpec
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings

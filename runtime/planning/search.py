@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.drafting import drafters_in
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.memory_model import MemoryModel

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.profile.costs import PassCosts
 

@@ -6,7 +6,6 @@ c(m) is the time of one pass of the target over m new tokens with the logits of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -15,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from edgeinfer.errors import BackendError, StorageError
+from edgeinfer.records import dataclass
 
 __all__ = ["Costs", "DraftCosts", "PassCosts"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
+from edgeinfer.records import dataclass
 
 __all__ = ["ACCEPTANCE", "LAYER_DRAFTING", "LayerDrafting", "PositionAcceptance", "acceptance_by_position"]
 

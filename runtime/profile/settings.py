@@ -8,12 +8,12 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.machine import physical_cores, processor_name, usable_processors
 from edgeinfer.version import VERSION
 

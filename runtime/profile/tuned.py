@@ -13,7 +13,6 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +20,7 @@ from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings
 from edgeinfer.runtime.system.machine import usable_processors
 from edgeinfer.user_folders import make_private, user_cache, written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 
 __all__ = ["Ids", "Logits", "TokenLogprobs", "argmax", "draw_from", "token_logprobs", "truncated", "uniform"]
 

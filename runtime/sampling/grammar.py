@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried

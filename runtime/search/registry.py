@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast

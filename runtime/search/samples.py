@@ -10,10 +10,11 @@ was wrong, the reply goes on from what was drawn instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, TogetherBackend

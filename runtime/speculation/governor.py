@@ -12,9 +12,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
 

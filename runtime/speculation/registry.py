@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache import prefix_cache

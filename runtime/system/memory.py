@@ -12,10 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Self, TypeVar
+
+from edgeinfer.records import dataclass
 
 __all__ = [
     "MappedFile",

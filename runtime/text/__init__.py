@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, longest_token, surely_longer
 from edgeinfer.runtime.text.control_marks import LiteralEncoder
+from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.streaming import ReplyText, StopMatcher, StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts
 
 __all__ = [
     "LiteralEncoder",
+    "MappedTokenizer",
     "ReplyText",
     "StopMatcher",
     "StreamDecoder",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Self
 
 from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, MARK, TokenizerLike, byte_token, bytes_of
 
 __all__ = ["ControlMarks", "LiteralEncoder", "Stand", "mapped", "strings_in"]

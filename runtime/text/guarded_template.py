@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.text.control_marks import ControlMarks, Stand, mapped, strings_in
 from edgeinfer.runtime.text.template import ChatTemplate
 

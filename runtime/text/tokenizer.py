@@ -11,9 +11,9 @@ import json
 import mmap
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -29,11 +29,12 @@ from edgeinfer.runtime.text.contract import MARK
 __all__ = [
     "MAX_FILE_BYTES",
     "SEEN_WORDS",
+    "SHORT",
     "MarkStands",
     "Tokenizer",
-    "encoding_bytes",
     "has_pairs",
     "kept_bytes",
+    "library_errors",
     "parsing_bytes",
     "table_bytes",
 ]
@@ -41,7 +42,7 @@ __all__ = [
 # Gemma's 256k vocabulary, the largest in common use, takes 34 MB; anything near this cap is not a tokenizer.
 MAX_FILE_BYTES = 256 * 1024**2
 # Characters that are encoded within a millisecond or two.
-_SHORT = 4096
+SHORT = 4096
 # Of a private use plane: normalizers leave them alone, and a name cannot be guessed.
 _FIRST, _COUNT, _LENGTH = 0xF0000, 0xFFFE, 8
 _Way = tuple[bool, bool, bool, bool]
@@ -57,7 +58,7 @@ _PARSED_TOKEN_BYTES, _PARSED_BUCKET_BYTES, _PARSER_BYTES = (320, 680), (116, 140
 # What parsing leaves behind: blocks too small to go back to the system.
 _LEFT_TOKEN_BYTES, _LEFT_BYTES = 16, 2_500_000
 _KEPT_BYTES = 2_000_000
-_ENCODED_CHARACTER_BYTES, _ENCODER_BYTES = 160, 250_000
+_ENCODER_BYTES = 250_000
 
 
 class Tokenizer:
@@ -66,6 +67,8 @@ class Tokenizer:
     Args:
         backend: the library's tokenizer. Its truncation and padding are switched off: a prompt is never cut silently.
     """
+
+    _character_bytes = 160  # of a text that is encoded
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
@@ -99,7 +102,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"Cannot read the tokenizer {path}: {error}.", "Check the file or export again."
             ) from error
-        with allocating("The tokenizer"), _library_errors(f"{path} is not a usable tokenizer"):
+        with allocating("The tokenizer"), library_errors(f"{path} is not a usable tokenizer"):
             tokenizer = cls(apart(lambda: _parsed(contents)))
             # Some faults, such as a template naming an unknown token, only show on use.
             tokenizer.decode(tokenizer.encode("a"))
@@ -108,14 +111,23 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `contract.TokenizerLike.encode`."""
         with self._encoding(text, parse_special):
-            return _ids(self._backend, text, add_special_tokens=add_special_tokens)
+            return self._ids(text, add_special_tokens)
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         """Token ids of text with special tokens; see `contract.TokenizerLike.encode_between`."""
         with self._encoding("".join(parts), parse_special=False):
             if self._stands is None:
-                self._stands = MarkStands(self._backend, partial(_ids, self._backend, add_special_tokens=False))
+                self._stands = MarkStands(self._backend, self._ids)
             return self._stands.encode(parts)
+
+    def _ids(self, text: str, add_special_tokens: bool, stands: Set[int] = frozenset()) -> list[int]:
+        """What the library makes of a text, with MARK for each of some tokens. A long text's are made without holding
+        the interpreter, which the library does for several texts only."""
+        if len(text) <= SHORT:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return [MARK if id_ in stands else id_ for id_ in ids] if stands else ids
 
     @contextmanager
     def _encoding(self, text: str, parse_special: bool) -> Iterator[None]:
@@ -132,13 +144,17 @@ class Tokenizer:
                     f"The text is not valid Unicode: lone surrogate at index {error.start}.",
                     "Decode the input as UTF-8.",
                 ) from error
-        require_room("Turning the text into tokens", encoding_bytes(len(text)))
-        with self._lock, allocating("The text"), _library_errors("The tokenizer failed to encode"):
+        require_room("Turning the text into tokens", self.encoding_bytes(len(text)))
+        with self._lock, allocating("The text"), library_errors("The tokenizer failed to encode"):
             self._backend.encode_special_tokens = not parse_special
             try:
                 yield
             finally:
                 self._backend.encode_special_tokens = False
+
+    def encoding_bytes(self, characters: int) -> int:
+        """What turning a text into tokens takes besides the tokenizer."""
+        return self._character_bytes * characters + _ENCODER_BYTES
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing. Like everything
@@ -165,15 +181,17 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens marked as special."""
-        return frozenset(id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(id_ for id_, token in self._added_tokens().items() if token.special)
 
     @cached_property
     def control_texts(self) -> Mapping[str, int]:
         """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
-        added = self._backend.get_added_tokens_decoder()
         # Some are spelled in another way in normalized text.
         spelled = {self.id_to_token(id_) or "": id_ for id_ in self.special_ids}
-        return spelled | {token.content: id_ for id_, token in added.items() if token.special}
+        return spelled | {token.content: id_ for id_, token in self._added_tokens().items() if token.special}
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        return self._backend.get_added_tokens_decoder()
 
     def token_to_id(self, text: str) -> int | None:
         """The id of one token as the vocabulary spells it, None where it has no such token."""
@@ -190,13 +208,6 @@ class Tokenizer:
         """Names of the decoding steps in order, such as ("ByteLevel",); empty where tokens are joined by spaces."""
         decoder = self._backend.decoder
         return tuple(_step_types(json.loads(decoder.__getstate__()))) if decoder is not None else ()
-
-
-def _ids(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """A long text's are made without holding the interpreter, which the library does for several texts only."""
-    if len(text) <= _SHORT:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _parsed(contents: bytes) -> tokenizers.Tokenizer:
@@ -223,7 +234,7 @@ def _step_types(decoder: dict[str, Any]) -> Iterator[str]:
 
 
 @contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str) -> Iterator[None]:
     """Turns the library's failures, which are bare exceptions and panics, into ours."""
     try:
         yield
@@ -247,13 +258,14 @@ class MarkStands:
 
     Args:
         backend: is given them, where it has ids for them that nothing else has.
-        encoded: gives its token ids of a text, without those that it adds.
+        encoded: gives its token ids of a text, with those that it adds if the second argument says so, and MARK for
+            each of some ids.
 
     Attributes:
         ids: of the stand-ins; no texts and no other tokens have them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str], list[int]]) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, encoded: Callable[[str, bool, Set[int]], list[int]]) -> None:
         self._backend = backend
         self._encoded = encoded
         added = backend.get_added_tokens_decoder()
@@ -277,11 +289,14 @@ class MarkStands:
         if self._added:
             names = (self._names[self._ways.get(mark, _PLAIN)] for mark in parts[1::2])
             text = "".join(next(names) if place % 2 else part for place, part in enumerate(parts))
-            ids = [MARK if id_ in self.ids else id_ for id_ in self._encoded(text)]
+            ids = self._encoded(text, False, self.ids)
             if ids.count(MARK) == len(parts) // 2:
                 return ids
         # Each part by itself: a tokenizer that treats the beginning of a text apart does so with each.
-        return [id_ for place, part in enumerate(parts) for id_ in ((MARK,) if place % 2 else self._encoded(part))]
+        return [id_ for place, part in enumerate(parts) for id_ in self._part(part, bool(place % 2))]
+
+    def _part(self, part: str, is_mark: bool) -> Sequence[int]:
+        return (MARK,) if is_mark else self._encoded(part, False, frozenset())
 
     def _survives(self, name: str) -> bool:
         """Whether a name is found in normalized text; some normalizers drop what is no text."""
@@ -337,11 +352,6 @@ def table_bytes(file_bytes: int, tokens: int) -> int:
         file_bytes, tokens: as of `parsing_bytes`.
     """
     return file_bytes // 3 + (4 + _LEFT_TOKEN_BYTES) * (tokens + 1) + _LEFT_BYTES
-
-
-def encoding_bytes(characters: int) -> int:
-    """What turning a text into tokens takes besides the tokenizer."""
-    return _ENCODED_CHARACTER_BYTES * characters + _ENCODER_BYTES
 
 
 def _buckets(tokens: int) -> int:

@@ -6,12 +6,12 @@ import mmap
 import re
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Self
 
 from edgeinfer.errors import TokenizerError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import release_code, release_freed
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, token_bytes

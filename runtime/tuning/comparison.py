@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import TunedSettings
 from edgeinfer.runtime.tuning.work import Times
 

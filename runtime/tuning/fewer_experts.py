@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.bundle.arithmetic import softmax
 from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput
 from edgeinfer.runtime.decoding.engine import Engine
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput

@@ -6,13 +6,13 @@ The strategy is that of a real reply; only the sampler returns the given tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.divergence import divergence

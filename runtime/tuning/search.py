@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from edgeinfer.errors import BudgetError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.comparison import Effort, Trial, compare
 from edgeinfer.runtime.tuning.work import LOAD, PREFILL, TURN, Times

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from edgeinfer.errors import BudgetError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings

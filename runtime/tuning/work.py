@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import mean
 
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.spec import DecoderSpec, MoESpec
+from edgeinfer.records import dataclass
 
 __all__ = ["AROUND_BYTES", "ExpertBytes", "expected_experts"]
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
@@ -20,6 +20,7 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, weights_name
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel, switched_off
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles

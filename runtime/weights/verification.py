@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.digests import FileIdentity, hash_file, published_digest
 from edgeinfer.errors import BundleError, EdgeInferError, InternalError, UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.system.memory import has_room
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 

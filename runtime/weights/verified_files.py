@@ -12,13 +12,14 @@ import hashlib
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.digests import FileIdentity
 from edgeinfer.bundle.writing import write_file
 from edgeinfer.errors import StorageError
+from edgeinfer.records import dataclass
 from edgeinfer.user_folders import make_private, user_cache, written
 
 __all__ = ["Note", "VerifiedFiles"]

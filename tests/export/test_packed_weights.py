@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle import NATIVE, PORTABLE, Layout, open_bundle
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.passes import TOKENS, expected_logits
@@ -58,14 +59,24 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
 
 
-def test_mxfp4_is_kept_as_it_is_in_8_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["native", "portable"])
+def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
+    require_kernel()
     model = make_mxfp4(tmp_path / "checkpoint")
-    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8)))
+    config = ExportConfig(bits=4, layout=layout)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config))
     experts = model.model.layers[1].mlp.experts
     gate, up = experts.gate_up_proj[3].T[::2], experts.gate_up_proj[3].T[1::2]
     found = bundle.tensor("layers.1.mlp.experts.3.gate_up")
     np.testing.assert_array_equal(found, torch.cat([gate, up]).detach().numpy())
     np.testing.assert_array_equal(bundle.tensor("layers.1.mlp.experts.3.down"), experts.down_proj[3].T.detach().numpy())
+    (entry,) = (t for t in bundle.manifest.tensors if t.name == "layers.1.mlp.experts.3.down")
+    assert (entry.bits, entry.e2m1) == ((4, True) if layout == NATIVE else (8, False))
+    given = ForwardInput(TOKENS, ROWS, ROWS)
+    wanted = ReferenceBackend(bundle, 16).forward(given).logits
+    for backend in (PagedBackend(bundle, 16), OnnxBackend(bundle, 16, layout=PORTABLE)):
+        error = np.linalg.norm(backend.forward(given).logits - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert np.median(error) <= 0.06
 
 
 def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:

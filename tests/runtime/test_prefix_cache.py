@@ -254,7 +254,7 @@ def conversations(engine: Engine, rounds: int) -> tuple[list[list[int]], list[in
 @pytest.mark.parametrize("backend", MAKERS, indirect=True)
 def test_replies_are_those_of_recomputing(backend: Backend) -> None:
     plain, few = conversations(Engine(backend, 16), 3)
-    kept, most = conversations(Engine(backend, 16, prefix_bytes=UNBOUNDED), 3)
+    kept, most = conversations(Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED)), 3)
     assert kept == plain
     assert few[3:] == [0, 60, 0, 0, 60, 0]
     # All but the last token, which is chosen and not fed, and what was asked since.
@@ -265,7 +265,7 @@ def test_replies_are_those_of_recomputing(backend: Backend) -> None:
 def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> None:
     reply(Engine(backend, 16), [2])
     token = 4 + backend.cache.snapshot(0, 1).nbytes
-    engine = Engine(backend, 16, prefix_bytes=tokens * token)
+    engine = Engine(backend, 16, prefixes=PrefixCache(tokens * token))
     assert conversations(engine, 3)[0] == conversations(Engine(backend, 16), 3)[0]
     assert 0 < engine.prefix_bytes <= tokens * token
     engine.evict_prefixes(5 * token)
@@ -277,7 +277,7 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
     backend = make_graph_backend(bundle, 96)
 
     def engine(prefix_bytes: int) -> Engine:
-        return Engine(backend, 16, make_context_shift(name, bundle, backend), prefix_bytes)
+        return Engine(backend, 16, make_context_shift(name, bundle, backend), PrefixCache(prefix_bytes))
 
     plain, kept = engine(0), engine(UNBOUNDED)
     assert conversations(kept, 3)[0] == conversations(plain, 3)[0]
@@ -287,7 +287,7 @@ def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -
 
 
 def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
-    engine = Engine(backend, 16, prefix_bytes=UNBOUNDED)
+    engine = Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED))
     prompt = list(range(2, 40))
     reply(engine, prompt, 10)
     reply(engine, [*prompt, 99, 98], 10)
@@ -295,7 +295,7 @@ def test_a_few_lost_tokens_are_not_kept(backend: Backend) -> None:
 
 
 def test_rows_move_from_one_engine_to_another(backend: Backend) -> None:
-    engine, prompt = Engine(backend, 16, prefix_bytes=UNBOUNDED), list(range(2, 60))
+    engine, prompt = Engine(backend, 16, prefixes=PrefixCache(UNBOUNDED)), list(range(2, 60))
     expected = reply(engine, prompt)
     tokens = engine.cached_tokens
     pieces = [backend.cache.snapshot(start, min(start + 10, 77)) for start in range(0, 77, 10)]

@@ -21,6 +21,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.following import Follower
@@ -199,7 +200,7 @@ def greedy(engine: Engine, prompt: Any, size: int = 6) -> list[int]:
 
 
 def test_turns_go_on_where_they_can(bundle: Bundle) -> None:
-    engine = Engine(PagedBackend(bundle, CONTEXT), 16, prefix_bytes=8 << 20)
+    engine = Engine(PagedBackend(bundle, CONTEXT), 16, prefixes=PrefixCache(8 << 20))
     one, two = TOKENS[:60].tolist(), TOKENS[40:90].tolist()
     said = greedy(engine, one)
     assert greedy(engine, [*one, *said[:5], 9, 9])[0] >= 0 and engine.prefill.cached == 65

@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.metadata import GgufArray, Value, damaged
 from edgeinfer.bundle.gguf.types import ARRAY, BOOL, GGML_TYPES, ITEM_TYPES, STRING, GgmlType
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["GgufTensor", "Part", "read_part"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.types import BOOL, ITEM_TYPES, STRING
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["AGAIN", "GgufArray", "Metadata", "Value", "damaged"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle.gguf.header import GgufTensor, Part, read_part
 from edgeinfer.bundle.gguf.metadata import GgufArray, Metadata, Value, damaged
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["GgufArray", "GgufFile", "GgufTensor", "Metadata", "Part", "Value", "read_gguf"]
 

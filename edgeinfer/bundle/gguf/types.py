@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from edgeinfer.records import dataclass
 
 __all__ = ["ARRAY", "BOOL", "GGML_TYPES", "ITEM_TYPES", "STRING", "GgmlType", "ItemType", "ggml_type"]
 

@@ -8,7 +8,6 @@ are refused.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.metadata import GgufArray, Metadata, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["GgufVocabulary", "read_vocabulary"]
 

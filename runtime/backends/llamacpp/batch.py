@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.gguf.reader import GgufFile
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.memory import is_head_packed, looks_up, packed_bytes
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
 

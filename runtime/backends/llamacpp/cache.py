@@ -7,13 +7,13 @@ between calls only those of a tree that waits for `keep` are there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.bundle import Geometry
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,

@@ -9,7 +9,6 @@ import ctypes
 import re
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.library import listening, logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.errors import BackendError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.batch import Batch
 from edgeinfer.runtime.backends.llamacpp.threads import SpareThreads
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import stored_tensors, tensors_in
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, Footprint, ModelMemory, TokenizerMode
+from edgeinfer.runtime.text.mapped import find_table, mapped_tokenizer_bytes
 from edgeinfer.runtime.text.tokenizer import kept_bytes, parsing_bytes, table_bytes
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.streaming import (
@@ -100,6 +102,8 @@ class OnnxMemory:
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of it: all, or what decoding needs."""
         size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
+        if keeping == "mapped":
+            return self._mapped_tokenizer[used]
         kept = kept_bytes(tokens, used=used) if keeping == "kept" else table_bytes(size, tokens)
         return Footprint({"tokenizer": kept}, {})
 
@@ -109,7 +113,8 @@ class OnnxMemory:
         geometry = self.bundle.manifest.geometry
         parsed = parsing_bytes(self._tokenizer_bytes, geometry.vocab_size, pairs=self.merge_pairs)
         parsing = Footprint({"tokenizer": parsed}, {})
-        yield outside + parsing
+        mapped = configuration.tokenizer == "mapped"
+        yield outside + (self.tokenizer("mapped", used=False) if mapped else parsing)
         # Pages of a pool take memory as they are filled.
         rows = 0 if self._paged else min(_FIRST_ROWS, configuration.context + 1)
         packing, raw = self._packing(configuration)
@@ -141,6 +146,18 @@ class OnnxMemory:
             return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context) + states
         copies = 1 if manifest.decoder else _CONCAT_COPIES
         return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies
+
+    @cached_property
+    def _mapped_tokenizer(self) -> tuple[Footprint, Footprint]:
+        """Before it is used, and used."""
+        table = find_table(self.bundle)
+        if table is None:
+            return Footprint({}, {}), Footprint({}, {})
+        mapped = {"tokenizer_mapped": table.stat().st_size}
+        unused, used = (
+            Footprint({"tokenizer": mapped_tokenizer_bytes(table, used=used)}, mapped) for used in (False, True)
+        )
+        return unused, used
 
     @property
     def _tokenizer_bytes(self) -> int:

@@ -17,7 +17,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import StorageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights_in, with_copies
 from edgeinfer.runtime.backends.onnx.packed_room import make_room, private_folder, processor_key, used
 from edgeinfer.runtime.backends.onnx.packing import PACKED, SAVED, append_copy, pack_weights, remove_scratch

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from edgeinfer.bundle.protobuf import fields, length_delimited, number
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 
 __all__ = ["Copy", "copies_in", "products", "weights_in", "with_copies"]
 

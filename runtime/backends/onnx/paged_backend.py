@@ -80,7 +80,7 @@ class PagedBackend(GraphBackend):
         self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
         self._states = StatePool(bundle.manifest.geometry) if bundle.manifest.geometry.states else None
-        self.cache = self.new_sequence(capacity)
+        self.cache = PagedCache(self.pool, capacity, SPARE_ROWS, self._states)
         self._least, self._least_logits = _least_rows(bundle.manifest) if exact else (1, 0)
         super().__init__(
             bundle,
@@ -103,7 +103,12 @@ class PagedBackend(GraphBackend):
         """
         if capacity > self._capacity:
             raise BackendError(f"A sequence of {capacity} tokens is longer than a context of {self._capacity}.")
-        return PagedCache(self.pool, capacity, SPARE_ROWS, self._states)
+        return PagedCache(self.pool, capacity, SPARE_ROWS, self._states, reserves=False)
+
+    @property
+    def free_pages(self) -> int:
+        """See `contract.TogetherBackend.free_pages`."""
+        return self.pool.free - _FURTHER_PAGES
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ def joined(batches: Sequence[ForwardInput]) -> ForwardInput:
         BackendError: they are not to be evaluated in one way.
     """
     first = batches[0]
-    if not all(_alike(first, other) for other in batches[1:]):
+    if not all(first.goes_with(other) for other in batches[1:]):
         raise BackendError("The sequences of a pass must run through the same layers, planes and experts.")
     starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
     states = [batch.hidden for batch in batches if batch.hidden is not None]
@@ -36,21 +35,6 @@ def joined(batches: Sequence[ForwardInput]) -> ForwardInput:
         visibility=None,
         hidden=np.concatenate(states) if states else None,
     )
-
-
-def _alike(one: ForwardInput, other: ForwardInput) -> bool:
-    """Whether their rows go through the same weights in the same way."""
-    if one.planes != other.planes or (one.hidden is None) != (other.hidden is None):
-        return False
-    if not _same(one.layer_mask, other.layer_mask):
-        return False
-    if one.experts is None or other.experts is None:
-        return one.experts is other.experts
-    return one.experts.count == other.experts.count and _same(one.experts.bias, other.experts.bias)
-
-
-def _same(one: NDArray[Any] | None, other: NDArray[Any] | None) -> bool:
-    return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
 def tables_of(caches: Sequence[PagedCache]) -> NDArray[np.int32]:  # (N, P)

@@ -7,11 +7,11 @@ counted. All terms are upper bounds; constants were fitted to measured processes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, DecoderSpec, TensorEntry
 from edgeinfer.bundle.static_graph import StaticGraph
 from edgeinfer.errors import BundleError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.backends.static.passes import GraphSet, choose_graphs
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode

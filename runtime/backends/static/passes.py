@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.static_graph import StaticGraph, StaticGraphs
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 
 __all__ = ["GraphSet", "Run", "choose_graphs"]

@@ -9,11 +9,11 @@ which differs by head and layer, and the graph's attention bias is one for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.bundle import DecoderSpec
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, LayerRotations, Removed, cosines, merge_rows

@@ -9,13 +9,13 @@ Scores are sampled at context shifts only: to observe every token's attention wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.bundle.packing import dequantize
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, Removed, Rotation, cosines, merge_rows

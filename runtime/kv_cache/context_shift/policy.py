@@ -8,7 +8,6 @@ row is its index again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, RopeSpec
 from edgeinfer.bundle.arithmetic import rope_tables
+from edgeinfer.records import dataclass
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.spec import later_fields
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.kv_cache.context_shift.cluster import ClusterPolicy
 from edgeinfer.runtime.kv_cache.context_shift.merge import MergePolicy

@@ -8,12 +8,12 @@ so node i is row i + 1 of the pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [

@@ -85,6 +85,8 @@ _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_
 _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
 _ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_COHERE_ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16}
+_COHERE_ROUTED |= {"intermediate_size": 32, "prefix_dense_intermediate_size": 80}
 _LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 _LATENT |= {"num_key_value_heads": 4}
 _SHORT_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -253,6 +255,14 @@ FAMILIES: tuple[Family, ...] = (
         _SCAN | _GRANITE | {"layer_types": _GRANITE4, "num_local_experts": 0, "shared_intermediate_size": 96},
         _TIED | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
         {"mamba_proj_bias": True, "attention_bias": True, "position_embedding_type": "rope"},
+    ),
+    _family(
+        "Cohere 2 MoE",
+        "Cohere2Moe",
+        _TIED | _WINDOWS | _COHERE_ROUTED | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-3},
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 0},
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "prefix_dense_sliding_window_pattern": 2},
     ),
     _known("Mixtral", "Mixtral"),
     _known("Qwen2-MoE", "Qwen2Moe"),

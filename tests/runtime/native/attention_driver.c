@@ -144,7 +144,7 @@ static double value_value(const attention *a, const uint8_t *values, int64_t s, 
     }
     if (a->value_type == ATTENTION_INT8) {
         double scale = float_value(values + 64 * p + s * 4);
-        return *step = scale, scale * (int8_t)values[s * p + c];
+        return *step = scale, scale * (int8_t)values[(s / 4 * p + c) * 4 + "\0\2\1\3"[s % 4]];
     }
     int64_t run = c / 32 * 32, half = p - run < 32 ? 8 : 16, at = c - run;
     int byte = values[s * p / 2 + run / 2 + at % half];

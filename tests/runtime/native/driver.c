@@ -300,7 +300,7 @@ static void try(int variant, int64_t n, int64_t k, int64_t m) {
     static const int BITS[] = {2, 4, 8, 8}, BLOCKS[] = {32, 64, 128};
     int format = variant % 4, pair = variant / 24 % 5;
     shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 4 % 3]};
-    s.zeros = variant / 12 % 2, s.paired = pair > 0 && pair < 4, s.swiglu = pair == 3 ? 2 : pair > 1;
+    s.zeros = variant / 12 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50), s.paired = pair > 0 && pair < 4, s.swiglu = pair == 3 ? 2 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
     s.n = s.paired ? 2 * n : n, s.k = k, s.m = m;
     test(&s);

@@ -16,6 +16,8 @@ __all__ = ["FORMATS", "Floats", "RandomMatrix", "formats", "linear", "make_matri
 Floats = NDArray[np.float32]
 Cells = TypeVar("Cells", np.uint8, np.uint16)
 TILE, GROUP = 32, 16
+# Twice the values of E2M1, by their codes.
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def make_matrix(
     block: int = 32,
     zeros: bool = False,
     paired: bool = False,
+    e2m1: bool = False,
 ) -> RandomMatrix:
     """Draws values, scales and zero points of all sizes, and packs them."""
     blocks = -(-k // block)
@@ -65,7 +68,8 @@ def make_matrix(
     scale = (scales.astype(np.uint32) << 16).view(np.float32)[:, each]
     zero = points.astype(np.float32)[:, each]
     high = (values >> 4).astype(np.float32) * 16 + np.float32(7.5)
-    return RandomMatrix(packed, (values - zero) * scale, (high - zero) * scale)
+    read = E2M1_DOUBLED[values] if e2m1 else values - zero
+    return RandomMatrix(packed, read * scale, (high - zero) * scale)
 
 
 def _place(n: int, paired: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

@@ -14,8 +14,11 @@ enum { NORMAL, ZEROS, DENORMAL, HUGE_VALUES, EXTREME, TIES, WIDE, ONE_NAN, ONE_I
 /* What stands for the low plane where the high one is read alone: the middle of 0 to 15. */
 static const double LOW_MIDDLE = 7.5;
 
+/* Twice the values of E2M1, by their codes. */
+static const int DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 typedef struct {
-    int bits, high_only, block, zeros, paired, swiglu, bias, residual, norm;
+    int bits, e2m1, high_only, block, zeros, paired, swiglu, bias, residual, norm;
     int64_t n, k, m;
 } shape;
 
@@ -85,10 +88,12 @@ static void make_weights(problem *p) {
             put(p, data, n, k, s->bits == 8 ? v >> 4 : v);
             if (low) put(p, low, n, k, v & 15);
             double read = s->high_only ? (v >> 4) * 16 + LOW_MIDDLE : v;
-            p->dense[n * s->k + k] = (read - (zeros ? zeros[entry] : 1 << (s->bits - 1))) * from_bf16(scales[entry]);
+            read = s->e2m1 ? DOUBLED[v] : read - (zeros ? zeros[entry] : 1 << (s->bits - 1));
+            p->dense[n * s->k + k] = read * from_bf16(scales[entry]);
         }
     }
-    p->w = (lowbit_matrix){s->n, s->k, s->bits, s->block, s->paired, data, s->high_only ? NULL : low, scales, zeros};
+    p->w = (lowbit_matrix){s->n,  s->k,    s->bits, s->block, s->paired, s->e2m1,
+                           data, s->high_only ? NULL : low,   scales,    zeros};
 }
 
 static float element(int kind, int64_t k, int block) {

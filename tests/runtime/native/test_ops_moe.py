@@ -46,9 +46,15 @@ class Experts:
 
 
 def make_experts(
-    rng: np.random.Generator, width: int, inner: list[int], alignment: int = ALIGNMENT, *, gated: bool = True
+    rng: np.random.Generator,
+    width: int,
+    inner: list[int],
+    alignment: int = ALIGNMENT,
+    *,
+    gated: bool = True,
+    e2m1: bool = False,
 ) -> Experts:
-    """Experts of these inner widths, each with bits and blocks of its own."""
+    """Experts of these inner widths, each with bits and blocks of its own, or of E2M1."""
     matrices, directory, parts, end = [], [], [], 0
 
     def append(array: NDArray[Any] | None) -> int:
@@ -64,14 +70,14 @@ def make_experts(
 
     def describe(packed: PackedMatrix) -> list[int]:
         offsets = [append(array) for array in (packed.data, packed.low, packed.scales, packed.zeros)]
-        return [packed.bits, packed.block, *offsets]
+        return [-4 if e2m1 else packed.bits, packed.block, *offsets]
 
     for f in inner:
         formats = [(int(rng.choice([2, 4, 8])), int(rng.choice([32, 64, 128])), bool(rng.integers(2))) for _ in "ab"]
-        (bits, block, zeros), (bits2, block2, zeros2) = formats
+        (bits, block, zeros), (bits2, block2, zeros2) = [(4, 32, False)] * 2 if e2m1 else formats
         rows = 2 * f if gated else f
-        gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated)
-        down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2)
+        gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated, e2m1=e2m1)
+        down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2, e2m1=e2m1)
         matrices.append((gate_up, down))
         directory.append([f, *describe(gate_up.packed), *describe(down.packed)])
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
@@ -172,10 +178,10 @@ def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int
     np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
 
 
-@pytest.mark.parametrize("clamped", [False, True])
-def test_experts_add_biases(kernel: NativeKernel, clamped: bool) -> None:
+@pytest.mark.parametrize(("clamped", "e2m1"), [(False, False), (True, False), (True, True)])
+def test_experts_add_biases(kernel: NativeKernel, clamped: bool, e2m1: bool) -> None:
     rng = np.random.default_rng(7)
-    experts = make_experts(rng, 70, [45] * 5)
+    experts = make_experts(rng, 70, [45] * 5, e2m1=e2m1)
     given = draw(rng, experts, 12, 3)
     given["x"] *= 8  # Far enough that both factors are clamped.
     given["up_bias"] = rng.standard_normal((5, 90), np.float32)

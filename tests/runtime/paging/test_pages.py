@@ -140,6 +140,8 @@ def number(codec: RowCodec, part: NDArray[Any], channel: int, at: int, size: int
     tile, place = divmod(at, 16)
     if not keys:
         padded = -(-size // 16) * 16
+        if codec.name == "int8":
+            return part.view(np.int8)[(at // 4 * padded + channel) * 4 + (0, 2, 1, 3)[at % 4]]
         if codec.packed == 1:
             return part.view(codec.level_dtype)[at * padded + channel]
         run, inside = divmod(channel, 32)

@@ -7,11 +7,11 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.server.worker import Scheduler
+from edgeinfer.apps.server.reply_queue import ReplyQueue
 
 
 def test_owners_take_turns_and_so_do_their_replies() -> None:
-    scheduler = Scheduler[str](parallel=10)
+    scheduler = ReplyQueue[str](parallel=10)
     for reply in ("a1", "a2", "a3", "b1", "c1"):
         scheduler.add(reply[0], reply)
     turns = [scheduler.next() for _ in range(18)]
@@ -20,7 +20,7 @@ def test_owners_take_turns_and_so_do_their_replies() -> None:
 
 
 def test_whoever_has_fewest_begins_next() -> None:
-    scheduler = Scheduler[str](parallel=2)
+    scheduler = ReplyQueue[str](parallel=2)
     for reply in ("a1", "a2", "a3", "b1", "a4", "c1"):
         scheduler.add(reply[0], reply)
     assert (scheduler.running, scheduler.waiting) == (2, 4)
@@ -34,7 +34,7 @@ def test_whoever_has_fewest_begins_next() -> None:
 
 
 def test_nothing_to_run() -> None:
-    scheduler = Scheduler[str](parallel=1)
+    scheduler = ReplyQueue[str](parallel=1)
     assert scheduler.next() is None
     scheduler.add("a", "a1")
     scheduler.add("a", "a2")
@@ -51,7 +51,7 @@ def test_nothing_to_run() -> None:
     ),
 )
 def test_every_reply_gets_its_turn(parallel: int, steps: list[tuple[str, int]]) -> None:
-    scheduler, alive = Scheduler[tuple[int, int]](parallel), []
+    scheduler, alive = ReplyQueue[tuple[int, int]](parallel), []
     for number, (kind, value) in enumerate(steps):
         if kind == "add":
             alive.append((value, number))

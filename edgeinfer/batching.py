@@ -1,0 +1,216 @@
+"""Replies of one model side by side: who has which sequence, and what they take over of each other's texts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TypeVar
+
+import numpy as np
+
+from edgeinfer.errors import CapabilityError
+from edgeinfer.model_parts import ModelParts
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.scheduler import Scheduler, sharing_backend
+from edgeinfer.turns import Turns
+
+__all__ = ["ReplyBatch", "Slot", "SlotThreads", "can_batch"]
+
+T = TypeVar("T")
+
+# Tokens of a prompt that are worth waiting for while another reply evaluates them.
+_WORTH_WAITING = 64
+
+
+def can_batch(parts: ModelParts) -> bool:
+    """Whether replies of a model can share its passes."""
+    return sharing_backend(parts.engine.backend) is not None and parts.engine.context_shift is None
+
+
+class Slot:
+    """One sequence of a model, for one reply at a time beside others.
+
+    Args:
+        batch: that it belongs to.
+        parts: of the model, with the sequence's own engine.
+
+    Attributes:
+        parts: as given.
+        turns: of its replies.
+        prompt: that its reply evaluates, or has evaluated; None where none has begun. (n,)
+    """
+
+    def __init__(self, batch: ReplyBatch, parts: ModelParts) -> None:
+        self.parts = parts
+        self.turns = Turns()
+        self.prompt: Ints | None = None
+        self._batch = batch
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Prepares for a reply: takes over what others hold of its prompt, and waits for what they will soon hold."""
+        wanted = np.array(prompt)
+        others = self._batch.others(self)
+        common = {id(slot): _common(slot.prompt, wanted) for slot in others if slot.prompt is not None}
+        while any(self._should_wait(slot, common.get(id(slot), 0)) for slot in others):
+            self._batch.scheduler.give_way()
+        self.prompt = wanted
+        engines = (self._batch.main_engine, *(slot.parts.engine for slot in others))
+        self.parts.engine.borrow(max(engines, key=lambda engine: engine.shared(prompt)), prompt)
+
+    def end(self) -> None:
+        """The reply is over: its sequence keeps what it holds until the pages are needed."""
+        self.prompt = None
+        self.turns.close()
+
+    def _should_wait(self, other: Slot, common: int) -> bool:
+        """Whether another reply is about to evaluate tokens of this one's prompt."""
+        if other.prompt is None:
+            return False
+        cached = other.parts.engine.backend.cache.length
+        return cached < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - cached >= _WORTH_WAITING
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """How many of the first tokens are the same."""
+    size = min(len(one), len(other))
+    differing = np.flatnonzero(one[:size] != other[:size])
+    return int(differing[0]) if len(differing) else size
+
+
+class SlotThreads(threading.local):
+    """Which slot the replies of a thread are made in.
+
+    Attributes:
+        slot: that of the calling thread; None where replies have the model to themselves.
+    """
+
+    slot: Slot | None = None
+
+
+class ReplyBatch:
+    """Makes replies of one model side by side. All methods but `interrupt` are for the thread that made it.
+
+    Args:
+        model: gives the parts of the model, of which nobody else has anything until the batch is closed.
+        threads: by which the model knows the slot of a reply.
+        parallel: replies side by side at most.
+
+    Raises:
+        CapabilityError: replies of this model cannot share passes.
+        UsageError: another thread runs a reply, or works with the model.
+    """
+
+    def __init__(self, model: AbstractContextManager[ModelParts], threads: SlotThreads, parallel: int) -> None:
+        self._threads = threads
+        self._open = ExitStack()
+        parts = self._open.enter_context(model)
+        backend = sharing_backend(parts.engine.backend)
+        if backend is None or not can_batch(parts):
+            self._open.close()
+            message = f"Replies of {parts.info.name} cannot share passes here."
+            hint = "That takes a bundle with a paged cache, the native kernel, and a context that is not shifted."
+            raise CapabilityError(message, hint)
+        self._main = parts
+        self._parallel = parallel
+        self.scheduler = Scheduler(backend, parts.engine.chunk, make_room=self._make_room)
+        self._free: list[Slot] = []  # the one that was left longest ago first
+        self._busy: list[Slot] = []
+
+    @property
+    def main_engine(self) -> Engine:
+        """That of the model itself, which rests meanwhile."""
+        return self._main.engine
+
+    @property
+    def running(self) -> int:
+        """Replies that are not over."""
+        return self.scheduler.running
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another reply can begin."""
+        return self.scheduler.running < self._parallel
+
+    def others(self, slot: Slot) -> list[Slot]:
+        """The other slots: of replies that are over first, then of those that are not, the oldest first."""
+        return [other for other in (*self._free, *self._busy) if other is not slot]
+
+    def add(self, work: Callable[[Slot], None]) -> None:
+        """Adds work that makes one reply with the model, as if alone; it must not raise."""
+        assert self.has_room, "who adds has looked"
+        slot = self._free.pop(0) if self._free else self._new_slot()
+        self._busy.append(slot)
+
+        def run() -> None:
+            self._threads.slot = slot
+            try:
+                work(slot)
+            finally:
+                self._busy.remove(slot)
+                slot.end()
+                self._free.append(slot)
+
+        self.scheduler.start(run)
+
+    def run(self, makers: Iterable[Callable[[], T]]) -> list[T]:
+        """Makes one reply after the other as there is room, and gives what they gave, in the same order.
+
+        Raises:
+            Exception: the first that a reply raised; the others are ended.
+        """
+        results: dict[int, T] = {}
+        errors: list[Exception] = []
+
+        def work(place: int, make: Callable[[], T]) -> Callable[[Slot], None]:
+            def run(slot: Slot) -> None:
+                try:
+                    results[place] = make()
+                except Exception as error:  # raised on the caller's thread
+                    errors.append(error)
+
+            return run
+
+        waiting = enumerate(makers)
+        while not errors:
+            while self.has_room and (entry := next(waiting, None)) is not None:
+                self.add(work(*entry))
+            if not self.running:
+                break
+            self.step()
+        if errors:
+            raise errors[0]
+        return [results[place] for place in range(len(results))]
+
+    def step(self) -> bool:
+        """Goes on until the replies wait for a pass, and runs it; returns whether replies are left."""
+        return self.scheduler.step()
+
+    def interrupt(self) -> None:
+        """Has `step` return before another pass. Safe from any thread."""
+        self.scheduler.interrupt()
+
+    def close(self) -> None:
+        """Ends all replies and lets others have the model."""
+        try:
+            self.scheduler.close()
+            for slot in self._free:
+                slot.parts.engine.restart()
+        finally:
+            self._free.clear()
+            self._open.close()
+
+    def _new_slot(self) -> Slot:
+        main = self._main.engine
+        sequence = self.scheduler.new_sequence(main.backend.cache.capacity)
+        engine = Engine(sequence, main.chunk, prefixes=main.prefixes)
+        return Slot(self, self._main.beside(engine))
+
+    def _make_room(self, pages: int) -> None:
+        """Lets go of rows of replies that are over, those used longest ago first, until so many pages are free."""
+        for engine in (self._main.engine, *(slot.parts.engine for slot in self._free)):
+            if self.scheduler.free_pages < pages and engine.backend.cache.length:
+                engine.restart()
+        while self.scheduler.free_pages < pages and self._main.engine.prefix_bytes:
+            self._main.engine.evict_prefixes(self._main.engine.prefix_bytes - 1)

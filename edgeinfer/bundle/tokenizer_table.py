@@ -1,0 +1,211 @@
+"""`tokenizer.table`: vocabulary and merges of a byte-pair tokenizer as sorted arrays, which are mapped and not parsed.
+
+What stands around the merges (normalizers, splitting into words, added tokens, templates, decoding) stays with the
+`tokenizers` library: the file holds a tokenizer.json whose vocabulary is the symbols that merging begins with. Merging
+itself is the part that is done here, and `encode_table` makes no table of a tokenizer that does anything else there.
+
+The file is one of arrays (`array_file`):
+
+- `pairs` (M,) U64: ids of the two tokens of each merge, the left one in the upper half, ascending.
+- `merges` (M,) U64: rank of each of these merges, in the upper half, and the id of the token it makes.
+- `sorted` (V,) U32: ids of the vocabulary by the UTF-8 of their spellings.
+- `ends` (N + 1,) U32: where the spelling of each id below N begins and ends; one that is no token has none.
+- `symbols` (S,) U32: ids of the symbols, by their ids in the small tokenizer.json.
+- `spellings` U8: UTF-8 of all tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from edgeinfer.bundle.array_file import ArrayFileError, encode_header, read_index
+from edgeinfer.bundle.writing import write_file
+
+__all__ = ["TABLE", "VERSION", "TokenizerTable", "encode_table"]
+
+TABLE = "tokenizer.table"
+VERSION = "1"
+_NAMES = ("pairs", "merges", "sorted", "ends", "symbols", "spellings")
+# As the file spells them, by their bytes, and as memoryview does.
+_TYPES = {8: "U64", 4: "U32", 1: "U8"}
+_FORMATS: dict[str, Literal["Q", "I", "B"]] = {"U64": "Q", "U32": "I", "U8": "B"}
+_HALF = 32
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+# A model that does no more than these say is merged here; what each must be, where it is not looked at below.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "dropout": (None, 0),
+    "continuing_subword_prefix": (None, ""),
+    "end_of_word_suffix": (None, ""),
+    "fuse_unk": (None, False, True),
+    "byte_fallback": (None, False, True),
+}
+_MODEL = {"type", "vocab", "merges", "unk_token", "ignore_merges", *_PLAIN}
+# Ids may leave gaps, but not so many that a table of them is larger than what it is made of.
+_MOST_GAPS = 4
+
+
+def encode_table(contents: bytes) -> bytes | None:
+    """The table of a tokenizer.json; None of one that is not a byte-pair tokenizer of the plain kind."""
+    try:
+        tokenizer = json.loads(contents)
+        model = tokenizer["model"]
+        vocab, added = model["vocab"], _added_ids(tokenizer["added_tokens"], model["vocab"])
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+        if added is None or not _is_plain(tokenizer, model) or len({type(m) for m in model["merges"]}) > 1:
+            return None
+        # Of two merges of one pair the library takes the latter.
+        ranks = {(vocab[a], vocab[b]): (rank, vocab[a + b]) for rank, (a, b) in enumerate(merges)}
+        spelled = {id_: text.encode() for text, id_ in vocab.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a merge of no tokens, for one
+        return None
+    last = max(spelled, default=-1)
+    if len(spelled) < len(vocab) or min(spelled, default=0) < 0 or last >= _MOST_GAPS * max(len(vocab), 256):
+        return None
+    symbols = sorted(id_ for text, id_ in vocab.items() if _is_symbol(text, model))
+    texts = {id_: text for text, id_ in vocab.items()}
+    small = model | {"vocab": {texts[id_]: at for at, id_ in enumerate(symbols)}, "merges": [], "ignore_merges": False}
+    found = sorted((left << _HALF | right, rank << _HALF | made) for (left, right), (rank, made) in ranks.items())
+    arrays = {
+        "pairs": np.array([pair for pair, _ in found], "<u8"),
+        "merges": np.array([merge for _, merge in found], "<u8"),
+        "sorted": np.array(sorted(spelled, key=spelled.__getitem__), "<u4"),
+        "ends": np.cumsum([0, *(len(spelled.get(id_, b"")) for id_ in range(last + 1))]).astype("<u4"),
+        "symbols": np.array(symbols, "<u4"),
+        "spellings": np.frombuffer(b"".join(spelled[id_] for id_ in sorted(spelled)), "u1"),
+    }
+    notes = {
+        "version": VERSION,
+        "tokenizer": json.dumps(tokenizer | {"model": small}),
+        "added": json.dumps(added),
+        "size": json.dumps(len(vocab.keys() | added.keys())),
+        "whole_words": json.dumps(bool(model.get("ignore_merges"))),
+    }
+    shapes = {name: (_TYPES[array.itemsize], array.shape) for name, array in arrays.items()}
+    return b"".join([encode_header(shapes, notes), *(array.tobytes() for array in arrays.values())])
+
+
+def _is_plain(tokenizer: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Whether merging is all that the model does, and its words can be told from their symbols."""
+    vocab, unknown = model["vocab"], model.get("unk_token")
+    if model["type"] != "BPE" or not model.keys() <= _MODEL or "" in vocab:
+        return False
+    if not all(model.get(name) in values for name, values in _PLAIN.items()):
+        return False
+    if unknown is not None and unknown not in vocab:
+        return False
+    # Words of the vocabulary that are taken whole are looked up by their spelling, so it must have all characters.
+    splitting = tokenizer.get("pre_tokenizer") or {}
+    last = splitting.get("pretokenizers", [splitting])[-1]
+    return not model.get("ignore_merges") or (last.get("type") == "ByteLevel" and vocab.keys() >= _alphabet())
+
+
+def _added_ids(tokens: list[dict[str, Any]], vocab: dict[str, int]) -> dict[str, int] | None:
+    """Ids of added tokens as the library gives them; None where the file says others, which the library overrules."""
+    ids: dict[str, int] = {}
+    for token in tokens:
+        text = token["content"]
+        free = max([len(vocab), *(id_ + 1 for id_ in ids.values())])
+        if text in ids or not text or vocab.get(text, free) != token["id"]:
+            return None
+        ids[text] = token["id"]
+    known = set(vocab.values())
+    return None if any(id_ in known for text, id_ in ids.items() if text not in vocab) else ids
+
+
+def _is_symbol(text: str, model: dict[str, Any]) -> bool:
+    """Whether words are cut into this before anything is merged: characters, bytes for those that the vocabulary
+    lacks, and what stands for the rest."""
+    in_bytes = bool(model.get("byte_fallback")) and _BYTE.fullmatch(text) is not None
+    return len(text) == 1 or in_bytes or text == model.get("unk_token")
+
+
+def _alphabet() -> set[str]:
+    from tokenizers.pre_tokenizers import ByteLevel  # by export and once for each old bundle
+
+    return set(ByteLevel.alphabet())
+
+
+class TokenizerTable:
+    """A mapped table.
+
+    Args:
+        path: of the file, which must not change while this is used.
+
+    Attributes:
+        tokenizer: the small tokenizer.json.
+        added: ids of added tokens by their text.
+        size: number of tokens, added ones included.
+        whole_words: words that the vocabulary has are not made by merges.
+        symbols: ids by those of the small tokenizer.json.
+
+    Raises:
+        ArrayFileError: the file is not such a table, or one of another version.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            index = read_index(file, size)
+            mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        notes = index.notes
+        if notes.get("version") != VERSION or tuple(stored.name for stored in index.arrays) != _NAMES:
+            raise ArrayFileError("is no table of a tokenizer that this version reads")
+        views = [
+            mapped[stored.offset : stored.offset + stored.nbytes].cast(_FORMATS.get(stored.dtype, "B"))
+            for stored in index.arrays
+        ]
+        self._pairs, self._merges, self._sorted, self._ends, self.symbols, self._spellings = views
+        self.tokenizer: bytes = notes["tokenizer"].encode()
+        self.added: dict[str, int] = json.loads(notes["added"])
+        self.size: int = json.loads(notes["size"])
+        self.whole_words: bool = json.loads(notes["whole_words"])
+
+    def merge(self, left: int, right: int) -> int | None:
+        """The rank of the merge of two tokens, in the bits from 32 on, and the id of the token it makes, in those
+        below; None where there is none."""
+        pair = left << _HALF | right
+        at = bisect_left(self._pairs, pair)
+        return self._merges[at] if at < len(self._pairs) and self._pairs[at] == pair else None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a token of the vocabulary; None where it has none of this spelling."""
+        wanted = text.encode("utf-8", "surrogatepass")
+        at = bisect_left(self._sorted, wanted, key=self._spelling)
+        found = self._sorted[at] if at < len(self._sorted) else None
+        return found if found is not None and self._spelling(found) == wanted else None
+
+    def spelling(self, id_: int) -> str | None:
+        """The spelling of an id, None where the vocabulary has no such id."""
+        return self._spelling(id_).decode("utf-8", "replace") or None if 0 <= id_ < self.ids else None
+
+    @property
+    def ids(self) -> int:
+        """Ids of the vocabulary are below this."""
+        return len(self._ends) - 1
+
+    def _spelling(self, id_: int) -> bytes:
+        return bytes(self._spellings[self._ends[id_] : self._ends[id_ + 1]])
+
+
+def main(source: str, digest: str, target: str) -> None:
+    """Writes the table of a tokenizer.json that has a digest, or an empty file where there can be none."""
+    contents = Path(source).read_bytes()
+    if hashlib.sha256(contents).hexdigest() == digest:
+        write_file(Path(target), encode_table(contents) or b"")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

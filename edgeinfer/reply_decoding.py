@@ -1,0 +1,109 @@
+"""What decodes a reply: the sampler of its tokens, the form that these must have, and its strategy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UnshareableError, UsageError
+from edgeinfer.model_parts import ModelParts
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.sampling.grammar import GrammarCosts
+
+__all__ = ["is_shareable", "make_constraint", "make_sampler", "make_strategy", "require_shareable"]
+
+
+def make_sampler(
+    parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, constraint: Constraint | None
+) -> Sampler:
+    """Makes the sampler of a reply's tokens, by a seed of the time where none is given."""
+    seed = config.seed if config.seed is not None else time.time_ns()
+    processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
+    return Sampler(processor, prompt, constraint)
+
+
+def make_constraint(
+    parts: ModelParts, config: GenerationConfig, stop_ids: frozenset[int]
+) -> tuple[Constraint | None, GrammarCosts | None]:
+    """Makes what a reply must follow, if anything, and what counts its costs where that is a grammar.
+
+    Raises:
+        UsageError: a choice cannot be made of the model's tokens.
+        GrammarError: the grammar is wrong, unsupported or takes too much.
+    """
+    vocabulary = parts.engine.backend.geometry.vocab_size
+    end_ids = [token for token in stop_ids if 0 <= token < vocabulary]
+    if config.follows_grammar:
+        # Few replies follow one.
+        from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+        from edgeinfer.runtime.sampling.grammar_source import grammar_source
+
+        source = grammar_source(config)
+        assert source is not None, "it was asked for"
+        constraint = GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
+        return constraint, constraint.costs
+    if not config.choices:
+        return None, None
+    choices = [
+        parts.tokenizer.encode(text, add_special_tokens=False)
+        if config.parses_content
+        else parts.literal_encoder.literal(text)
+        for text in config.choices
+    ]
+    for text, ids in zip(config.choices, choices, strict=True):
+        if max(ids, default=0) >= vocabulary:
+            message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
+            raise UsageError(message, "Leave it out, or spell it differently.")
+    return ChoiceConstraint(choices, end_ids), None
+
+
+def make_strategy(
+    parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
+) -> DecodingStrategy:
+    """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
+
+    Args:
+        sampler: of the reply's tokens.
+        stop_ids: that end it.
+        continues: the reply goes on with the prompt's text.
+
+    Raises:
+        UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
+        CapabilityError: the backend cannot do it.
+    """
+    engine = parts.engine
+    if parts.main is not None:
+        assert is_shareable(config), "who made the parts has looked"
+        return DecodingStrategy(engine.backend, sampler)
+    if config.search != "off":
+        # As few of them search.
+        from edgeinfer.runtime.search.registry import make_search
+        from edgeinfer.runtime.search.strategy import SearchParts
+
+        given = SearchParts(
+            engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
+        )
+        return make_search(given, forgets=engine.context_shift is not None)
+    reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
+    return parts.speculator.strategy(sampler, config) if reduced is None else reduced
+
+
+def is_shareable(config: GenerationConfig) -> bool:
+    """Whether a reply can be made beside others."""
+    return config.search == "off" and config.compute == "full"
+
+
+def require_shareable(config: GenerationConfig) -> None:
+    """Refuses options by which a reply cannot be made beside others.
+
+    Raises:
+        UnshareableError: they search, or take less than the whole model.
+    """
+    if not is_shareable(config):
+        message = "Replies side by side can neither search nor take less than the whole model."
+        raise UnshareableError(message, 'Leave out "search" and "compute", or use generate().')

@@ -1,0 +1,334 @@
+"""Continuous batching: sequences that are decoded side by side, whose rows share the passes of one model.
+
+Each sequence is decoded by a task: ordinary code, on a thread of its own, that asks `SequenceBackend.forward` for
+passes. Tasks run one at a time, and only while the scheduler lets them, so what they share needs no locks. Once all of
+them wait for rows, one pass evaluates the rows of all; a prompt's are cut to what the others can wait for, and the rest
+follows in later passes (Sarathi-Serve, Agrawal et al. 2024). A row's bits depend on its own text alone, so every
+sequence decodes what it would alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from edgeinfer.runtime.backends.cache import SharingCache
+from edgeinfer.runtime.backends.contract import (
+    Backend,
+    ForwardInput,
+    ForwardOutput,
+    PassCancelledError,
+    PreemptedError,
+    RotatingBackend,
+    TogetherBackend,
+    check_pass,
+)
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend, WrappedBackend
+from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
+
+__all__ = ["PromptShare", "Scheduler", "SequenceBackend", "SequenceTask", "sharing_backend"]
+
+# Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
+_FIRST_ROWS, _LEAST_ROWS = 16, 8
+# By how much one pass may change the rows of prompts in the next.
+_SLOWER, _FASTER = 0.5, 1.5
+# By how much a new figure counts in the running mean of a pass without prompts.
+_WEIGHT = 0.2
+
+
+class PromptShare:
+    """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
+
+    Args:
+        gap: how many times longer such a pass may take than one without prompts.
+        most: rows of prompts in any pass.
+
+    Attributes:
+        rows: of prompts in the next pass with others'.
+    """
+
+    def __init__(self, gap: float, most: int) -> None:
+        self.rows = min(_FIRST_ROWS, most)
+        self._gap = gap
+        self._most = most
+        self._plain_ms = 0.0
+
+    def observe(self, prompt_rows: int, ms: float) -> None:
+        """Learns from a pass that had rows of sequences that are being decoded."""
+        if not prompt_rows:
+            self._plain_ms += (_WEIGHT if self._plain_ms else 1.0) * (ms - self._plain_ms)
+        elif self._plain_ms and prompt_rows >= self.rows:
+            change = min(max(self._gap * self._plain_ms / ms, _SLOWER), _FASTER)
+            self.rows = int(min(max(self.rows * change, _LEAST_ROWS), self._most))
+
+
+class SequenceBackend(WrappedBackend[Backend]):
+    """Implements `contract.Backend` for one sequence of several, whose passes the scheduler shares among them.
+
+    Args:
+        scheduler: that it belongs to.
+        backend: that runs the passes, and belongs to somebody else.
+        cache: of the sequence.
+    """
+
+    def __init__(self, scheduler: Scheduler, backend: Backend, cache: SharingCache) -> None:
+        super().__init__(backend)
+        self._scheduler = scheduler
+        self._own = cache
+
+    @property
+    def cache(self) -> SharingCache:
+        """That of the sequence."""
+        return self._own
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """One pass, together with rows of other sequences; see `contract.Backend.forward`.
+
+        Raises:
+            PreemptedError: the sequence's pages are needed by older ones.
+        """
+        check_pass(self._inner, batch, self._own)
+        return self._scheduler.evaluate(self, batch)
+
+    def cancel(self) -> None:
+        """Ends the wait for rows; a pass that is shared with others comes to its end."""
+        self._scheduler.cancel(self)
+
+    def nbytes(self) -> dict[str, int]:
+        """Nothing: the pages are the pool's."""
+        return {"kv": 0, "buffers": 0}
+
+    def close(self) -> None:
+        """Lets go of the pages; the backend belongs to somebody else."""
+        self._own.trim(0)
+
+
+class Scheduler:
+    """Runs tasks side by side, and the passes that they wait for.
+
+    Args:
+        backend: that evaluates several sequences in one pass, and itself.
+        prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
+        gap: as `PromptShare` takes it.
+        make_room: lets go of kept prefixes until so many pages are free, or none is left.
+
+    Attributes:
+        passes, rows: that were run so far.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        prompt_rows: int,
+        *,
+        gap: float = 2.0,
+        make_room: Callable[[int], None],
+    ) -> None:
+        assert isinstance(backend, TogetherBackend), "sequences cannot share its passes"
+        self._backend = backend
+        self._together: TogetherBackend = backend
+        self._prompt_rows = prompt_rows
+        self._share = PromptShare(gap, prompt_rows)
+        self._make_room = make_room
+        self._tasks: list[SequenceTask] = []  # the oldest first
+        self._lock = threading.Lock()  # of what other threads look at
+        self._alone: SequenceBackend | None = None  # whose pass runs by itself
+        self._awaited = False  # somebody wants to have a word before the next pass
+        self._closing = False
+        self.passes = self.rows = 0
+
+    @property
+    def running(self) -> int:
+        """Tasks that have not ended."""
+        return len(self._tasks)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that sequences can still take."""
+        return self._together.free_pages
+
+    def new_sequence(self, capacity: int) -> SequenceBackend:
+        """A backend for another sequence of so many tokens at most; its errors are those of `TogetherBackend`'s."""
+        return SequenceBackend(self, self._backend, self._together.new_sequence(capacity))
+
+    def start(self, work: Callable[[], None]) -> SequenceTask:
+        """Adds a task, which begins with the next step; on the thread that calls `step`. It must not raise."""
+        task = SequenceTask(work)
+        self._tasks.append(task)
+        return task
+
+    def interrupt(self) -> None:
+        """Has `step` return before another pass. Safe from any thread."""
+        self._awaited = True
+
+    def step(self) -> bool:
+        """Lets tasks go on until each waits for rows, then runs a pass; returns whether tasks are left."""
+        self._awaited = False
+        try:
+            for task in tuple(self._tasks):
+                self._resume(task)
+            waiting = [task.request for task in self._tasks if task.request is not None and not task.request.over]
+            if waiting and not self._awaited:
+                self._pass(waiting)
+        except BaseException:
+            self.close()
+            raise
+        return bool(self._tasks)
+
+    def close(self) -> None:
+        """Ends all tasks: what they wait for is cancelled. On the thread that calls `step`."""
+        self._closing = True
+        for task in tuple(self._tasks):
+            while not task.over:
+                if task.request is not None and not task.request.over:
+                    task.request.error = PassCancelledError("All sequences were ended.")
+                task.request = None
+                task.resume()
+        self._tasks.clear()
+        self._closing = False
+
+    def give_way(self) -> None:
+        """Lets others have a pass; on a task's thread."""
+        task = self._current()
+        if task is not None and not self._closing:
+            task.wait()
+
+    def evaluate(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
+        """Waits for rows, which a later pass evaluates; the only task, and who is none, runs it at once."""
+        if self._closing:
+            raise PassCancelledError("All sequences were ended.")
+        task = self._current()
+        if task is None or (len(self._tasks) == 1 and not self._awaited):
+            return self._evaluate_alone(sequence, batch)
+        task.request = request = RowRequest(sequence.cache, batch)
+        task.wait()
+        task.request = None
+        return request.output()
+
+    def cancel(self, sequence: SequenceBackend) -> None:
+        """Ends the wait of a sequence for rows, or the pass that is its alone. Safe from any thread."""
+        with self._lock:
+            if self._alone is sequence:
+                self._backend.cancel()
+            for task in tuple(self._tasks):
+                request = task.request
+                if request is not None and request.cache is sequence.cache and not request.over:
+                    request.error = PassCancelledError("The sequence was cancelled.")
+
+    def _current(self) -> SequenceTask | None:
+        return next((task for task in self._tasks if task.is_current), None)
+
+    def _evaluate_alone(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
+        self._provide(sequence.cache.pages_for(len(batch.tokens)))
+        with self._lock:
+            self._alone = sequence
+        try:
+            started = time.perf_counter()
+            (output,) = self._together.forward_together([(sequence.cache, batch)])
+            if len(batch.tokens) == 1:
+                self._share.observe(0, (time.perf_counter() - started) * 1e3)
+        finally:
+            with self._lock:
+                self._alone = None
+        self.passes += 1
+        self.rows += len(batch.tokens)
+        return output
+
+    def _resume(self, task: SequenceTask) -> None:
+        """Lets a task go on that can."""
+        if task.request is not None and not task.request.over:
+            return
+        try:
+            task.resume()
+        except BaseException:  # an interrupt: the task goes on meanwhile, and nothing else may before it waits
+            self._closing = True
+            self._backend.cancel()
+            task.await_end_of_turn()
+            raise
+        if task.over:
+            self._tasks.remove(task)
+
+    def _pass(self, waiting: list[RowRequest]) -> None:
+        """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
+        first = waiting[0].batch
+        alike = [request for request in waiting if request.batch.goes_with(first)]
+        chosen = self._with_pages(self._chosen(alike), waiting)
+        if not chosen:
+            return
+        inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
+        started = time.perf_counter()
+        try:
+            outputs = self._together.forward_together(inputs)
+        except Exception as error:
+            # Each raises it on a thread of its own.
+            for request, _ in chosen:
+                request.error = copy.copy(error)
+            return
+        prompt_rows = sum(count for request, count in chosen if request.can_wait)
+        if any(not request.can_wait for request, _ in chosen):
+            self._share.observe(prompt_rows, (time.perf_counter() - started) * 1e3)
+        for (request, count), output in zip(chosen, outputs, strict=True):
+            request.take(output, count)
+        self.passes += 1
+        self.rows += sum(count for _, count in chosen)
+
+    def _chosen(self, alike: list[RowRequest]) -> list[tuple[RowRequest, int]]:
+        """Whose rows the next pass has, and how many: all of those being decoded, then prompts as they came."""
+        decoded = [request for request in alike if not request.can_wait]
+        chosen = [(request, request.left) for request in decoded]
+        rows = sum(request.left for request in decoded)
+        room = min(self._share.rows, self._prompt_rows - rows) if decoded else self._prompt_rows
+        for request in alike:
+            if request.can_wait and room > 0:
+                count = min(request.left, room)
+                chosen.append((request, count))
+                room -= count
+        return chosen
+
+    def _with_pages(
+        self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
+    ) -> list[tuple[RowRequest, int]]:
+        """Those of them that there are pages for. Where the oldest has none, the youngest loses what it has."""
+        age = {id(request): place for place, request in enumerate(waiting)}
+        free = self._together.free_pages
+        kept: list[tuple[RowRequest, int]] = []
+        for request, count in sorted(chosen, key=lambda each: age[id(each[0])]):
+            wanted = request.cache.pages_for(count)
+            if wanted > free:
+                free += self._provide(wanted, reserved=self._together.free_pages - free)
+            if wanted > free and not kept:
+                self._preempt(waiting, request)
+                # Where there is nobody to take pages from, the pass itself tells.
+                return [] if any(each.error is not None for each in waiting) else [(request, count)]
+            if wanted <= free:
+                kept.append((request, count))
+                free -= wanted
+        return kept
+
+    def _provide(self, pages: int, reserved: int = 0) -> int:
+        """Lets go of kept prefixes where fewer pages are free, besides those reserved; how many were gained."""
+        before = self._together.free_pages
+        if before - reserved < pages:
+            self._make_room(pages + reserved)
+        return self._together.free_pages - before
+
+    def _preempt(self, waiting: Sequence[RowRequest], oldest: RowRequest) -> None:
+        """Has the youngest other sequence that has rows give up its pages."""
+        for request in reversed(waiting):
+            if request is not oldest and request.cache.length:
+                request.error = PreemptedError("The sequence gave its pages to older ones.")
+                return
+
+
+def sharing_backend(backend: Backend) -> Backend | None:
+    """The backend whose passes sequences can share, each as it would be alone; None where they cannot.
+
+    Experts that passes use together are not counted. Where long texts are rotated otherwise, sequences differ.
+    """
+    if isinstance(backend, ExpertCountingBackend):
+        backend = backend.uncounted
+    rotates = isinstance(backend, RotatingBackend) and backend.rotation_border is not None
+    shares = isinstance(backend, TogetherBackend) and backend.capabilities.paged and not rotates
+    return backend if shares else None

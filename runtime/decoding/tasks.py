@@ -1,0 +1,140 @@
+"""A task of the scheduler: work on a thread of its own that waits for rows of its sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from dataclasses import field
+
+import numpy as np
+
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.cache import SharingCache
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+
+__all__ = ["RowRequest", "SequenceTask"]
+
+# Rows of one sequence from which on they may be a prompt's, and wait for those of others.
+_LONG = 17
+
+
+@dataclass(eq=False)
+class RowRequest:
+    """Rows of one sequence that a task waits for.
+
+    Attributes:
+        fed: rows that passes have evaluated.
+        parts: what these passes gave, copied; the last one's is a view.
+    """
+
+    cache: SharingCache
+    batch: ForwardInput
+    fed: int = 0
+    parts: list[ForwardOutput] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def left(self) -> int:
+        """Rows that were not evaluated yet."""
+        return len(self.batch.tokens) - self.fed
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether its rows may be cut into several passes, as a prompt's."""
+        return self.batch.is_chain and self.left >= _LONG
+
+    @property
+    def over(self) -> bool:
+        """Whether its task can go on."""
+        return self.error is not None or not self.left
+
+    def next_rows(self, count: int) -> ForwardInput:
+        """The next rows, as a pass's input."""
+        batch, start, stop = self.batch, self.fed, self.fed + count
+        if count == len(batch.tokens):
+            return batch
+        wanted: Ints = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start
+        hidden = None if batch.hidden is None else batch.hidden[start:stop]
+        tokens, positions = batch.tokens[start:stop], batch.positions[start:stop]
+        return dataclasses.replace(batch, tokens=tokens, positions=positions, rows=wanted, hidden=hidden)
+
+    def take(self, output: ForwardOutput, count: int) -> None:
+        """Takes what a pass gave for its next rows."""
+        self.fed += count
+        self.parts.append(_copied(output) if self.left else output)
+
+    def output(self) -> ForwardOutput:
+        """What all passes gave together; of a single one a view that the next pass overwrites.
+
+        Raises:
+            BackendError: a pass failed, was cancelled, or did not take place.
+        """
+        if self.error is not None:
+            raise self.error
+        if len(self.parts) == 1:
+            return self.parts[0]
+        hidden = [part.hidden for part in self.parts if part.hidden is not None]
+        experts = [part.experts for part in self.parts if part.experts is not None]
+        return ForwardOutput(
+            np.concatenate([part.logits for part in self.parts]),
+            np.concatenate(hidden) if hidden else None,
+            np.concatenate(experts, axis=1) if experts else None,
+        )
+
+
+def _copied(output: ForwardOutput) -> ForwardOutput:
+    hidden = None if output.hidden is None else output.hidden.copy()
+    return ForwardOutput(output.logits.copy(), hidden, None if output.experts is None else output.experts.copy())
+
+
+class SequenceTask:
+    """Work on a thread of its own that runs only while the scheduler lets it; made by `Scheduler.start`.
+
+    Attributes:
+        over: whether the work has ended.
+        request: the rows it waits for; None where it can go on.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.over = False
+        self.request: RowRequest | None = None
+        self._work = work
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name="edgeinfer-sequence", daemon=True)
+        self._thread.start()
+
+    def resume(self) -> None:
+        """Lets the work go on until it waits for rows, or ends."""
+        self._turn.release()
+        self.await_end_of_turn()
+        if self.over:
+            self._thread.join()
+
+    def await_end_of_turn(self) -> None:
+        """Waits until the work that goes on waits for rows, or ends."""
+        self._back.acquire()
+
+    def wait(self) -> None:
+        """Waits for the next turn; on the task's own thread."""
+        self._back.release()
+        self._turn.acquire()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the task's."""
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            self._work()
+        finally:
+            self.over = True
+            self._work = _nothing  # what it refers to need not wait for the thread's end
+            self._back.release()
+
+
+def _nothing() -> None:
+    """What a task that is over does."""

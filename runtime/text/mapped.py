@@ -1,0 +1,217 @@
+"""A byte-pair tokenizer whose vocabulary and merges are mapped from a bundle's table, with the ids of the library's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
+from functools import lru_cache, partial
+from heapq import heapify, heappop, heappush
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Self
+
+import tokenizers
+from tokenizers import AddedToken
+
+from edgeinfer.bundle import Bundle
+from edgeinfer.bundle.array_file import ArrayFileError
+from edgeinfer.bundle.tokenizer_table import TABLE, VERSION, TokenizerTable
+from edgeinfer.errors import StorageError, TokenizerError
+from edgeinfer.runtime.system.allocation import allocating
+from edgeinfer.runtime.text.contract import MARK
+from edgeinfer.runtime.text.tokenizer import SEEN_WORDS, SHORT, Tokenizer, library_errors
+from edgeinfer.user_folders import make_private, user_cache
+
+__all__ = ["MappedTokenizer", "find_table", "make_table", "mapped_tokenizer_bytes"]
+
+_TOKENIZER = "tokenizer.json"
+# A smaller tokenizer.json is parsed within some 20 ms.
+_WORTH_BYTES = 500_000
+
+# Symbols of the longest word that is kept with its tokens.
+_LONGEST_SEEN = 32
+# Measured on 256 symbols and on 20,000: what the library takes of itself, and of each byte of the small tokenizer.json.
+_LIBRARY_BYTES, _PARSED, _SEEN_WORD_BYTES = 1_000_000, 30, 600
+_HALF = 32
+_LOWER = (1 << _HALF) - 1
+
+
+class MappedTokenizer(Tokenizer):
+    """Implements `contract.TokenizerLike`. The library cuts texts into words and words into symbols, by a vocabulary of
+    symbols alone; the symbols of each word are merged here.
+
+    Args:
+        table: of the tokenizer.
+    """
+
+    # The library's account of every symbol, and there are four to a token.
+    _character_bytes = 300
+
+    def __init__(self, table: TokenizerTable) -> None:
+        backend = tokenizers.Tokenizer.from_buffer(table.tokenizer)
+        super().__init__(backend)
+        self._table = table
+        self._size = table.size
+        added = backend.get_added_tokens_decoder()
+        self._added = {table.added[token.content]: token for token in added.values()}
+        self._spelled = {table.added[token.content]: backend.id_to_token(id_) for id_, token in added.items()}
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        # By the library's ids of symbols and added tokens, which number both from 0 on.
+        ids = {id_: table.added[token.content] for id_, token in added.items()}
+        self._true = dict(enumerate(table.symbols)) | ids
+        # Of the table alone, so that a tokenizer does not refer to itself and goes as soon as it is not needed.
+        self._merged = partial(_merged, table)
+        self._seen = lru_cache(SEEN_WORDS)(self._merged)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Maps a tokenizer.table.
+
+        Raises:
+            TokenizerError: the file is missing, unreadable or not such a table.
+        """
+        with allocating("The tokenizer"), library_errors(f"{path} is not a usable tokenizer"):
+            try:
+                tokenizer = cls(TokenizerTable(Path(path)))
+            except (ArrayFileError, OSError, KeyError, ValueError) as error:
+                message = f"Cannot use the tokenizer {path}: {error}."
+                raise TokenizerError(message, "Remove it where it lies in a cache, else export again.") from error
+            tokenizer.decode(tokenizer.encode("a"))
+        return tokenizer
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Self:
+        """That of a bundle with a table.
+
+        Raises:
+            TokenizerError: as `from_file`.
+            BundleError: the bundle's own table differs from its digest.
+        """
+        if bundle.has(TABLE):
+            bundle.check(TABLE)
+        return cls.from_file(find_table(bundle) or bundle.path / TABLE)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the vocabulary lacks add nothing."""
+        # As the library does, by their texts: a special token that is spelled in another way is not left out.
+        hidden = self._special if skip_special_tokens else frozenset()
+        spelled = [text for text in map(self.id_to_token, ids) if text is not None and text not in hidden]
+        decoder = self._backend.decoder
+        return " ".join(spelled) if decoder is None else str(decoder.decode(spelled))
+
+    def spellings(self) -> Iterator[str | None]:
+        """The vocabulary's spelling of every id from 0 on, None for ids that are no token."""
+        yield from map(self.id_to_token, range(max(self._table.ids, 1 + max(self._added, default=-1))))
+
+    def token_to_id(self, text: str) -> int | None:
+        """The id of one token as the vocabulary spells it, None where it has no such token."""
+        added = self._table.added.get(text)
+        return self._table.id_of(text) if added is None else added
+
+    def id_to_token(self, id_: int) -> str | None:
+        """The vocabulary's spelling of an id, None where it has no such id."""
+        spelled = self._spelled.get(id_)
+        return self._table.spelling(id_) if spelled is None else spelled
+
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        return self._added
+
+    def _ids(self, text: str, add_special_tokens: bool, stands: Set[int] = frozenset()) -> list[int]:
+        if len(text) <= SHORT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = []
+        for word, symbols in groupby(zip(encoding.word_ids, encoding.ids, strict=True), key=_word):
+            if word is None:  # what the template adds, by its ids there
+                ids += [id_ for _, id_ in symbols]
+                continue
+            true = tuple(MARK if id_ in stands else self._true[id_] for _, id_ in symbols)
+            if len(true) == 1:
+                ids += true
+            else:
+                ids += self._seen(true) if len(true) <= _LONGEST_SEEN else self._merged(true)
+        return ids
+
+
+def find_table(bundle: Bundle) -> Path | None:
+    """The table of a bundle's tokenizer: its own, or one that was made of it here; None where there is none."""
+    if bundle.has(TABLE):
+        return bundle.path / TABLE
+    entry = bundle.manifest.files.get(_TOKENIZER)
+    if entry is None or entry.bytes < _WORTH_BYTES:
+        return None
+    with suppress(StorageError):
+        made = _made(entry.sha256)
+        return made if made.is_file() and made.stat().st_size else None
+    return None
+
+
+def mapped_tokenizer_bytes(table: Path, *, used: bool) -> int:
+    """What stays of a mapped tokenizer in memory of its own; 0 where the table cannot be read.
+
+    Args:
+        used: with the words it keeps of texts that it has seen.
+    """
+    with suppress(ArrayFileError, OSError, KeyError, ValueError):
+        symbols = TokenizerTable(table).tokenizer
+        return _LIBRARY_BYTES + _PARSED * len(symbols) + (SEEN_WORDS * _SEEN_WORD_BYTES if used else 0)
+    return 0
+
+
+def make_table(bundle: Bundle) -> None:
+    """Makes the table of an old bundle's tokenizer for the next time, in a process of its own, as it takes more memory
+    than a model is planned with. A tokenizer that has none leaves an empty file, and a failure nothing."""
+    entry = bundle.manifest.files.get(_TOKENIZER)
+    if not bundle.digests or bundle.has(TABLE) or entry is None or entry.bytes < _WORTH_BYTES:
+        return
+    if getattr(sys, "frozen", False):  # there is no interpreter to start
+        return
+    with suppress(OSError, StorageError):
+        made, source = _made(entry.sha256), bundle.path / _TOKENIZER
+        if not made.exists():
+            make_private(made.parent)
+            module = "edgeinfer.bundle.tokenizer_table"
+            command = [sys.executable, "-m", module, str(source), entry.sha256, str(made)]
+            subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _made(digest: str) -> Path:
+    return user_cache() / "edgeinfer" / "tokenizers" / f"{digest}-{VERSION}.table"
+
+
+def _merged(table: TokenizerTable, symbols: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of a word: of all neighbours that make a token those of the lowest rank do, of equal ones the
+    leftmost, until there are none."""
+    merge = table.merge
+    if table.whole_words:
+        whole = table.id_of("".join(table.spelling(id_) or "" for id_ in symbols))
+        if whole is not None:
+            return (whole,)
+    ids = list(symbols)
+    before, after = list(range(-1, len(ids) - 1)), list(range(1, len(ids) + 1))
+    # Each with the two tokens that it is of: where either was merged meanwhile, it is gone.
+    pairs = ((merge(left, right), at, left, right) for at, (left, right) in enumerate(pairwise(ids)))
+    found = [(merged, at, left, right) for merged, at, left, right in pairs if merged is not None]
+    heapify(found)
+    while found:
+        merged, at, left, right = heappop(found)
+        other = after[at]
+        if ids[at] != left or other == len(ids) or ids[other] != right:
+            continue
+        ids[at], ids[other] = merged & _LOWER, MARK
+        end = after[at] = after[other]
+        if end < len(ids):
+            before[end] = at
+            if (follows := merge(ids[at], ids[end])) is not None:
+                heappush(found, (follows, at, ids[at], ids[end]))
+        start = before[at]
+        if start >= 0 and (precedes := merge(ids[start], ids[at])) is not None:
+            heappush(found, (precedes, start, ids[start], ids[at]))
+    return tuple(id_ for id_ in ids if id_ != MARK)
+
+
+def _word(symbol: tuple[int | None, int]) -> int | None:
+    return symbol[0]

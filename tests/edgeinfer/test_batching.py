@@ -1,0 +1,188 @@
+"""Replies side by side: each is what it is alone, whoever comes, goes or gives way; and what must be refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import edgeinfer
+from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
+from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
+from edgeinfer.runtime.decoding.scheduler import PromptShare
+from edgeinfer.runtime.native.library import LIBRARY
+
+pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
+STORY = "Once upon a time there was a little dog who lived in a big house by the sea. "
+PROMPTS = [STORY * copies + end for copies in (0, 1, 6) for end in ("Tom had a ball.", "One day", "The cat saw")]
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 5},
+    {"temperature": 1.2, "seed": 9, "top_k": 20, "repetition_penalty": 1.2},
+    {"temperature": 0.7, "seed": 3, "regex": "[a-z ,.]{3,40}"},
+]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    # Pages for one context and a prefix or two: replies of long prompts have to give way.
+    with edgeinfer.load(context=192, threads=1, prefix_cache="1MB", remember=False) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def alone(model: Model) -> Callable[[int, int], tuple[int, ...]]:
+    """What a prompt with some options gives alone."""
+    known: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def reply(prompt: int, options: int) -> tuple[int, ...]:
+        if (prompt, options) not in known:
+            given = OPTIONS[options] | {"max_tokens": TOKENS, "speculation": "off"}
+            known[prompt, options] = model.generate(PROMPTS[prompt], **given).token_ids
+        return known[prompt, options]
+
+    return reply
+
+
+class Arrivals:
+    """Replies that arrive and leave at given steps of a batch."""
+
+    def __init__(self, batch: ReplyBatch, model: Model) -> None:
+        self.batch, self.model = batch, model
+        self.results: dict[int, Result] = {}
+        self.errors: list[Exception] = []
+        self.streams: dict[int, TokenStream] = {}
+
+    def add(self, place: int, prompt: int, options: int) -> None:
+        def work(slot: Slot) -> None:
+            try:
+                stream = self.model.stream(PROMPTS[prompt], max_tokens=TOKENS, **OPTIONS[options])
+                self.streams[place] = stream
+                self.results[place] = stream.complete()
+            except Exception as error:
+                self.errors.append(error)
+
+        self.batch.add(work)
+
+
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_any_company_leaves_every_reply_as_it_is_alone(
+    model: Model, alone: Callable[[int, int], tuple[int, ...]], data: st.DataObject
+) -> None:
+    draw = random.Random(data.draw(st.integers(0, 2**32)))
+    wanted = [(draw.randrange(len(PROMPTS)), draw.randrange(len(OPTIONS))) for _ in range(10)]
+    expected = [alone(*each) for each in wanted]
+    cancelled = {place for place in range(10) if draw.random() < 0.2}
+    with contextlib.closing(model.reply_batch(draw.choice((2, 5)))) as batch:
+        arrivals, waiting, left = Arrivals(batch, model), list(enumerate(wanted)), True
+        while waiting or left:
+            if waiting and batch.has_room and draw.random() < 0.4:
+                place, (prompt, options) = waiting.pop(0)
+                arrivals.add(place, prompt, options)
+            left = batch.step()
+            for place in cancelled & arrivals.streams.keys():
+                if draw.random() < 0.3:
+                    arrivals.streams[place].cancel()
+    assert not arrivals.errors
+    for place, result in arrivals.results.items():
+        if result.finish_reason == "cancelled":
+            assert place in cancelled and result.token_ids == expected[place][: len(result.token_ids)]
+        else:
+            assert result.token_ids == expected[place]
+    assert len(arrivals.results) == 10
+    assert model.generate(PROMPTS[0], max_tokens=TOKENS, temperature=0).token_ids == alone(0, 0)
+
+
+def test_replies_are_given_in_the_order_of_their_prompts_and_share_beginnings() -> None:
+    prompts = [STORY * 8 + name for name in ("Tom", "Lily", "A frog", "Sam", "Ben", "A bird")]
+    with edgeinfer.load(context=512, threads=1, remember=False) as model:
+        plain = [model.generate(prompt, max_tokens=12) for prompt in prompts]
+        model.generate("Hello", max_tokens=1)
+        together = model.generate_batch(prompts, parallel=3, max_tokens=12)
+        assert [r.text for r in together] == [r.text for r in plain]
+        # All but the first take over what that has evaluated, in whole passes.
+        shared = len(model.tokenize(STORY * 8)) - 1
+        assert sum(r.timings.cached_prompt_tokens >= min(shared, model.plan.prefill_chunk) for r in together) == 5
+        assert model.generate_batch([], max_tokens=12) == []
+        passes = model.reply_batch(1)
+        with contextlib.closing(passes), pytest.raises(UsageError, match="Another thread is working"):
+            run_elsewhere(lambda: model.generate("Hello", max_tokens=1))
+
+
+def run_elsewhere(work: Callable[[], object]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(timeout=60)
+
+
+def test_a_reply_moves_into_company_and_stays_what_it_is(model: Model) -> None:
+    expected = model.generate(PROMPTS[3], max_tokens=TOKENS).token_ids
+    stream = model.stream(PROMPTS[3], max_tokens=TOKENS, speculation="ngram")
+    said = [token for _ in range(5) for token in next(stream).token_ids]
+    stream.pause()
+    with contextlib.closing(model.reply_batch(2)) as batch:
+        other = Arrivals(batch, model)
+
+        def go_on(slot: Slot) -> None:
+            stream.move(slot.parts, slot.turns)
+            said.extend(token for chunk in stream for token in chunk.token_ids)
+
+        batch.add(go_on)
+        other.add(0, 1, 0)
+        while batch.step():
+            pass
+    assert tuple(said) == expected and stream.result.token_ids == expected
+    assert stream.result.speculation.rounds > 0 and not other.errors
+
+
+def test_what_cannot_be_made_side_by_side_is_refused(model: Model) -> None:
+    with pytest.raises(UnshareableError, match="Replies side by side can neither search"):
+        model.generate_batch(["Once"], search="beam")
+    with pytest.raises(UsageError, match="parallel=0 is out of range"):
+        model.generate_batch(["Once"], parallel=0)
+    with pytest.raises(ContextLengthError):
+        model.generate_batch(["Once", STORY * 50], max_tokens=4)
+    assert model.generate("Once", max_tokens=1).token_ids
+    with (
+        edgeinfer.load(context=64, native=False, remember=False) as portable,
+        pytest.raises(CapabilityError, match="cannot share passes"),
+    ):
+        portable.generate_batch(["Once"], max_tokens=1)
+
+
+def test_an_interrupt_ends_all_replies_and_leaves_the_model_usable(model: Model) -> None:
+    seen = 0
+
+    def tell(slot: Slot) -> None:
+        nonlocal seen
+        with contextlib.suppress(UsageError):
+            for _ in model.stream(PROMPTS[0], max_tokens=TOKENS):
+                seen += 1
+
+    batch = model.reply_batch(4)
+    for _ in range(3):
+        batch.add(tell)
+    while seen < 6:
+        batch.step()
+    batch.close()
+    assert batch.running == 0
+    assert model.generate(PROMPTS[0], max_tokens=4).usage.completion_tokens == 4
+
+
+def test_prompts_take_what_the_gap_leaves() -> None:
+    share = PromptShare(2.0, 512)
+    share.observe(0, 10.0)
+    for _ in range(20):
+        share.observe(share.rows, 10.0 + 0.5 * share.rows)
+    assert 15 <= share.rows <= 25  # twice ten milliseconds
+    for _ in range(20):
+        share.observe(share.rows, 100.0)
+    assert share.rows == 8
