@@ -61,7 +61,8 @@ def test_memory_is_what_it_was() -> None:
         memory = [sizes.memory(bits) for bits in (2, 4, 8, 32)]
         found[name] = [sizes, sizes.parameters, memory, gguf_memory(10**6, sizes), sizes.kv_bytes(100)]
     check_recorded(
-        "estimates", found | {"file": gguf_memory(10**9), "catalog": {m.name: m.memory for m in edgeinfer.catalog()}}
+        "estimates",
+        found | {"file": gguf_memory(10**9), "catalog": {m.name: [m.memory, m.download] for m in edgeinfer.catalog()}},
     )
 
 

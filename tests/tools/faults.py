@@ -88,10 +88,11 @@ def broken(node: ast.expr, row: bytes) -> str | None:
         if isinstance(node.value, bool):
             return str(not node.value)
         return str(node.value + 1) if isinstance(node.value, int) else None
+    # A node's own parentheses are no part of it.
     parts = [
-        row[part.col_offset : part.end_col_offset].decode()
+        text if isinstance(part, ast.Name | ast.Constant | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"
         for part in ast.iter_child_nodes(node)
-        if isinstance(part, ast.expr)
+        if isinstance(part, ast.expr) and (text := row[part.col_offset : part.end_col_offset].decode())
     ]
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return f"{parts[0]} {COMPARISONS[type(node.ops[0])]} {parts[1]}"

@@ -273,31 +273,30 @@ def test_interrupted_it_keeps_what_was_done(
     assert "| edgeinfer" in captured.out and "Interrupted" in captured.err
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
-        (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
-        (["--python", "genai"], "does not name an engine"),
-        (["--python", "genai=/bin/echo"], "/bin/echo is no Python interpreter"),
-        (["--python", "genai=/nowhere/python"], "Cannot run /nowhere/python"),
-        (["--budgets", "lots"], "'lots' is not a positive size"),
-        (["--budgets", "0"], "is not a positive size"),
-        (["--models", "grand"], "Unknown model 'grand'"),
-        (["--checkpoint", "/nowhere"], "/nowhere is no checkpoint"),
-        (["-c", "100"], "A context of 100 tokens is too small"),
-        (["-t", "0"], "threads must be at least 1"),
-        (["--repeats", "0"], "repeats must be at least 1"),
-        (["--patience", "0"], "patience must be above 0"),
-        (["--json", "/nowhere/peers.json"], "there is no such folder"),
-    ],
+BAD_INPUT = (
+    (["--engines", "edgeinfer,warp"], "Unknown engine 'warp'"),
+    (["--python", "warp=/bin/true"], "Unknown engine 'warp'"),
+    (["--python", "genai"], "does not name an engine"),
+    (["--python", "genai=/bin/echo"], "/bin/echo is no Python interpreter"),
+    (["--python", "genai=/nowhere/python"], "Cannot run /nowhere/python"),
+    (["--budgets", "lots"], "'lots' is not a positive size"),
+    (["--budgets", "0"], "is not a positive size"),
+    (["--models", "grand"], "Unknown model 'grand'"),
+    (["--checkpoint", "/nowhere"], "/nowhere is no checkpoint"),
+    (["-c", "100"], "A context of 100 tokens is too small"),
+    (["-t", "0"], "threads must be at least 1"),
+    (["--repeats", "0"], "repeats must be at least 1"),
+    (["--patience", "0"], "patience must be above 0"),
+    (["--json", "/nowhere/peers.json"], "there is no such folder"),
 )
-def test_bad_input(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "peers", "--work", str(tmp_path), *arguments]) in (2, 3, 5)
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and says in captured.err and not captured.out
-    assert not list(tmp_path.iterdir())
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in BAD_INPUT:
+        assert main(["bench", "peers", "--work", str(tmp_path), *arguments]) in (2, 3, 5)
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ") and says in captured.err and not captured.out
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_model_shorter_than_the_work(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_plain_decoding_is_always_measured_and_comes_first() -> None:
 def test_settings_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SpecConfig(**change)
+    assert SpecConfig(repeats=1, replies=ReplySettings(max_tokens=3)).modes == ("off", "auto")
 
 
 def test_modes_take_turns_and_each_starts_elsewhere() -> None:

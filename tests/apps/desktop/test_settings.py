@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.apps.desktop.requests import whole_number
 from edgeinfer.apps.desktop.settings import AppSettings, SettingsFile
 from edgeinfer.errors import StorageError, UsageError
 
@@ -100,3 +101,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert file.now.theme == "dark"
     assert json.loads(path.read_text())["theme"] == "dark"
     assert [p.name for p in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_whole_numbers_begin_with_one() -> None:
+    assert [whole_number(body, "n") for body in ({"n": 1}, {"n": None}, {})] == [1, None, None]
+    for wrong in (0, True, 1.0, "1"):
+        with pytest.raises(UsageError, match="n is out of range"):
+            whole_number({"n": wrong}, "n")

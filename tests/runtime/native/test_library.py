@@ -75,7 +75,8 @@ def test_a_shortened_library_is_refused(kernel: NativeKernel, tmp_path: Path) ->
     for length in (0, 3, 63, 64, 200, 5000, len(data) // 2, len(data) * 3 // 4):
         copy.write_bytes(data[:length])
         library._open.cache_clear()
-        with pytest.raises(NativeUnavailableError, match=r"is not a library|file is incomplete"):
+        says = "is not a library" if length < 64 else "file is incomplete"
+        with pytest.raises(NativeUnavailableError, match=says):
             load_kernel(copy)
 
 
