@@ -65,11 +65,3 @@ def test_thirty_two_bits_quantize_nothing() -> None:
     policy = QuantPolicy(32, 32, 32)
     assert policy.scheme("layers.0.mlp.down", (2048, 2048)) is None
     assert policy.scheme("embed", (2048, 2048)) is None
-
-
-@pytest.mark.parametrize(
-    ("bits", "weights", "head"),
-    [(32, 10, 32), (8, 10**9, 8), (4, 10**6, 8), (4, 10**9, 4), (2, 10**6, 8), (2, 10**9, 4)],
-)
-def test_default_bits_of_the_head(bits: int, weights: int, head: int) -> None:
-    assert default_head_bits(bits, weights) == head
