@@ -29,6 +29,7 @@ Signal = tuple[Floats, ...]
 
 # Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.
 _CHUNK_TOKENS = 1024
+_UNCOMPUTED = ("mixers", "kv_sources", "per_layer")  # parts of a decoder
 # A whole tensor by its canonical name.
 Tensors = Callable[[str], Floats]
 # What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
@@ -94,9 +95,9 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        if spec.mixers:
-            message = "Calibration of a decoder with mixers is not supported yet."
-            raise UnsupportedArchitectureError(message, "Export it without a calibration text.")
+        for name in (name for name in _UNCOMPUTED if getattr(spec, name)):
+            what = f"Calibration of a decoder with {name}"
+            raise UnsupportedArchitectureError(f"{what} is not supported yet.", "Export it without a calibration text.")
         self.spec = spec
         self.tensors = tensors
         self.visit = visit
@@ -116,6 +117,8 @@ class LayerWalk:
         if not self.spec.parallel:
             entering = self._entering(f"layers.{layer}.mlp", states)
         self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
+        for state in states if self.spec.layer_scales else ():
+            state *= self.tensors("layer_scales")[layer]
         return states
 
     def _entering(self, part: str, states: Signal) -> Signal:
@@ -169,7 +172,7 @@ class LayerWalk:
         mixed = tuple(self._attend(layer, qkv, norms, sinks) for qkv in products)
         if spec.output_gate:
             gates = self.linear(f"{prefix}.gate", entering, False)
-            each = spec.head_dim if spec.output_gate == "head" else 1
+            each = spec.heads(layer).size if spec.output_gate == "head" else 1
             mixed = tuple(x * np.repeat(_logistic(g), each, axis=1) for x, g in zip(mixed, gates, strict=True))
         if spec.inner_norms:
             mixed = self.norm(f"{prefix}.inner_norm", mixed)
@@ -178,27 +181,25 @@ class LayerWalk:
     def _attend(
         self,
         layer: int,
-        qkv: Floats,  # (N, q + 2 kv)
+        qkv: Floats,  # (N, q + 2 kv), or q + kv where the keys are values too
         norms: list[Floats] | None,
         sinks: Floats | None,  # (heads,)
     ) -> Floats:  # (N, q)
-        spec = self.spec
-        mixed = np.empty((len(qkv), spec.q_size), np.float32)
-        group, width = spec.num_heads // spec.num_kv_heads, spec.head_dim
-        by_group = None if sinks is None else sinks.reshape(spec.num_kv_heads, group)
+        spec, own = self.spec, self.spec.heads(layer)
+        mixed = np.empty((len(qkv), own.q_size), np.float32)
+        by_group = None if sinks is None else sinks.reshape(own.kv_heads, -1)
         for text in self._texts:
-            q, k, v = np.split(qkv[text], [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-            size = len(q)
+            q, *made = np.split(qkv[text], np.cumsum(own.products)[:-1], axis=1)
+            size, width = len(q), own.size
             queries, keys = (
                 self._turned(layer, x.reshape(size, -1, width), None if norms is None else norms[place], place == 0)
-                for place, x in enumerate((q, k))
+                for place, x in enumerate((q, made[0]))
             )
-            values = v.reshape(size, -1, width)
+            values = made[-1].reshape(size, -1, width)
             if spec.value_norm:
                 values = rms_norm(values, np.ones(width, np.float32), spec.norm_eps)
-            grouped = queries.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, width)
             heads = attend(
-                grouped,
+                queries.swapaxes(0, 1).reshape(own.kv_heads, -1, size, width),
                 keys.swapaxes(0, 1),
                 values.swapaxes(0, 1),
                 self._visible(layer, size),

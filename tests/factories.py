@@ -53,7 +53,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 _HALF_HEAD = 8
 # Configurations whose class is not named after the model's.
-_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
+_CONFIGS |= {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 # What the families differ in among themselves: (architecture, configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name.lower(): (name, {}) for name in ARCHITECTURES},
@@ -239,6 +240,14 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
+        for module in model.modules():
+            if getattr(module, "scaling", 0) == 1 and hasattr(module, "q_norm"):
+                # Scores that nothing scales are scaled by that norm in trained models.
+                attention: Any = module
+                attention.q_norm.weight *= attention.head_dim**-0.5
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 def make_tokenizer(

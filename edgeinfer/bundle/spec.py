@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
+from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec, check_heads
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 from edgeinfer.records import dataclass
@@ -146,6 +147,11 @@ class DecoderSpec:
         delta: of the layers whose mixer is "delta".
         mamba2: of the layers whose mixer is "mamba2", alone or beside attention.
         no_mlp: layers without an MLP, ascending (Nemotron-H, Mamba-2).
+        full_heads: of the layers without a window, where theirs differ.
+        kv_sources: for each layer the one whose keys and values it reads; empty where all read their own.
+        mlp_sizes: inner width of each layer's MLP; empty where all have `intermediate_size`.
+        layer_scales: the hidden states after each layer are multiplied by a number of its own (Gemma 4).
+        per_layer: of per-layer embeddings.
     """
 
     vocab_size: int
@@ -190,13 +196,19 @@ class DecoderSpec:
     delta: DeltaSpec | None = None
     mamba2: Mamba2Spec | None = None
     no_mlp: tuple[int, ...] = ()
+    full_heads: HeadsSpec | None = None
+    kv_sources: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+    layer_scales: bool = False
+    per_layer: PerLayerSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
             _require(getattr(self, name) > 0, f"{name} must be positive")
         _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-        _require(all(rope.dim <= self.head_dim for rope in self.ropes), "rope dim exceeds head_dim")
+        widest = self.head_dim if self.full_heads is None else max(self.head_dim, self.full_heads.head_dim)
+        _require(all(rope.dim <= widest for rope in self.ropes), "rope dim exceeds head_dim")
         _require(0 < self.norm_eps < 1, "norm_eps must be in (0, 1)")
         for kind, name in ((Activation, "activation"), (NormKind, "norm"), (OutputGate, "output_gate")):
             _require(getattr(self, name) in get_args(kind), f"{name} {getattr(self, name)!r} is unknown")
@@ -213,6 +225,10 @@ class DecoderSpec:
         kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
         check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
         self._check_latent()
+        for name in ("mlp_sizes", "kv_sources"):
+            _require(len(getattr(self, name)) in (0, self.num_layers), f"{name} must name every layer or none")
+        _require(min(self.mlp_sizes, default=1) > 0, "mlp_sizes must be positive")
+        check_heads([self.heads(layer) for layer in range(len(self.kv_sources or self.windows or (0,)))])
 
     def _check_latent(self) -> None:
         latent = self.latent
@@ -270,8 +286,8 @@ class DecoderSpec:
 
     @property
     def native_only(self) -> bool:
-        """Whether only our own operators compute it: what recurrences and latent attention keep lies in pages."""
-        return bool(self.mixers) or self.latent is not None
+        """Whether only our own operators compute it: those of recurrences, latent attention and shared caches."""
+        return bool(self.mixers or self.kv_sources) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""
@@ -291,6 +307,17 @@ class DecoderSpec:
         """What mixes the tokens of a layer."""
         return self.mixers[layer] if self.mixers else "attention"
 
+    def heads(self, layer: int) -> LayerHeads:
+        """The heads of a layer's attention."""
+        source = self.kv_sources[layer] if self.kv_sources else layer
+        full = None if self.window(layer) else self.full_heads
+        sizes = (self.num_kv_heads, self.head_dim) if full is None else (full.num_kv_heads, full.head_dim)
+        return LayerHeads(self.num_heads, *sizes, bool(full and full.keys_are_values), source, source == layer)
+
+    def mlp_size(self, layer: int) -> int:
+        """Inner width of a layer's MLP."""
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+
     def parts_of(self, layer: int) -> tuple[Mixer, ...]:
         """What a layer has of attention and recurrences."""
         return parts_of(self.mixer(layer))
@@ -305,8 +332,8 @@ class DecoderSpec:
         if self.latent is not None:
             return (KVLayer(1, self.latent.rotary_size, self.latent.rank),) * self.num_layers
         attends, reads = KVLayer(self.num_kv_heads, self.head_dim, self.head_dim), KVLayer(1, 0, self.hidden_size)
-        others = (reads if mixer == "conv" else KVLayer(0, 0, 0) for mixer in self.mixers)
-        kept = tuple(attends if self.attends(layer) else each for layer, each in enumerate(others))
+        others = (reads if self.mixer(layer) == "conv" else KVLayer(0, 0, 0) for layer in range(self.num_layers))
+        kept = tuple(self.heads(layer).kept if self.attends(layer) else each for layer, each in enumerate(others))
         return () if set(kept) == {attends} else kept
 
     def state_of(self, layer: int) -> StateLayer:

@@ -25,16 +25,20 @@ from edgeinfer.records import dataclass
 __all__ = [
     "LINE_BYTES",
     "PAGE_BYTES",
+    "PER_LAYER_TABLE",
     "Outline",
     "check_graphs",
     "check_tensors",
     "convert_table",
     "file_bytes",
+    "is_looked_up",
     "lay_out",
     "stored_tensors",
     "tensors_in",
 ]
 
+# The table of per-layer embeddings: a row for each token and layer, those of a token one behind the other.
+PER_LAYER_TABLE = "embed.per_layer"
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
 PAGE_BYTES = 4096
 LINE_BYTES = 64
@@ -193,6 +197,11 @@ def _unnamed(tensor: TensorEntry) -> TensorEntry:
     return dataclasses.replace(tensor, name="")
 
 
+def is_looked_up(name: str) -> bool:
+    """Whether a tensor is a table of which a pass reads the rows of its tokens alone: an embedding."""
+    return name in ("embed", PER_LAYER_TABLE)
+
+
 def file_bytes(tensors: Iterable[TensorEntry]) -> int:
     """Length of the weights file."""
     return max((blob.offset + blob.nbytes for tensor in tensors for blob in tensor.blobs), default=0)
@@ -253,7 +262,9 @@ def check_graphs(manifest: Manifest) -> None:
 
 def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
-    hidden, qkv = decoder.hidden_size, decoder.q_size + 2 * decoder.kv_size
+    hidden, per_layer = decoder.hidden_size, decoder.per_layer
+    if per_layer is not None:
+        yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)
     for layer in range(decoder.num_layers):
         mixer, conv, delta, scan = decoder.mixer(layer), decoder.conv, decoder.delta, decoder.mamba2
         if (latent := decoder.latent) is not None:
@@ -261,7 +272,7 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
             yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
             yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
         elif decoder.attends(layer):
-            yield f"layers.{layer}.attn.qkv", (qkv, hidden)
+            yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), hidden)
         if conv is not None and mixer == "conv":
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
             yield f"layers.{layer}.mixer.conv", (hidden, 1, conv.width)

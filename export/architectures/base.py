@@ -9,6 +9,7 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
@@ -35,6 +36,9 @@ class Naming:
             and what is made of it; and of keys and values likewise.
         mixer: of a layer with a recurrence in the place of attention, or beside it.
         up: of an MLP without a gate.
+        layer_scale: what a layer's output is multiplied by.
+        per_layer_table, per_layer_projection, per_layer_norm: of per-layer embeddings, in all; and of each layer:
+        per_layer_gate, per_layer_out, per_layer_post_norm.
 
     A norm's bias is named after its weight.
     """
@@ -68,9 +72,18 @@ class Naming:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     xielu: tuple[str, str] = ("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n")
+    layer_scale: str = "layer_scalar"
+    per_layer_table: str = "model.embed_tokens_per_layer.weight"
+    per_layer_projection: str = "model.per_layer_model_projection.weight"
+    per_layer_norm: str = "model.per_layer_projection_norm.weight"
+    per_layer_gate: str = "per_layer_input_gate.weight"
+    per_layer_out: str = "per_layer_projection.weight"
+    per_layer_post_norm: str = "post_per_layer_input_norm.weight"
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
 
 
+# Names outside of the layers, and what precedes those inside.
+_PLACED = ("embed", "final_norm", "layer", "per_layer_table", "per_layer_projection", "per_layer_norm")
 # The matrices that a checkpoint of ternary weights packs.
 _TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
@@ -101,7 +114,7 @@ class Architecture:
     def placed(self, stored: Collection[str]) -> Architecture:
         """The same with the names that a checkpoint's tensors have."""
         for body, head in self.roots:
-            names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in ("embed", "final_norm", "layer")}
+            names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in _PLACED}
             names |= {name: head + getattr(self.naming, name) for name in ("head", "head_bias")}
             if names["embed"] in stored:
                 return dataclasses.replace(self, naming=dataclasses.replace(self.naming, **names))
@@ -115,7 +128,7 @@ class Architecture:
         """
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
-        plans = [plan("embed", (names.embed, (vocab, hidden)))]
+        plans = [plan("embed", (names.embed, (vocab, hidden))), *_model_plans(spec, names)]
         for layer in range(spec.num_layers):
             plans += self._layer(spec, layer, stored)
         plans += _norm_plans(spec, "final_norm", names.final_norm)
@@ -148,18 +161,21 @@ class Architecture:
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
         elif spec.attends(layer):
-            linear("attn.qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias)
+            heads = spec.heads(layer)
+            modules = names.qkv[: len(heads.products)] if len(names.qkv) == 3 else names.qkv
+            linear("attn.qkv", modules, heads.products, hidden, spec.qkv_bias)
             if spec.qk_norm:
-                plans.append(vector("attn.q_norm", names.q_norm, spec.q_size if spec.whole_norm else spec.head_dim))
-                plans.append(vector("attn.k_norm", names.k_norm, spec.kv_size if spec.whole_norm else spec.head_dim))
+                plans.append(vector("attn.q_norm", names.q_norm, heads.q_size if spec.whole_norm else heads.size))
+            if spec.qk_norm and heads.owns:
+                plans.append(vector("attn.k_norm", names.k_norm, heads.kv_size if spec.whole_norm else heads.size))
             if spec.sinks:
                 plans.append(vector("attn.sinks", names.sinks, spec.num_heads))
             if spec.output_gate:
-                rows = spec.q_size if spec.output_gate == "channel" else spec.num_heads
+                rows = heads.q_size if spec.output_gate == "channel" else spec.num_heads
                 linear("attn.gate", (names.gate,), (rows,), hidden, False)
             if spec.inner_norms:
-                norm("attn.inner_norm", names.attn_inner_norm, spec.q_size)
-            linear("attn.out", (names.out,), (hidden,), spec.q_size, spec.output_bias)
+                norm("attn.inner_norm", names.attn_inner_norm, heads.q_size)
+            linear("attn.out", (names.out,), (hidden,), heads.q_size, spec.output_bias)
         if spec.post_norm:
             norm("attn_post_norm", names.attn_post_norm)
         if layer in spec.no_mlp:
@@ -168,10 +184,12 @@ class Architecture:
             norm("mlp_norm", names.mlp_norm)
         if spec.post_norm:
             norm("mlp_post_norm", names.mlp_post_norm)
+        if spec.per_layer is not None:
+            plans += _per_layer_plans(spec, spec.per_layer.size, names, prefix, root)
         moe = spec.experts_of(layer)
         if moe is not None:
             return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
-        wide = spec.intermediate_size
+        wide = spec.mlp_size(layer)
         if spec.gated:
             linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)
         else:
@@ -222,6 +240,31 @@ def _of_heads(spec: DecoderSpec, latent: LatentSpec, prefix: str, name: str) -> 
     keys = Source(name, (heads * plain, latent.rank), pieces=(plain + given, 0, plain), heads=heads)
     values = Source(name, (heads * given, latent.rank), pieces=(plain + given, plain, given))
     return [TensorPlan(f"{prefix}.attn.k_b", (keys,)), TensorPlan(f"{prefix}.attn.v_b", (values,))]
+
+
+def _model_plans(spec: DecoderSpec, names: Naming) -> list[TensorPlan]:
+    """What all layers have together, beside the embedding."""
+    plans, layers = [], range(spec.num_layers)
+    if spec.per_layer is not None:
+        size, vocab = spec.per_layer.size, spec.per_layer.vocab_size
+        table = Source(names.per_layer_table, (vocab * len(layers), size), split=len(layers))
+        plans.append(TensorPlan(PER_LAYER_TABLE, (table,)))
+        shape = (size * len(layers), spec.hidden_size)
+        plans.append(plan("per_layer.projection", (names.per_layer_projection, shape)))
+        plans.append(plan("per_layer.norm", (names.per_layer_norm, (size,))))
+    if spec.layer_scales:
+        sources = [(names.layer.format(layer=layer) + names.layer_scale, (1,)) for layer in layers]
+        plans.append(plan("layer_scales", *sources))
+    return plans
+
+
+def _per_layer_plans(spec: DecoderSpec, size: int, names: Naming, prefix: str, root: str) -> list[TensorPlan]:
+    """What a layer has for its per-layer embedding."""
+    return [
+        plan(f"{prefix}.per_layer.gate", (root + names.per_layer_gate, (size, spec.hidden_size))),
+        plan(f"{prefix}.per_layer.out", (root + names.per_layer_out, (spec.hidden_size, size))),
+        *_norm_plans(spec, f"{prefix}.per_layer.norm", root + names.per_layer_post_norm),
+    ]
 
 
 def _norm_plans(spec: DecoderSpec, name: str, source: str, size: int = 0) -> list[TensorPlan]:

@@ -87,7 +87,8 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         UnsupportedArchitectureError: it has one.
     """
     if spec.native_only and layout == PORTABLE:
-        part = "recurrent layers" if spec.mixers else "latent attention"
+        part = "layers that share keys and values" if spec.kv_sources else "latent attention"
+        part = "recurrent layers" if spec.mixers else part
         message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
     # Of those without a gate ONNX Runtime's operators have silu alone.
@@ -160,12 +161,13 @@ def pad_heads(described: Described) -> Described:
     """
     spec, plans = described.spec, described.plans
     wide = -(-spec.head_dim // _MULTIPLE) * _MULTIPLE
-    if wide == spec.head_dim or spec.latent is not None:
+    full = spec.full_heads is None or spec.full_heads.head_dim % _MULTIPLE == 0
+    if (wide == spec.head_dim and full) or spec.latent is not None:
         return described
     packed = any(p.name.endswith("attn.qkv") and len(p.sources) == 1 for p in plans)
     # Zeros would count in a norm over what heads give, or lack rows in a gate of it.
     counted = spec.value_norm or spec.inner_norms or spec.output_gate == "channel"
-    if spec.qk_norm or packed or counted:
+    if spec.qk_norm or packed or counted or spec.full_heads is not None:
         message = (
             f"A head size of {spec.head_dim} is not supported for this model: it is not a multiple of {_MULTIPLE}."
         )

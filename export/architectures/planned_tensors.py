@@ -131,6 +131,10 @@ class PlannedRows:
                 columns = self._checkpoint.read(source.name, within=within)
                 self._turned = (source.name, source.index), columns.T
             return self._turned[1][start:stop].copy()
+        if source.split > 1:
+            first, last = start // source.split, -(-stop // source.split)
+            rows = self._checkpoint.read(source.name, first, last).reshape(-1, source.shape[1])
+            return rows[start - first * source.split : stop - first * source.split]
         before = source.index * source.shape[-1 if source.joined == 1 else 0]
         if source.joined == 0:
             return self._checkpoint.read(source.name, before + start, before + stop)

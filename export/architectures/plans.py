@@ -6,6 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.quant.policy import QuantScheme
 
@@ -40,6 +41,7 @@ class Source:
         index, stacked: which of how many of this shape the checkpoint's tensor stacks along a first axis of its own; 0
             where it stacks none.
         joined: of a matrix, the axis along which they follow one another instead.
+        split: rows of ours that a row of the checkpoint's matrix holds one behind the other.
         turned: the checkpoint's matrix has columns for rows.
         packing: how the checkpoint's numbers are packed, by edgeinfer.export.source.packed; "" for floats.
         scale: multiplies the values.
@@ -55,6 +57,7 @@ class Source:
     index: int = 0
     stacked: int = 0
     joined: int | None = None
+    split: int = 1
     turned: bool = False
     packing: str = ""
     scale: float = 1.0
@@ -68,6 +71,8 @@ class Source:
         """Shape of the checkpoint's tensor, unpacked."""
         if self.joined is not None:
             return tuple(size * self.stacked if axis == self.joined else size for axis, size in enumerate(self.shape))
+        if self.split > 1:
+            return (self.shape[0] // self.split, self.shape[1] * self.split)
         shape = self.shape
         if self.pieces:
             period, _, share = self.pieces
@@ -122,8 +127,8 @@ class TensorPlan:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether this is the embedding or the LM head."""
-        return self.name in ("embed", "head")
+        """Whether this is the LM head or an embedding."""
+        return self.name == "head" or is_looked_up(self.name)
 
 
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:

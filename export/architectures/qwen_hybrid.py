@@ -36,14 +36,10 @@ def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
     """Most layers have a delta rule, the others attention with normed queries and keys and a gate of its channels."""
     if config.flag("attention_bias"):
         raise CheckpointError("config.json: attention_bias of a hybrid Qwen is not supported.", _HINT)
-    mixers = _mixers(config)
-    delta = DeltaSpec(
-        key_heads=config.integer("linear_num_key_heads"),
-        value_heads=config.integer("linear_num_value_heads"),
-        key_size=config.integer("linear_key_head_dim"),
-        value_size=config.integer("linear_value_head_dim"),
-        width=config.integer("linear_conv_kernel_dim"),
-    )
+    mixers, delta = _mixers(config), None
+    if mixers:
+        fields = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        delta = DeltaSpec(*(config.integer(f"linear_{field}") for field in fields))
     if config.activation() != "silu":
         raise CheckpointError("config.json: hidden_act of a hybrid Qwen must be silu.", _HINT)
     return common_spec(
@@ -53,7 +49,7 @@ def _hybrid(config: HFConfig, tied: bool, **parts: Any) -> DecoderSpec:
         qk_norm=True,
         output_gate="channel",
         mixers=mixers,
-        delta=delta if mixers else None,
+        delta=delta,
         **parts,
     )
 

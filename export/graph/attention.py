@@ -36,6 +36,7 @@ from typing import Any
 
 from edgeinfer.bundle import NATIVE, PORTABLE, DecoderSpec, Layout, RopeSpec, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.parts import LayerHeads
 from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
@@ -105,14 +106,23 @@ class Attention(ABC):
         index = self._spec.rope_index(layer)
         return ["", ""] if index < 0 else list(io.rotary_names(index))
 
+    def _whole(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
+        """Queries, keys and values, where the values are the keys and the product has made these once."""
+        heads, prefix = self._spec.heads(layer), f"layers.{layer}.attn"
+        if not (heads.owns and heads.keys_are_values):
+            return qkv
+        keys = f"{prefix}.keys"
+        graph.ops("Split", [qkv, graph.constant(list(heads.products))], [f"{prefix}.queries_alone", keys], axis=-1)
+        return graph.op("Concat", [qkv, keys], f"{prefix}.qkv.whole", axis=-1)
+
     def _factored(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """Queries, keys and values, the queries times the factors of their positions where the rotation has some."""
-        rope, prefix, spec = self._spec.rope_of(layer), f"layers.{layer}.attn", self._spec
+        rope, prefix, heads = self._spec.rope_of(layer), f"layers.{layer}.attn", self._spec.heads(layer)
         if rope is None or not rope.query_beta:
             return qkv
         factors = graph.op("Gather", [io.QUERY_FACTORS, io.POSITION_IDS], f"{prefix}.factors", axis=0)  # (1, S, 1)
         queries, rest = f"{prefix}.queries", f"{prefix}.keys_and_values"
-        graph.ops("Split", [qkv, graph.constant([spec.q_size, 2 * spec.kv_size])], [queries, rest], axis=-1)
+        graph.ops("Split", [qkv, graph.constant([heads.q_size, sum(heads.products[1:])])], [queries, rest], axis=-1)
         scaled = graph.op("Mul", [queries, factors], f"{prefix}.scaled_queries")
         return graph.op("Concat", [scaled, rest], f"{prefix}.qkv.factored", axis=-1)
 
@@ -131,6 +141,7 @@ class PagedLayer:
         softcap: scores are softcap * tanh(score / softcap); 0: as they are.
         norm_after: queries and keys are normalised after the rotation, not before it.
         value_norm: values are normalised too, without a weight.
+        shared: keys and values are those that an earlier node wrote of `layer`; queries are all that enters.
     """
 
     num_heads: int
@@ -147,17 +158,18 @@ class PagedLayer:
     softcap: float = 0.0
     norm_after: int = 0
     value_norm: int = 0
+    shared: int = 0
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: int) -> PagedLayer:
         """Those of a decoder's layer."""
-        rope, latent = spec.rope_of(layer), spec.latent
+        rope, heads, latent = spec.rope_of(layer), spec.heads(layer), spec.latent
         return cls(
-            num_heads=spec.num_heads,
-            kv_num_heads=spec.num_kv_heads,
-            key_size=spec.head_dim if latent is None else latent.rotary_size,
-            value_size=spec.head_dim if latent is None else latent.rank,
-            layer=layer,
+            num_heads=heads.heads,
+            kv_num_heads=heads.kv_heads,
+            key_size=heads.size if latent is None else latent.rotary_size,
+            value_size=heads.size if latent is None else latent.rank,
+            layer=heads.source,
             part=2 * layer,
             rotary_dim=0 if rope is None else rope.dim,
             norm_epsilon=spec.norm_eps if latent is None else latent.norm_eps,
@@ -167,6 +179,7 @@ class PagedLayer:
             softcap=spec.attention_softcap,
             norm_after=int(spec.norm_after_rope),
             value_norm=int(spec.value_norm),
+            shared=int(not heads.owns),
         )
 
 
@@ -196,7 +209,7 @@ class _PagedAttention(Attention):
         """See `Attention.attend`."""
         prefix, attributes = f"layers.{layer}.attn", PagedLayer.of(self._spec, layer)
         weights = [self._ops.vector(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
-        qkv = self._factored(graph, layer, self._centred(graph, layer, qkv))
+        qkv = self._factored(graph, layer, self._centred(graph, layer, self._whole(graph, layer, qkv)))
         inputs = [qkv, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
@@ -261,16 +274,16 @@ class _PagedAttention(Attention):
 
         A norm of all heads together takes the mean of all.
         """
-        spec, prefix = self._spec, f"layers.{layer}.attn"
+        spec, prefix, heads = self._spec, f"layers.{layer}.attn", self._spec.heads(layer)
         if not spec.qk_norm or spec.norm != "layer":
             return qkv
         parts = [f"{prefix}.{name}" for name in ("q", "k", "v")]
-        graph.ops("Split", [qkv, graph.constant([spec.q_size, spec.kv_size, spec.kv_size])], parts, axis=-1)
-        for index, size in enumerate((spec.q_size, spec.kv_size)):
-            wide = size if spec.whole_norm else spec.head_dim
-            heads = graph.op("Reshape", [parts[index], graph.constant([0, 0, -1, wide])], f"{parts[index]}.heads")
-            mean = graph.op("ReduceMean", [heads, graph.constant([-1])], f"{parts[index]}.mean", keepdims=1)
-            centred = graph.op("Sub", [heads, mean], f"{parts[index]}.centred_heads")
+        graph.ops("Split", [qkv, graph.constant([heads.q_size, heads.kv_size, heads.kv_size])], parts, axis=-1)
+        for index, size in enumerate((heads.q_size, heads.kv_size)):
+            wide = size if spec.whole_norm else heads.size
+            apart = graph.op("Reshape", [parts[index], graph.constant([0, 0, -1, wide])], f"{parts[index]}.heads")
+            mean = graph.op("ReduceMean", [apart, graph.constant([-1])], f"{parts[index]}.mean", keepdims=1)
+            centred = graph.op("Sub", [apart, mean], f"{parts[index]}.centred_heads")
             parts[index] = graph.op("Reshape", [centred, graph.constant([0, 0, size])], f"{parts[index]}.centred")
         return graph.op("Concat", parts, f"{prefix}.qkv.centred", axis=-1)
 
@@ -287,19 +300,19 @@ class _BufferedAttention(Attention):
         graph.input(io.TOTAL_LENGTH, "int32", ())
         for layer in range(self._spec.num_layers):
             for name in io.past_names(layer):
-                graph.input(name, "float32", self._cache_shape)
+                graph.input(name, "float32", self._cache_shape(layer))
 
     def carried(self, layer: int) -> tuple[Carried, ...]:
         """See `Attention.carried`."""
         prefix = f"layers.{layer}.attn"
         inside = (f"{prefix}.present_key", f"{prefix}.present_value")
         named = zip(io.present_names(layer), inside, io.past_names(layer), strict=True)
-        return tuple(Carried(*names, "float32", self._cache_shape) for names in named)
+        return tuple(Carried(*names, "float32", self._cache_shape(layer)) for names in named)
 
     def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
         """See `Attention.attend`."""
         prefix, spec, window = f"layers.{layer}.attn", self._spec, self._spec.window(layer)
-        query, key, value = self._heads(graph, layer, self._factored(graph, layer, qkv))
+        query, key, value = self._heads(graph, layer, self._factored(graph, layer, self._whole(graph, layer, qkv)))
         lengths, rope = [io.SEQLENS_K, io.TOTAL_LENGTH], spec.rope_of(layer)
         fused = rope is not None and self._fuses_rotation(rope)
         rotary = [*self._tables(layer), io.POSITION_IDS] if fused else ["", "", ""]
@@ -316,7 +329,7 @@ class _BufferedAttention(Attention):
             [f"{prefix}.heads", *(each.inside for each in self.carried(layer))],
             domain=MICROSOFT,
             num_heads=spec.num_heads,
-            kv_num_heads=spec.num_kv_heads,
+            kv_num_heads=spec.heads(layer).kv_heads,
             local_window_size=window + io.TREE_ROWS if window else -1,
             do_rotary=int(fused),
             **({"rotary_interleaved": 1} if fused and rope is not None and rope.interleaved else {}),
@@ -324,9 +337,9 @@ class _BufferedAttention(Attention):
         )
         return f"{prefix}.heads"
 
-    @property
-    def _cache_shape(self) -> tuple[int | str, ...]:
-        return (1, self._spec.num_kv_heads, "C", self._spec.head_dim)
+    def _cache_shape(self, layer: int) -> tuple[int | str, ...]:
+        heads = self._spec.heads(layer)
+        return (1, heads.kv_heads, "C", heads.size)
 
     def _fuses_rotation(self, rope: RopeSpec) -> bool:
         """Whether GroupQueryAttention can rotate; its kernel takes tables whose width is a multiple of eight."""
@@ -339,39 +352,40 @@ class _BufferedAttention(Attention):
         if not apart and not spec.qk_norm and not spec.value_norm:
             return qkv, "", ""
         query, key, value = f"{prefix}.q", f"{prefix}.k", f"{prefix}.v"
-        sizes = graph.constant([spec.q_size, spec.kv_size, spec.kv_size])
+        heads = spec.heads(layer)
+        sizes = graph.constant([heads.q_size, heads.kv_size, heads.kv_size])
         graph.ops("Split", [qkv, sizes], [query, key, value], axis=-1)
         steps = [self._norm_both] if spec.qk_norm else []
         if apart:
             steps.insert(0 if spec.norm_after_rope else len(steps), self._rotate_both)
         for step in steps:
             query, key = step(graph, layer, query, key)
-        return query, key, self._norm_values(graph, value) if spec.value_norm else value
+        return query, key, self._norm_values(graph, value, heads) if spec.value_norm else value
 
     def _norm_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
-        prefix, spec = f"layers.{layer}.attn", self._spec
+        prefix, heads = f"layers.{layer}.attn", self._spec.heads(layer)
         return (
-            self._norm_heads(graph, query, f"{prefix}.q_norm", spec.q_size),
-            self._norm_heads(graph, key, f"{prefix}.k_norm", spec.kv_size),
+            self._norm_heads(graph, query, f"{prefix}.q_norm", heads.q_size, heads.size),
+            self._norm_heads(graph, key, f"{prefix}.k_norm", heads.kv_size, heads.size),
         )
 
-    def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int) -> str:
+    def _norm_heads(self, graph: GraphBuilder, value: str, norm: str, size: int, head: int) -> str:
         if self._spec.whole_norm:
             return self._ops.norm(graph, value, norm)
-        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
+        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, head])], f"{value}.heads")
         normed = self._ops.norm(graph, heads, norm)
         return graph.op("Reshape", [normed, graph.constant([0, 0, size])], f"{value}.normed")
 
-    def _norm_values(self, graph: GraphBuilder, value: str) -> str:
-        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, self._spec.head_dim])], f"{value}.heads")
-        ones = graph.ones("value_norm", self._spec.head_dim)
+    def _norm_values(self, graph: GraphBuilder, value: str, own: LayerHeads) -> str:
+        heads = graph.op("Reshape", [value, graph.constant([0, 0, -1, own.size])], f"{value}.heads")
+        ones = graph.ones(f"value_norm.{own.size}", own.size)
         attributes: dict[str, Any] = {"axis": -1, "epsilon": self._spec.norm_eps, "stash_type": 1}
         normed = graph.op("RMSNormalization", [heads, ones], f"{value}.scaled", **attributes)
-        return graph.op("Reshape", [normed, graph.constant([0, 0, self._spec.kv_size])], f"{value}.normed")
+        return graph.op("Reshape", [normed, graph.constant([0, 0, own.kv_size])], f"{value}.normed")
 
     def _rotate_both(self, graph: GraphBuilder, layer: int, query: str, key: str) -> tuple[str, str]:
-        spec = self._spec
-        return self._rotate(graph, layer, query, spec.num_heads), self._rotate(graph, layer, key, spec.num_kv_heads)
+        heads = self._spec.heads(layer)
+        return self._rotate(graph, layer, query, heads.heads), self._rotate(graph, layer, key, heads.kv_heads)
 
     def _rotate(self, graph: GraphBuilder, layer: int, value: str, heads: int) -> str:
         rope = self._spec.rope_of(layer)

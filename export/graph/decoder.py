@@ -20,6 +20,7 @@ from edgeinfer.bundle.tables import convert_table
 from edgeinfer.export.graph.attention import ATTENTIONS, Attention
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.experts import Experts
+from edgeinfer.export.graph.layer_ends import LayerEnds
 from edgeinfer.export.graph.mixture import NO_EXPERTS, Entering, declare_choice, mixture, runs_few, runs_many
 from edgeinfer.export.graph.operators import Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
@@ -80,6 +81,7 @@ class _DecoderGraph:
         self._tensors = tensors
         self._ops = operators
         self._attend = attention
+        self._ends = LayerEnds(spec, operators)
         self._ids: list[str] = []
 
     def build(self) -> onnx.ModelProto:
@@ -143,7 +145,13 @@ class _DecoderGraph:
         """Embeds the tokens, or takes the hidden states that were handed in."""
         resume, embed = self._graph.branch(), self._graph.branch()
         resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", self._hidden_shape)
-        embed.output(self._ops.embed(embed), "float32", self._hidden_shape)
+        if self._spec.per_layer is None:
+            begun = self._ops.embed(embed)
+        else:
+            # Layers need the embeddings wherever a pass begins.
+            begun = embed.op("Identity", [self._ops.embed(self._graph)], "begun")
+        embed.output(begun, "float32", self._hidden_shape)
+        self._ends.enter(self._graph, "embedded")
         self._graph.choose(io.USE_HIDDEN, resume, embed, ["hidden"])
         return "hidden"
 
@@ -164,7 +172,19 @@ class _DecoderGraph:
             into = Entering(entering.name, "", mixed, self._norm(layer, "mlp", after=True))
         else:
             into = Entering(mixed, self._norm(layer, "mlp"), mixed, self._norm(layer, "mlp", after=True))
-        return self._mlp(layer, into, runs[1], result)
+        if not self._ends.there:
+            return self._mlp(layer, into, runs[1], result)
+        return self._end(layer, self._mlp(layer, into, runs[1], f"layers.{layer}.mlp.hidden"), runs[1], result)
+
+    def _end(self, layer: int, hidden: str, runs: str, result: str) -> str:
+        if self._ops.masked:
+            return self._ends.leave(self._graph, layer, hidden, result, 2 * layer + 1)
+        graph, skip = self._graph.branch(), self._graph.branch()
+        ended = self._ends.leave(graph, layer, hidden, f"layers.{layer}.ended")
+        graph.output(ended, "float32", self._hidden_shape)
+        skip.output(skip.op("Identity", [hidden], f"layers.{layer}.unended"), "float32", self._hidden_shape)
+        self._graph.choose(runs, graph, skip, [result])
+        return result
 
     def _shares_norm(self, layer: int) -> bool:
         """Whether more than one product reads what a layer's first norm gives."""

@@ -34,8 +34,11 @@ class Operators:
 
     def embed(self, graph: GraphBuilder) -> str:
         """Looks up the input tokens' rows of the embedding."""
-        weight = graph.weight("embed", self._tensors["embed"].data)
-        return graph.op("Gather", [weight, io.INPUT_IDS], "embedded")
+        return self.rows(graph, "embed", io.INPUT_IDS, "embedded")
+
+    def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
+        """Looks up rows of a table."""
+        return graph.op("Gather", [graph.weight(table, self._tensors[table].data), ids], result)
 
     def vector(self, graph: GraphBuilder, name: str) -> str:
         """The initializer of a vector; empty where the model has none."""
@@ -111,9 +114,10 @@ class Operators:
         product = self.linear(graph, value, name, f"{name}.result", norm=norm, part=part)
         return self._activated(graph, product, prefix, gated=gated)
 
-    def activation(self, graph: GraphBuilder, name: str, value: str, result: str) -> str:
-        """An activation function of all values; "sigmoid" is one."""
-        return add_activation(graph, name, value, result)
+    def activation(self, graph: GraphBuilder, name: str, value: str, result: str, times: str = "") -> str:
+        """An activation function of all values, "sigmoid" is one, and what its results multiply."""
+        activated = add_activation(graph, name, value, f"{result}.activated" if times else result)
+        return graph.op("Mul", [activated, times], result) if times else activated
 
     def gate(self, graph: GraphBuilder, gate: str, value: str, result: str) -> str:
         """A value times the logistic function of a gate, of each channel or of each head."""

@@ -59,13 +59,13 @@ class NativeOperators(Operators):
         if self._with_planes:
             graph.input(io.PLANES, "int32", (1,))
 
-    def embed(self, graph: GraphBuilder) -> str:
-        """See `Operators.embed`."""
-        entry = self._tensors["embed"]
+    def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
+        """See `Operators.rows`."""
+        entry = self._tensors[table]
         if entry.bits == 32:
-            return super().embed(graph)
-        inputs = [io.INPUT_IDS, *self._bytes(graph, entry)]
-        return graph.op("EmbeddingLowBit", inputs, "embedded", domain=io.NATIVE_DOMAIN, **_matrix(entry))
+            return super().rows(graph, table, ids, result)
+        inputs = [ids, *self._bytes(graph, entry)]
+        return graph.op("EmbeddingLowBit", inputs, result, domain=io.NATIVE_DOMAIN, **_matrix(entry))
 
     @property
     def masked(self) -> bool:
@@ -113,9 +113,9 @@ class NativeOperators(Operators):
         value, norm = self._entering(graph, value, norm)
         return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True, part=part)
 
-    def activation(self, graph: GraphBuilder, name: str, value: str, result: str) -> str:
+    def activation(self, graph: GraphBuilder, name: str, value: str, result: str, times: str = "") -> str:
         """See `Operators.activation`."""
-        return self._activation(graph, name, [value], result)
+        return self._activation(graph, name, [value, times], result)
 
     def gate(self, graph: GraphBuilder, gate: str, value: str, result: str) -> str:
         """See `Operators.gate`."""
@@ -257,22 +257,21 @@ def _matrix(entry: TensorEntry) -> dict[str, int]:
 class PortableOperators(Operators):
     """MatMulNBits, QMoE and GatherBlockQuantized where a weight is quantized."""
 
-    def embed(self, graph: GraphBuilder) -> str:
-        """See `Operators.embed`."""
-        entry = self._tensors["embed"]
+    def rows(self, graph: GraphBuilder, table: str, ids: str, result: str) -> str:
+        """See `Operators.rows`."""
+        entry = self._tensors[table]
         if entry.bits == 32:
-            return super().embed(graph)
-        rows, blocks, width = entry.data.shape
-        inputs = [graph.weight("embed", entry.data, (rows, blocks * width)), io.INPUT_IDS, *self._blocks(graph, entry)]
-        hidden_size = self._spec.hidden_size
-        padded = hidden_size % entry.block_size != 0
-        name = "embedded.padded" if padded else "embedded"
+            return super().rows(graph, table, ids, result)
+        count, blocks, width = entry.data.shape
+        inputs = [graph.weight(table, entry.data, (count, blocks * width)), ids, *self._blocks(graph, entry)]
+        padded = entry.shape[1] % entry.block_size != 0
+        name = f"{result}.padded" if padded else result
         attributes = {"bits": entry.bits, "block_size": entry.block_size, "gather_axis": 0, "quantize_axis": 1}
         graph.op("GatherBlockQuantized", inputs, name, domain=MICROSOFT, **attributes)
         if not padded:
             return name
-        bounds = [graph.constant([0]), graph.constant([hidden_size]), graph.constant([2])]
-        return graph.op("Slice", [name, *bounds], "embedded")
+        bounds = [graph.constant([0]), graph.constant([entry.shape[1]]), graph.constant([-1])]
+        return graph.op("Slice", [name, *bounds], result)
 
     def experts(self, graph: GraphBuilder, mixing: Mixing) -> str:
         """See `Operators.experts`."""

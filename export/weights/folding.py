@@ -52,7 +52,7 @@ def fold_layer(
         folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
     if not (spec.value_norm or spec.inner_norms):
         values = "qkv" if spec.latent is None else "v_b"
-        folder.into_values(spec, f"{prefix}.attn.{values}", f"{prefix}.attn.out")
+        folder.into_values(spec, layer, f"{prefix}.attn.{values}", f"{prefix}.attn.out")
     if spec.pre_norm and not spec.parallel:
         folder.into_norm(f"{prefix}.mlp_norm", readers, others)
     for name in inner if spec.activation != "swiglu_oai" else []:
@@ -82,13 +82,15 @@ class _Folder:
             self._tensors.of(name).multiply(scale[None])
         return scale
 
-    def into_values(self, spec: DecoderSpec, qkv: str, out: str) -> None:
+    def into_values(self, spec: DecoderSpec, layer: int, qkv: str, out: str) -> None:
         """Makes the rows of the values divide for the output; heads that share values share scales."""
         statistics = self._statistics.get(out)
         if statistics is None or self._plan.scheme(out) is None:
             return
-        own = spec.num_kv_heads if spec.latent is None else spec.num_heads
-        heads = (own, spec.num_heads // own, spec.heads_size // spec.num_heads)
+        own = spec.heads(layer)
+        heads = (own.kv_heads, own.heads // own.kv_heads, own.size)
+        if spec.latent is not None:
+            heads = (spec.num_heads, 1, spec.heads_size // spec.num_heads)
         square = statistics.mean_square.reshape(heads).mean(axis=1, keepdims=True)
         shared = np.broadcast_to(square, heads).reshape(-1)
         scale = self._search([out], dataclasses.replace(statistics, mean_square=shared))

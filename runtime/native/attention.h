@@ -59,6 +59,7 @@ typedef struct {
     int32_t norm_whole;  /* of the norms: 1 all heads of a row together, 0 each head */
     int32_t norm_after;  /* queries and keys are normalised after the rotation, which must be head by head */
     int32_t value_norm;  /* values are normalised head by head, without a weight */
+    int32_t shared;      /* keys and values are those that an earlier layer wrote: rows bring queries alone */
     int32_t latent;      /* values are part of the keys; k_norm, (v), is theirs */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
@@ -69,7 +70,7 @@ typedef struct {
     int64_t columns;
 
     int64_t count;            /* rows of the pass */
-    const float *qkv;         /* (count, heads h + kv_heads h + kv_heads v); of latent: heads v, heads h, v, h */
+    const float *qkv;         /* (count, attention_row_width) */
     const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras */
     const int32_t *extras;    /* slots */
     const int64_t *positions; /* (count): rows of the tables */
@@ -134,9 +135,10 @@ static inline int64_t attention_head_bytes(const attention *a) {
 /* Channels of a query, and of what it meets. */
 static inline int64_t attention_query_size(const attention *a) { return a->key_size + (a->latent ? a->value_size : 0); }
 
-/* Floats of a row of `qkv`. */
+/* Floats of a row of `qkv`: heads h + kv_heads h + kv_heads v; of latent heads v, heads h, v, h; of shared heads h. */
 static inline int64_t attention_row_width(const attention *a) {
-    return a->heads * attention_query_size(a) + (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    int64_t own = a->shared ? 0 : (int64_t)a->kv_heads * (a->key_size + a->value_size);
+    return a->heads * attention_query_size(a) + own;
 }
 
 /* What write needs for one row, a query, a key or a value and its quantized bytes: a multiple of 64. */

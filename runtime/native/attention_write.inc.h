@@ -254,7 +254,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
     uint8_t *bytes = room + attention_row_bytes(a) / 5 * 4;
     int whole = a->norm_whole;
     float q_inverse = a->q_norm && whole ? inverse_norm(q, a->heads * h, a->norm_epsilon) : 1.0f;
-    float k_inverse = a->k_norm && whole ? inverse_norm(keys, a->kv_heads * h, a->norm_epsilon) : 1.0f;
+    float k_inverse = a->k_norm && whole && !a->shared ? inverse_norm(keys, a->kv_heads * h, a->norm_epsilon) : 1.0f;
     const int64_t sequence = a->rows[row * ATTENTION_ROW + ATTENTION_SEQUENCE], slot = own_slot(a, row);
     const int64_t s = slot % ATTENTION_PAGE, key_bytes = attention_key_bytes(a->key_type, a->key_size);
     for (int64_t kv = 0; kv < a->kv_heads; kv++) {
@@ -263,6 +263,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
             prepare(a, row, q, kv * group + i, a->q_norm, q_inverse, x);
             store_query(a, x, out + i * attention_query_bytes(a));
         }
+        if (a->shared) continue;
         uint8_t *at = head_at(a, sequence, slot, kv);
         prepare(a, row, keys, kv, a->k_norm, k_inverse, x);
         store_key(a->key_type, at, s, x, h, bytes);

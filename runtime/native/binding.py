@@ -105,6 +105,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_size", "value_size", "key_type", "value_type")),
         *((name, ctypes.c_int32) for name in ("rotary", "interleaved", "norm_whole", "norm_after", "value_norm")),
+        *((name, ctypes.c_int32) for name in ("shared", "latent")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "norm_epsilon")),
         ("pool", ctypes.c_void_p),

@@ -10,7 +10,8 @@
  * layer_mask (parts of the model) bool: where the node's part is false, nothing is written and the output is zeros.
  * attributes: num_heads, kv_num_heads, key_size, value_size, layer, rotary_dim, interleaved, window, scale, softcap,
  * norm_epsilon, norm_after (norms of queries and keys come after the rotation), value_norm (values have a norm without a
- * weight), latent (values are part of the keys), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
+ * weight), latent (values are part of the keys), shared (an earlier node wrote the layer's keys and values: qkv is
+ * (..., heads h)), part; all but the first five may be absent, which is 0: nothing, and for scale 1 / sqrt(h).
  * Output: (..., heads v).
  */
 #include <math.h>
@@ -54,6 +55,7 @@ static OrtStatus *open_sizes(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "interleaved", &a->interleaved));
     ORT_TRY(ort_flag(base, info, "norm_after", &a->norm_after));
     ORT_TRY(ort_flag(base, info, "value_norm", &a->value_norm));
+    ORT_TRY(ort_flag(base, info, "shared", &a->shared));
     ORT_TRY(ort_flag(base, info, "latent", &a->latent));
     a->heads = narrow(heads), a->kv_heads = narrow(kv_heads), a->key_size = narrow(key), a->value_size = narrow(value);
     a->rotary = narrow(ort_int_or_zero(base, info, "rotary_dim"));

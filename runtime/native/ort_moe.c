@@ -4,9 +4,9 @@
  * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
  * high plane alone, 2 both | biases of gate_up (E, 2 F), or of up (E, F), and of down (E, D). attributes: D, ungated,
  * clamped, squared. Output: as X.
- * A row of the directory: F | bits (-4 for codes of E2M1), block, data, low, scales, zeros of gate_up, paired (2 F, D), or of up (F, D) where
- * experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even for scales; -1 where a
- * matrix has no low plane or zero points.
+ * A row of the directory: F | bits (-4 for codes of E2M1), block, data, low, scales, zeros of gate_up, paired (2 F, D),
+ * or of up (F, D) where experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even
+ * for scales; -1 where a matrix has no low plane or zero points.
  * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))), or with gpt-oss's clamped SwiGLU, or with squared ReLU
  * in the place of silu where it is not gated. A token's results are added in the order of its k
  * slots, each times its weight, so a row does not depend on the others. A slot whose weight is zero is skipped, whatever

@@ -7,7 +7,7 @@
 #include "arithmetic.inc.h"
 #include "scratch.h"
 
-enum { MOST_HEADS = 1 << 12, MOST_SIZE = 1 << 12, MOST_CHANNELS = 1 << 20, MOST_WIDTH = 64, HEADER = 64 };
+enum { MOST_HEADS = 1 << 12, MOST_SIZE = 1 << 12, MOST_CHANNELS = 1 << 20, HEADER = 64 };
 
 static int64_t rounded(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
@@ -26,8 +26,8 @@ OrtStatus *recurrence_open(recurrence_node *op, const OrtKernelInfo *info) {
         return ort_fail(base, "heads must be at most 2^12 and a multiple of key_heads");
     if (key_size < 1 || key_size > MOST_SIZE || value_size < 1 || value_size > MOST_SIZE)
         return ort_fail(base, "key_size and value_size must be between 1 and 2^12");
-    if (r->channels < 1 || r->channels > MOST_CHANNELS || r->width < 1 || r->width > MOST_WIDTH)
-        return ort_fail(base, "channels must be between 1 and 2^20, width between 1 and 64");
+    if (r->channels < 1 || r->channels > MOST_CHANNELS || r->width < 1 || r->width > RECURRENCE_WIDTH)
+        return ort_fail(base, "channels must be between 1 and 2^20, width between 1 and 16");
     r->heads = (int32_t)heads, r->key_heads = (int32_t)key_heads;
     r->key_size = (int32_t)key_size, r->value_size = (int32_t)value_size;
     ORT_TRY(ort_expect(base, RECURRENCE_WEIGHTS, r->channels * r->width));

@@ -24,6 +24,8 @@ extern "C" {
 
 /* Channels of values that are computed together; those of a head are padded to a multiple of it. */
 enum { RECURRENCE_TILE = 16 };
+/* Tokens that a convolution reaches over at most. */
+enum { RECURRENCE_WIDTH = 16 };
 
 /* The rows of one sequence in one pass of a layer. */
 typedef struct {

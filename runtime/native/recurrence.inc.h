@@ -40,23 +40,22 @@ static void take_in(const state_tile *t, int64_t slot) {
     }
 }
 
-/* Four chains of a product of the state. */
-typedef struct {
-    vec chain[4];
-} chained;
-
-INLINE void chain_on(chained *c, const float *x, const float *state, int64_t size) {
-    for (int64_t i = 0; i + 4 <= size; i += 4)
-        for (int l = 0; l < 4; l++)
-            c->chain[l] = vec_fma(vec_set(x[i + l]), vec_load(state + (i + l) * LANES), c->chain[l]);
-    for (int64_t i = size / 4 * 4; i < size; i++)
-        c->chain[i % 4] = vec_fma(vec_set(x[i]), vec_load(state + i * LANES), c->chain[i % 4]);
-}
-
-INLINE vec product_of(const float *x, const float *state, int64_t size) {
-    chained c = {{vec_set(0), vec_set(0), vec_set(0), vec_set(0)}};
-    chain_on(&c, x, state, size);
-    return vec_add(vec_add(c.chain[0], c.chain[1]), vec_add(c.chain[2], c.chain[3]));
+/* `count` products of the state, four chains each. */
+INLINE void products_of(int count, const float *const *x, const float *state, int64_t size, vec *out) {
+    vec chains[2][4];
+    for (int i = 0; i < count; i++)
+        for (int l = 0; l < 4; l++) chains[i][l] = vec_set(0);
+    const int64_t whole = size / 4 * 4;
+    for (int64_t k = 0; k < whole; k += 4)
+        for (int l = 0; l < 4; l++) {
+            const vec values = vec_load(state + (k + l) * LANES);
+            for (int i = 0; i < count; i++) chains[i][l] = vec_fma(vec_set(x[i][k + l]), values, chains[i][l]);
+        }
+    for (int64_t k = whole; k < size; k++)
+        for (int i = 0; i < count; i++)
+            chains[i][k - whole] = vec_fma(vec_set(x[i][k]), vec_load(state + k * LANES), chains[i][k - whole]);
+    for (int i = 0; i < count; i++)
+        out[i] = vec_add(vec_add(chains[i][0], chains[i][1]), vec_add(chains[i][2], chains[i][3]));
 }
 
 static void compute_row(const state_tile *t, int64_t row) {
@@ -64,14 +63,16 @@ static void compute_row(const state_tile *t, int64_t row) {
     const int64_t padded = recurrence_padded(r), keys = row * r->key_heads + t->key_head;
     const int64_t value = (row * r->heads + t->head) * padded + t->tile * RECURRENCE_TILE;
     const vec decay = vec_set(r->decay[row * r->heads + t->head]);
-    vec u = vec_load(r->u + value);
+    const float *const x[] = {r->q + keys * r->key_size, r->k + keys * r->key_size};
+    vec u = vec_load(r->u + value), products[2];
     if (r->delta) {
-        const vec known = product_of(r->k + keys * r->key_size, t->state, r->key_size);
-        u = vec_mul(vec_set(r->beta[row * r->heads + t->head]), vec_sub(u, vec_mul(decay, known)));
+        products_of(2, x, t->state, r->key_size, products);
+        u = vec_mul(vec_set(r->beta[row * r->heads + t->head]), vec_sub(u, vec_mul(decay, products[1])));
         vec_store(r->u + value, u);
+    } else {
+        products_of(1, x, t->state, r->key_size, products);
     }
-    const vec read = product_of(r->q + keys * r->key_size, t->state, r->key_size);
-    vec_store(r->out + value, vec_fma(vec_set(r->qk[keys]), u, vec_mul(decay, read)));
+    vec_store(r->out + value, vec_fma(vec_set(r->qk[keys]), u, vec_mul(decay, products[0])));
 }
 
 INLINE void load_state(const state_tile *t, int64_t base) {
@@ -132,22 +133,23 @@ INLINE const float *read_at(const recurrence *r, const int32_t *row, int64_t pla
     return slot >= r->first ? r->x + (slot - r->first) * r->x_stride : recurrence_ring(r, slot);
 }
 
-/* Channels that are convolved together: their sums stay in the first cache. */
-enum { CONVOLVED = 512 };
+/* Channels that are convolved together. */
+enum { CONVOLVED = 64 };
 
 /* The convolution of rows first..last-1 over the last tokens of their paths, and silu. */
 static void convolve(const recurrence *r, int64_t first, int64_t last) {
-    float sums[CONVOLVED];
-    for (int64_t i = first; i < last; i++) {
-        const int32_t *row = r->rows + i * 4;
-        const int64_t length = (int64_t)row[1] + row[3], seen = smaller(length, r->width);
-        for (int64_t start = 0; start < r->channels; start += CONVOLVED) {
-            const int64_t n = smaller(CONVOLVED, r->channels - start);
+    float weights[RECURRENCE_WIDTH][CONVOLVED], sums[CONVOLVED]; /* those of a token side by side */
+    for (int64_t start = 0; start < r->channels; start += CONVOLVED) {
+        const int64_t n = smaller(CONVOLVED, r->channels - start);
+        for (int64_t c = 0; c < n; c++)
+            for (int64_t w = 0; w < r->width; w++) weights[w][c] = r->weights[(start + c) * r->width + w];
+        for (int64_t i = first; i < last; i++) {
+            const int32_t *row = r->rows + i * 4;
+            const int64_t length = (int64_t)row[1] + row[3];
             for (int64_t c = 0; c < n; c++) sums[c] = r->bias ? r->bias[start + c] : 0.0f;
-            for (int64_t place = seen; place > 0; place--) {
-                const float *token = read_at(r, row, length - place) + start;
-                const float *weight = r->weights + start * r->width + r->width - place;
-                for (int64_t c = 0; c < n; c++) sums[c] = fmaf(weight[c * r->width], token[c], sums[c]);
+            for (int64_t place = smaller(length, r->width); place > 0; place--) {
+                const float *token = read_at(r, row, length - place) + start, *weight = weights[r->width - place];
+                for (int64_t c = 0; c < n; c++) sums[c] = fmaf(weight[c], token[c], sums[c]);
             }
             float *mixed = r->mixed + i * r->channels + start;
             for (int64_t c = 0; c < n; c++) mixed[c] = sums[c] / (1.0f + exponential(-sums[c]));

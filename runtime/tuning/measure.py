@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
+from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
@@ -100,7 +101,9 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
         UsageError: the bundle has no such table.
     """
     # The embedding is looked up by rows; a head that shares its bytes is listed by its own name.
-    through = [(tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if tensor.name != "embed"]
+    through = [
+        (tensor, rows if tensor.name == "head" else tokens) for tensor in tensors if not is_looked_up(tensor.name)
+    ]
     if not through:
         raise UsageError("The bundle does not list its weights.", "Use one exported natively.")
     read = sum(tensor.nbytes for tensor, count in through if count)
@@ -110,14 +113,13 @@ def pass_work(tensors: Iterable[TensorEntry], tokens: int, rows: int) -> PassWor
 def attention_work(spec: DecoderSpec, kv_bytes_per_token: int, tokens: int, past: int) -> PassWork:
     """What attention adds to a pass over `tokens` new tokens behind `past`: every key and value that a row sees is read
     once for all rows, and multiplied with the queries of each row that sees it."""
-    read = multiplied = 0
+    read, multiplied, latent = 0, 0, spec.latent
     for layer in range(spec.num_layers):
         window = spec.window(layer) or past + tokens
         read += past + tokens - max(past + 1 - window, 0)
-        multiplied += sum(min(past + row + 1, window) for row in range(tokens))
-    latent = spec.latent
-    channels = 2 * spec.q_size if latent is None else spec.num_heads * (latent.met_size + latent.rank)
-    return PassWork(0, channels * multiplied, kv_bytes_per_token * read // spec.num_layers)
+        channels = 2 * spec.heads(layer).q_size if latent is None else spec.num_heads * (latent.met_size + latent.rank)
+        multiplied += channels * sum(min(past + row + 1, window) for row in range(tokens))
+    return PassWork(0, multiplied, kv_bytes_per_token * read // spec.num_layers)
 
 
 def pass_times(engine: Engine, sizes: Sequence[int], *, past: int, repeats: int) -> dict[int, list[float]]:

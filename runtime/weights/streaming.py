@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from edgeinfer.bundle import PORTABLE, TensorEntry
+from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 
 __all__ = [
     "loading_bytes",
@@ -22,13 +23,13 @@ __all__ = [
     "streamed_ms",
 ]
 
+_PER_LAYER = "per_layer."
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_EMBED = "embed"
 # Bits that packed values have at least, and what stands before them.
 _LEAST_BITS, _PACKED_HEAD = 4, 128
-# Rows of the embedding that are looked up between two releases of its pages, with what the system maps around each: 64
-# of 128 KB, twice, for values and for scales.
-_LOOKUP_BYTES = 16 << 20
+# Rows of a table that are looked up between two releases of its pages, where a pass has no more; and what the system
+# maps around each, 128 KB for values and for scales.
+_LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
 # The system maps whole pieces of a file, of up to 2 MB, also where a window begins or ends in the middle of one.
 _PIECE_BYTES = 2 << 20
 # Milliseconds of a pass that runs no layer, besides what its weights take: 0.3 with 24 layers on 2.4 GHz.
@@ -48,26 +49,31 @@ def loading_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
 
     onnxruntime packs one weight after the other and then maps the packed copy instead.
     """
-    largest = max((t for t in tensors if len(t.shape) == 2 and t.name != _EMBED), key=_read_bytes)
+    largest = max((t for t in tensors if len(t.shape) == 2 and not is_looked_up(t.name)), key=_read_bytes)
     return _read_bytes(largest), largest.nbytes
 
 
 def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int) -> int:
     """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
-    Of the embedding all count, because around each row that is looked up the system may map far more.
+    Of the embedding all count, because around each row that is looked up the system may map far more. What per-layer
+    embeddings are made of is read by every window.
     """
+    tensors = list(tensors)
+    always = sum(_read_bytes(t) for t in tensors if t.name.startswith(_PER_LAYER))
+    always += sum(looked_up_bytes([t]) for t in tensors if t.name == PER_LAYER_TABLE)
+    tensors = [t for t in tensors if t.name != PER_LAYER_TABLE and not t.name.startswith(_PER_LAYER)]
     windows: dict[str | int, int] = defaultdict(int)
     for tensor in tensors:
         layer = _LAYER.match(tensor.name)
-        window = int(layer[1]) // window_layers if layer else "embedding" if tensor.name == _EMBED else "head"
+        window = int(layer[1]) // window_layers if layer else "embedding" if is_looked_up(tensor.name) else "head"
         windows[window] += _read_bytes(tensor)
-    return max(windows.values()) + 2 * _PIECE_BYTES
+    return max(windows.values()) + always + 2 * _PIECE_BYTES
 
 
 def pass_bytes(tensors: Iterable[TensorEntry]) -> int:
     """Bytes of weights that a pass reads, which is what comes back in every pass where they are streamed."""
-    return sum(_read_bytes(t) for t in tensors if t.name != _EMBED)
+    return sum(_read_bytes(t) for t in tensors if not is_looked_up(t.name))
 
 
 def streamed_ms(plain_ms: float, weight_bytes: int, rate: float, windows: int) -> float:
@@ -96,6 +102,11 @@ def _read_bytes(tensor: TensorEntry) -> int:
     return packed_bytes(tensor) if packed else tensor.nbytes
 
 
-def looked_up_bytes(tensors: Iterable[TensorEntry]) -> int:
-    """Bytes in memory of an embedding of which only rows are read, and dropped from time to time."""
-    return sum(min(t.nbytes, _LOOKUP_BYTES) for t in tensors if t.name == _EMBED)
+def looked_up_bytes(tensors: Iterable[TensorEntry], rows: int = 0) -> int:
+    """Bytes in memory of embeddings of which only rows are read, and dropped from time to time.
+
+    Args:
+        rows: of the largest pass.
+    """
+    most = max(_LOOKUPS, rows) * _LOOKUP_BYTES
+    return sum(min(t.nbytes, most) for t in tensors if is_looked_up(t.name))

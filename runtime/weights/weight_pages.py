@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import RunnableGraph
 
@@ -81,6 +82,10 @@ class WeightPages:
     def embedding(self) -> WeightPart:
         """The table that tokens are looked up in."""
         return self._part("embed")
+
+    def per_layer(self) -> WeightPart:
+        """The table that the layers' own embeddings are looked up in."""
+        return self._part(PER_LAYER_TABLE)
 
     def head(self) -> WeightPart:
         """What follows the last layer."""

@@ -1,4 +1,4 @@
-"""Decoders with recurrent layers in the whole runtime: the same bits as plain however a text is cut, drafted, kept."""
+"""Decoders with recurrent layers or shared caches: the same bits as plain however a text is cut, drafted, kept."""
 
 from __future__ import annotations
 
@@ -14,22 +14,34 @@ from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.errors import BundleError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_tensors
+from edgeinfer.quant.calibration_layers import LayerWalk
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.factories import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 LAYERS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+SHARING: dict[str, Any] = {
+    **{"num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 9, "head_dim": 16, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True},
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320},
+}
 PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(40, dtype=np.int64) * 37 % 300
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
 
 
+MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING}
+BOTH = pytest.mark.parametrize("bundle", MODELS, indirect=True)
+
+
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Bundle:
+    name = getattr(request, "param", "Lfm2")
     folder = tmp_path_factory.mktemp("hybrid")
-    make_checkpoint(folder / "checkpoint", "Lfm2", tie_word_embeddings=True, **LAYERS)
+    make_checkpoint(folder / "checkpoint", name, tie_word_embeddings=True, **MODELS[name])
     config = ExportConfig(bits=8, group_size=32, keep_small=False)
     return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
 
@@ -43,6 +55,7 @@ def run(backend: PagedBackend, tokens: Any) -> Any:
     return backend.forward(given(tokens, backend.cache.length)).logits.copy()
 
 
+@BOTH
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle) -> None:
     backend, other = PagedBackend(bundle, 64, kv=kv), PagedBackend(bundle, 64, kv=kv, threads=2)
@@ -60,6 +73,7 @@ def test_cuts_threads_company_and_forks_leave_every_bit(kv: str, bundle: Bundle)
     assert np.array_equal(run(backend, TOKENS[25:]), whole[25:])
 
 
+@BOTH
 def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     with edgeinfer.load(bundle.path, context=128, threads=1) as model:
         plain = model.generate(PROMPT, max_tokens=32, temperature=0, speculation="off")
@@ -72,6 +86,7 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     assert longer.timings.cached_prompt_tokens > 0 and longer.token_ids == again.token_ids
 
 
+@BOTH
 def test_a_session_goes_on_where_it_was(bundle: Bundle, tmp_path: Path) -> None:
     with edgeinfer.load(bundle.path, context=128, threads=1) as model:
         first = model.generate(PROMPT, max_tokens=8, temperature=0)
@@ -95,3 +110,44 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(bundle: Bundle, tmp_
     make_checkpoint(tmp_path / "checkpoint", "Lfm2", **LAYERS)
     with pytest.raises(UnsupportedArchitectureError, match="Portable bundles"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
+
+
+@pytest.mark.parametrize("bundle", ["Gemma4"], indirect=True)
+def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) -> None:
+    spec = bundle.manifest.decoder
+    assert spec is not None and spec.kv_sources == (0, 1, 2, 1, 2, 1)
+    mask = np.ones(12, np.bool_)
+    mask[[2, 3, 5, 8]] = False  # attention and MLP of layer 1, which layers 3 and 5 read
+    batch = ForwardInput(TOKENS, np.arange(40), np.arange(40), layer_mask=mask)
+    wanted = ReferenceBackend(bundle, 64).forward(batch).logits
+    backend = PagedBackend(bundle, 64)
+    assert np.linalg.norm(backend.forward(batch).logits - wanted) < 0.03 * np.linalg.norm(wanted)
+    whole = run(PagedBackend(bundle, 64), TOKENS)
+    # The first layers alone, then the others: nothing that was written is written again.
+    backend.cache.clear()
+    first = np.arange(12) < 8
+    hidden = backend.forward(ForwardInput(TOKENS, np.arange(40), np.arange(0), layer_mask=first)).hidden
+    assert hidden is not None
+    hidden = hidden.copy()
+    backend.cache.trim(0)
+    resumed = ForwardInput(TOKENS, np.arange(40), np.arange(40), layer_mask=~first, hidden=hidden)
+    assert np.array_equal(backend.forward(resumed).logits, whole)
+
+
+@pytest.mark.parametrize("bundle", ["Gemma4"], indirect=True)
+def test_what_shared_caches_cannot_do_is_refused_by_name(bundle: Bundle, tmp_path: Path) -> None:
+    for overflow in ("window", "merge"):
+        with pytest.raises(UsageError, match="full_heads"):
+            edgeinfer.load(bundle.path, context=128, overflow=overflow)
+    with pytest.raises(UsageError, match="not a plain Llama"):
+        next(iter(checkpoint_tensors(bundle)))
+    make_checkpoint(tmp_path / "checkpoint", "Gemma4", **SHARING)
+    for config, named in (
+        (ExportConfig(bits=8, layout="portable"), "layers that share keys and values"),
+        (ExportConfig(bits=8, format="gguf"), "GGUF files"),
+    ):
+        with pytest.raises(UnsupportedArchitectureError, match=named):
+            export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
+    with pytest.raises(UnsupportedArchitectureError, match="kv_sources"):
+        assert bundle.manifest.decoder is not None
+        LayerWalk(bundle.manifest.decoder, bundle.tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)

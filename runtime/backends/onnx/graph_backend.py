@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
+from edgeinfer.bundle.parts import with_sources
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -92,14 +93,13 @@ class GraphBackend(ABC):
         kernel = native_kernel() if layout == NATIVE else None
         self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
         self.pages = self._weight_pages(bundle.manifest)
+        self._decoder, self._places = decoder, places
         self._looked_up = self._watch_embedding()
         self.rotation_border = rotation_border(decoder.ropes, capacity)
         self.rotates_long = self.rotation_border is not None
-        self._decoder, self._places = decoder, places
         self._tables = self._rotary_tables(capacity)
         self._experts = None if decoder.moe is None else ExpertInputs(decoder.moe, decoder.num_layers)
-        self._all_layers = np.ones(2 * self.geometry.num_layers, np.bool_)
-        self._layer_mask = self._all_layers.copy()
+        self._layer_mask = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._planes = np.zeros(1, np.int32)
         self._buffers = self._new_buffers(size=2, rows=2)
         self._passes: dict[tuple[int, int, bool, int], Pass] = {}
@@ -109,9 +109,9 @@ class GraphBackend(ABC):
         return WeightPages.of(self._graph, manifest.tensors) if in_place else None
 
     def _watch_embedding(self) -> LookedUp | None:
-        """Drops what only loading read; the native head reads the embedding's pages anyway."""
+        """Drops what only loading read; the native head reads the pages of the tokens' own embedding anyway."""
         if self._graph.layout == NATIVE:
-            return None
+            return None if self._decoder.per_layer is None or self.pages is None else LookedUp(self.pages.per_layer())
         file = MappedFile(self._graph.weights)
         file.release()
         return LookedUp(file if self.pages is None else self.pages.embedding())
@@ -158,7 +158,8 @@ class GraphBackend(ABC):
             used = int(self._experts.count[0])
         step = self._pass(size, rows, batch.hidden is not None, used)
         step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=apart)
-        self._layer_mask[:] = self._all_layers if batch.layer_mask is None else batch.layer_mask
+        mask, sources = batch.layer_mask, self._decoder.kv_sources if batch.hidden is None else ()
+        self._layer_mask[:] = True if mask is None else with_sources(sources, mask)
         self._planes[0] = batch.planes
         return step
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.tables import stored_tensors, tensors_in
+from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
@@ -81,8 +81,9 @@ class OnnxMemory:
         manifest = self.bundle.manifest
         if self.floats:
             return _multiplied_out(manifest)
-        mode, window = configuration.weights, configuration.window_layers
-        return _weights(manifest, self.layout, mode, window, configuration.expert_bytes)
+        weights = _weights(manifest, self.layout, configuration)
+        table = [t for t in manifest.tensors if t.name == PER_LAYER_TABLE and self.layout == NATIVE]
+        return weights + Footprint({}, {"weights_mapped": looked_up_bytes(table, configuration.prefill_chunk)})
 
     def running(self, configuration: Configuration) -> Footprint:
         """Session, cache and passes."""
@@ -181,8 +182,9 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
     return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
 
 
-def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts: int) -> Footprint:
+def _weights(manifest: Manifest, layout: Layout, configuration: Configuration) -> Footprint:
     """Anonymous bytes of packed weights, and file pages in memory."""
+    mode, window, experts = configuration.weights, configuration.window_layers, configuration.expert_bytes
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         size = manifest.weight_bytes
@@ -199,14 +201,16 @@ def _weights(manifest: Manifest, layout: Layout, mode: str, window: int, experts
 def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
     """Packed into copies, all matrices but the embedding, whose rows stay mapped; or read from a file of copies."""
     if mode == "packed":
-        packed = sum(packed_bytes(t) for t in tensors if t.name != "embed")
+        packed = sum(packed_bytes(t) for t in tensors if not is_looked_up(t.name))
         return Footprint({"weights_packed": packed}, {"weights_mapped": looked_up_bytes(tensors)})
     mapped = streamed_bytes(tensors, window) if window else mapped_bytes(tensors)
     return Footprint({"weights_packed": _PACKING_LEFT_BYTES}, {"weights_mapped": mapped})
 
 
 def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
-    """The file is used in place; what is not quantized is multiplied by onnxruntime, which packs a copy."""
+    """The file is used in place, but for a table of which rows are looked up; what is not quantized is multiplied by
+    onnxruntime, which packs a copy."""
+    tensors = [t for t in tensors if t.name != PER_LAYER_TABLE]
     packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
     mapped = streamed_bytes(tensors, window) if window else sum(t.nbytes for t in stored_tensors(tensors))
     return Footprint({"weights_packed": packed}, {"weights_mapped": mapped})
@@ -226,7 +230,8 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
         # An opaque graph returns the logits of every row, and its attention holds the scores of every head.
         logits = chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
         return _FLOAT_BYTES * logits + _scores(manifest, chunk, context)
-    widest = 2 * decoder.intermediate_size + hidden
+    layers = range(decoder.num_layers)
+    widest = 2 * max(decoder.mlp_size(layer) for layer in layers) + hidden
     if (moe := decoder.moe) is not None:
         widest = max(widest, moe.top_k * (2 * moe.expert_size + hidden) + 2 * moe.shared_size + hidden)
     for state in geometry.states:
@@ -236,7 +241,10 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
         # What queries meet and what heads take of it, and the former put together.
         widest = max(widest, decoder.num_heads * (latent.met_size + latent.rank))
     biases = 2 if decoder.window_size else 1
-    return _FLOAT_BYTES * (chunk * (2 * hidden + _LIVE_WIDTHS * widest + biases * context) + 2 * geometry.vocab_size)
+    # Vectors of all layers, as a product, normed, looked up and added.
+    vectors = 0 if decoder.per_layer is None else 4 * decoder.num_layers * decoder.per_layer.size
+    row = 2 * hidden + _LIVE_WIDTHS * widest + biases * context + vectors
+    return _FLOAT_BYTES * (chunk * row + 2 * geometry.vocab_size)
 
 
 def _scores(manifest: Manifest, chunk: int, context: int) -> int:
@@ -249,8 +257,9 @@ def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: in
     """Working memory of a layer's attention over pages (runtime/native/attention.c), which the next layer has again."""
     decoder = manifest.decoder
     assert decoder is not None, "only our own graphs are paged"
-    latent, group = decoder.latent, decoder.num_heads // decoder.num_kv_heads
-    met, size = (decoder.head_dim,) * 2 if latent is None else (latent.met_size, latent.rank)
+    heads, latent = [decoder.heads(layer) for layer in range(decoder.num_layers)], decoder.latent
+    group = max(each.heads // each.kv_heads for each in heads)
+    met, size = (max(each.size for each in heads),) * 2 if latent is None else (latent.met_size, latent.rank)
     blocks = -(-context // _ATTENTION_BLOCK)
     apart = min(_MOST_APART_BYTES, _FLOAT_BYTES * chunk * decoder.num_heads * blocks * (size + _ATTENTION_SCORES))
     queries = min(max(_SHARING_QUERIES, group), chunk * group)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, graph
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
@@ -235,7 +236,7 @@ def _whole(batch: ForwardInput) -> bool:
 
 def _least_rows(manifest: Manifest) -> tuple[int, int]:
     """Rows of a pass, and of its logits if there are any, from which on every row has the same bits."""
-    floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and t.name != "embed"}
+    floats = {t.name for t in manifest.tensors if t.bits == 32 and len(t.shape) == 2 and not is_looked_up(t.name)}
     if any(t.bits < 32 for t in manifest.tensors):
         # Beside quantized matrices those of floats have an operator of ours, all but experts.
         floats = {name for name in floats if find_expert(name) is not None}

@@ -6,14 +6,13 @@ Reads weights through the bundle's tensor table.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec, TensorEntry
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec
 from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -26,17 +25,18 @@ from edgeinfer.bundle.arithmetic import (
     route,
     softcapped,
 )
-from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference import recurrent
+from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
@@ -70,7 +70,7 @@ class ReferenceBackend:
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
-        self._whole |= _expert_biases(self._spec, self._whole)
+        self._whole |= expert_bias_weights(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
@@ -78,7 +78,7 @@ class ReferenceBackend:
         self._tables = self._rotary_tables(capacity)
         self.geometry: Geometry = self._spec.geometry
         self.cache = self._new_cache(capacity, kv, kv_scales)
-        two_planes = bool(_two_plane_weights(bundle))
+        two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
 
@@ -121,7 +121,12 @@ class ReferenceBackend:
         start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
         self._reserve(size)
-        x = self._weights["embed"][tokens] if batch.hidden is None else batch.hidden  # (S, D)
+        embedded = self._weights["embed"][tokens]
+        x = embedded if batch.hidden is None else batch.hidden  # (S, D)
+        vectors = self._per_layer(tokens, embedded)
+        mask = batch.layer_mask
+        if mask is not None and batch.hidden is None:
+            mask = with_sources(self._spec.kv_sources, mask)
         seen = {
             window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
         }  # (S, T) each
@@ -129,17 +134,17 @@ class ReferenceBackend:
         for layer in range(self._spec.num_layers):
             before = x
             mixes, feeds = bool(self._spec.parts_of(layer)), layer not in self._spec.no_mlp
-            if mixes and (batch.layer_mask is None or batch.layer_mask[2 * layer]):
+            if mixes and (mask is None or mask[2 * layer]):
                 given = self._mixed(layer, self._entering(layer, "attn", before), positions, seen)
                 x = x + self._leaving(layer, "attn", given)
-            if feeds and (batch.layer_mask is None or batch.layer_mask[2 * layer + 1]):
+            if feeds and (mask is None or mask[2 * layer + 1]):
                 entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
                 moe = self._spec.experts_of(layer)
                 if moe is None:
                     given = self._mlp(f"layers.{layer}.mlp", entering)
                 else:
                     given, used[layer] = self._mixture(layer, moe, entering, batch.experts)
-                x = x + self._leaving(layer, "mlp", given)
+                x = self._ended(layer, x + self._leaving(layer, "mlp", given), vectors)
         self.cache.length = start + size
         logits = softcapped(self._linear("head", self._norm("final_norm", x[rows])), self._spec.logit_softcap)
         self.run_ns = time.perf_counter_ns() - started
@@ -148,7 +153,7 @@ class ReferenceBackend:
     @cached_property
     def _halved(self) -> dict[str, Floats]:
         """The weights, those of 8 bits in the layers read by their high plane alone."""
-        return self._whole | {t.name: _high_plane(self._bundle, t) for t in _two_plane_weights(self._bundle)}
+        return self._whole | {t.name: high_plane(self._bundle, t) for t in two_plane_weights(self._bundle)}
 
     def _norm(self, name: str, x: Floats) -> Floats:  # (S, D) -> (S, D)
         bias = self._weights.get(f"{name}_bias")
@@ -163,6 +168,24 @@ class ReferenceBackend:
     def _leaving(self, layer: int, part: str, given: Floats) -> Floats:  # (S, D) -> (S, D)
         """What is added to the hidden states of what attention or MLP gives."""
         return self._norm(f"layers.{layer}.{part}_post_norm", given) if self._spec.post_norm else given
+
+    def _per_layer(self, tokens: Ints, embedded: Floats) -> Floats | None:  # (S,), (S, D) -> (S, L, P)
+        """The vectors of per-layer embeddings, where the decoder has any."""
+        spec = self._spec
+        if spec.per_layer is None:
+            return None
+        rows = tokens[:, None] * spec.num_layers + np.arange(spec.num_layers)
+        product = self._linear("per_layer.projection", embedded).reshape(*rows.shape, spec.per_layer.size)
+        vectors: Floats = self._norm("per_layer.norm", product) + self._weights[PER_LAYER_TABLE][rows]
+        return vectors
+
+    def _ended(self, layer: int, x: Floats, vectors: Floats | None) -> Floats:  # (S, D), (S, L, P) -> (S, D)
+        """The hidden states after a layer: with its per-layer embedding, and scaled, where the decoder has that."""
+        prefix = f"layers.{layer}.per_layer"
+        if vectors is not None:
+            gate = inner_values(self._spec.activation, self._linear(f"{prefix}.gate", x))
+            x = x + self._norm(f"{prefix}.norm", self._linear(f"{prefix}.out", gate * vectors[:, layer]))
+        return x * self._weights["layer_scales"][layer] if self._spec.layer_scales else x
 
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
@@ -205,22 +228,22 @@ class ReferenceBackend:
         positions: Ints,  # (S,)
         seen: dict[int, NDArray[np.bool_]],  # (S, T) each, by window
     ) -> Floats:  # (S, D)
-        spec, prefix = self._spec, f"layers.{layer}."
+        spec, prefix, own = self._spec, f"layers.{layer}.", self._spec.heads(layer)
         visible = seen[spec.window(layer)]
         size, total = visible.shape
         start = total - size
-        q, k, v = np.split(self._linear(f"{prefix}attn.qkv", x), [spec.q_size, spec.q_size + spec.kv_size], axis=1)
-        q = self._turned(layer, "q", q.reshape(size, spec.num_heads, spec.head_dim), positions)
-        k = self._turned(layer, "k", k.reshape(size, spec.num_kv_heads, spec.head_dim), positions)
-        v = v.reshape(size, spec.num_kv_heads, spec.head_dim)
-        if spec.value_norm:
-            v = rms_norm(v, np.ones(spec.head_dim, np.float32), spec.norm_eps)
-        self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
-        keys, values = self.cache.read(layer, 0, total)  # (H, T, h)
-        group = spec.num_heads // spec.num_kv_heads
-        grouped = q.swapaxes(0, 1).reshape(spec.num_kv_heads, group, size, spec.head_dim)
+        q, *made = np.split(self._linear(f"{prefix}attn.qkv", x), np.cumsum(own.products)[:-1], axis=1)
+        q = self._turned(layer, "q", q.reshape(size, own.heads, own.size), positions)
+        if own.owns:
+            k, v = (made[place].reshape(size, own.kv_heads, own.size) for place in (0, -1))
+            k = self._turned(layer, "k", k, positions)
+            if spec.value_norm:
+                v = rms_norm(v, np.ones(own.size, np.float32), spec.norm_eps)
+            self.cache.write(layer, start, k.swapaxes(0, 1), v.swapaxes(0, 1))
+        keys, values = self.cache.read(own.source, 0, total)  # (H, T, h)
+        grouped = q.swapaxes(0, 1).reshape(own.kv_heads, own.heads // own.kv_heads, size, own.size)
         mixed = self._mix(layer, grouped, keys, values, visible)  # (H, g, S, h)
-        heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, spec.q_size))
+        heads = self._gated(layer, x, mixed.transpose(2, 0, 1, 3).reshape(size, own.q_size))
         if spec.inner_norms:
             heads = self._norm(f"{prefix}attn.inner_norm", heads)
         return self._linear(f"{prefix}attn.out", heads)
@@ -367,31 +390,3 @@ class ReferenceBackend:
 def _logistic(x: Floats) -> Floats:
     # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
     return np.float32(0.5) * (1 + np.tanh(x / 2))
-
-
-def _expert_biases(spec: DecoderSpec, weights: dict[str, Floats]) -> dict[str, Floats]:
-    """Of every expert that has some, by the names of its matrices."""
-    found: dict[str, Floats] = {}
-    for layer, part in itertools.product(range(spec.num_layers), ("gate_up", "up", "down")):
-        joined = weights.get(expert_biases(layer, part))
-        if joined is not None and spec.moe is not None:
-            each = enumerate(np.split(joined, spec.moe.experts))
-            found |= {f"{expert_tensor(layer, expert, part)}_bias": bias for expert, bias in each}
-    return found
-
-
-def _two_plane_weights(bundle: Bundle) -> list[TensorEntry]:
-    """Weights that have two planes to choose from."""
-    return [t for t in bundle.manifest.tensors if t.bits == 8 and t.name.startswith("layers.")]
-
-
-def _high_plane(bundle: Bundle, entry: TensorEntry) -> Floats:  # (N, K)
-    """An 8-bit matrix whose lower four bits are taken as their middle, 7.5."""
-    n, k = entry.shape
-    rows = bundle.rows(entry, 0, n)
-    below, above = (
-        dequantize(data, rows.scales, rows.zero_points, bits=8, block_size=entry.block_size, k=k)
-        for data in ((rows.data & np.uint8(0xF0)) | low for low in (np.uint8(7), np.uint8(8)))
-    )
-    middle: Floats = (below + above) / np.float32(2)
-    return middle

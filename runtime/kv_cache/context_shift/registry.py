@@ -19,6 +19,8 @@ __all__ = ["POLICIES", "make_context_shift", "planned_bytes"]
 
 # Contexts smaller than this have no room for sinks, latest tokens and something between them.
 _LEAST_CONTEXT = 32
+# Parts that no policy knows.
+_NEVER = ("norm_after_rope", "full_heads", "kv_sources")
 _STOP = "Use " + Setting("overflow", "stop")
 
 
@@ -62,10 +64,12 @@ def make_context_shift(name: str, bundle: Bundle, backend: Backend) -> ContextSh
     if spec.latent is not None and kind.reorders:
         message = f"{bundle.path} has latent attention, whose rows overflow {name!r} does not know."
         raise UsageError(message, _STOP + ", or window.")
-    odd = ["norm_after_rope"] if spec.norm_after_rope else later_fields(spec) if kind.observes else ()
+    later = later_fields(spec)
+    unknown = [name for name in _NEVER if name in later]
+    odd = unknown or (later if kind.observes else ())
     if odd:
         message = f"{bundle.path} has {odd[0]}={getattr(spec, odd[0])!r}, which overflow {name!r} does not know."
-        raise UsageError(message, _STOP + (", or window." if kind.observes and not spec.norm_after_rope else "."))
+        raise UsageError(message, _STOP + (", or window." if kind.observes and not unknown else "."))
     if backend.cache.capacity < _LEAST_CONTEXT:
         message = (
             f"Overflow {name!r} needs a context of at least {_LEAST_CONTEXT} tokens, not {backend.cache.capacity}."

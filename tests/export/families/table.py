@@ -43,7 +43,7 @@ def _family(title: str, name: str, first: Settings, *more: Settings) -> Family:
 
 
 def _native(title: str, name: str, *settings: Settings, rounded: float = 0.06) -> Family:
-    """A family with recurrent layers or latent attention, as `_family`."""
+    """A family with recurrent layers, latent attention or shared caches, as `_family`."""
     return dataclasses.replace(_family(title, name, *settings), portable=False, rounded=rounded)
 
 
@@ -83,6 +83,10 @@ _LOCAL = {"rope_type": "default", "rope_theta": 1e3}
 _BY_TYPE = {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5}, "sliding_attention": _LOCAL}
 _GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5}
 _WINDOWS = {"sliding_window": 5, "layer_types": _SLIDING}
+# Two layers of each kind have keys and values of their own, and two read those.
+_SHARING: dict[str, Any] = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 5, "head_dim": 16}
+_SHARING |= {"layer_types": [*_SLIDING, "full_attention", *_SLIDING[:2]], "hidden_size_per_layer_input": 24}
+_SHARING |= {"vocab_size_per_layer_input": 320, "num_key_value_heads": 1, "global_head_dim": 32}
 _ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 1.8}
 _ROUTED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _COHERE_ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16}
@@ -129,6 +133,21 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma3",
         _TIED | _WINDOWS | {"head_dim": 32, "rope_parameters": _BY_TYPE},
         {"query_pre_attn_scalar": 24},
+    ),
+    _native(
+        "Gemma 4 E2B, E4B",
+        "Gemma4",
+        _SHARING | _TIED | {"use_double_wide_mlp": True, "final_logit_softcapping": 30.0},
+        {"num_key_value_heads": 2, "use_double_wide_mlp": False, "tie_word_embeddings": False},
+        {"num_kv_shared_layers": 4, "sliding_window": 200, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
+    ),
+    _family(
+        "Gemma 4",
+        "Gemma4",
+        _WINDOWS
+        | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "layer_types": ["full_attention", *_SLIDING[:2]]},
+        {"attention_k_eq_v": False, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320} | _TIED,
     ),
     _family("OLMo 2", "Olmo2", {}, {"attention_bias": True}, {"rope_parameters": _YARN}),
     _family(

@@ -54,7 +54,7 @@ def walked(bundle: Bundle) -> Floats:
     """What calibration computes: every layer over the whole text."""
     spec = bundle.manifest.decoder
     assert spec is not None
-    if spec.mixers:
+    if spec.mixers or spec.kv_sources or spec.per_layer is not None:
         return run(ReferenceBackend(bundle, CONTEXT), TOKENS)
     walk = LayerWalk(spec, bundle.tensor, [len(TOKENS)], lambda name, weight, seen: weight, (False,), hessian=False)
     states: Signal = (bundle.tensor("embed")[TOKENS],)
@@ -160,6 +160,7 @@ _EYES |= {"image_size": 28, "patch_size": 14}
 # By the name of the class: its language model's family, and what its configuration has besides.
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("Gemma3", {}, {"vision_config": _EYES, "mm_tokens_per_image": 1}),
+    "Gemma4": ("Gemma4", {}, {"vision_config": _EYES | {"num_key_value_heads": 2, "head_dim": 16}}),
     "Mistral3": ("Ministral3", {"model_type": "ministral3"}, {"vision_config": _EYES | {"model_type": "pixtral"}}),
 }
 

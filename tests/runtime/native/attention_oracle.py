@@ -22,7 +22,11 @@ Integers = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Shape:
-    """The attributes of a node."""
+    """The attributes of a node.
+
+    Attributes:
+        shared: rows bring queries alone.
+    """
 
     heads: int
     kv_heads: int
@@ -35,11 +39,13 @@ class Shape:
     scale: float = 0.0
     softcap: float = 0.0
     epsilon: float = 1e-6
+    shared: bool = False
 
     @property
     def width(self) -> int:
         """Values of a row of queries, keys and values."""
-        return self.heads * self.key_size + self.kv_heads * (self.key_size + self.value_size)
+        made = 0 if self.shared else self.kv_heads * (self.key_size + self.value_size)
+        return self.heads * self.key_size + made
 
     @property
     def factor(self) -> float:

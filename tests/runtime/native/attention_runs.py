@@ -27,7 +27,7 @@ def attributes(shape: Shape) -> dict[str, Any]:
     """Of the node."""
     sizes = {"num_heads": shape.heads, "kv_num_heads": shape.kv_heads, "layer": shape.layer}
     sizes |= {"key_size": shape.key_size, "value_size": shape.value_size, "rotary_dim": shape.rotary}
-    sizes |= {"window": shape.window, "interleaved": int(shape.interleaved)}
+    sizes |= {"window": shape.window, "interleaved": int(shape.interleaved), "shared": int(shape.shared)}
     return sizes | {"scale": shape.scale, "softcap": shape.softcap, "norm_epsilon": shape.epsilon}
 
 

@@ -132,6 +132,20 @@ cases = given(
 )
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_shared_caches_are_read_and_not_written(kernel: NativeKernel, kind: str) -> None:
+    rng = np.random.default_rng(1)
+    shape = replace(PLAIN, rotary=16, window=30)
+    weights = make_weights(rng, shape, "head")
+    store = Store.of(make_layout(shape, kind, kind), 1, 128, rng)
+    values = rng.standard_normal((70, shape.width), np.float32)
+    nodes = [Node(0, tuple(range(row + 1)), values[row], row) for row in range(70)]
+    wanted, written = Runner(kernel, shape, weights)(store, nodes), store.memory.copy()
+    queries = [replace(node, values=node.values[: shape.heads * shape.key_size]) for node in nodes]
+    reader = Runner(kernel, replace(shape, shared=True), replace(weights, k_norm=None), threads=2)
+    assert np.array_equal(reader(store, queries), wanted) and np.array_equal(store.memory, written)
+
+
 @cases
 @settings(max_examples=15, deadline=None)
 def test_agrees_with_numpy(kernel: NativeKernel, **drawn: Any) -> None:
