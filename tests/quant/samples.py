@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.quant import Grid, InputStatistics, QuantScheme, StatisticsAccumulator
 
-__all__ = ["correlated_inputs", "grids", "random_matrix", "schemes", "statistics_of"]
+__all__ = ["correlated_inputs", "form", "grids", "random_matrix", "schemes", "statistics_of"]
 
 Floats = NDArray[np.float32]
 
@@ -36,3 +36,8 @@ def statistics_of(x: Floats, hessian: bool = True, x_float: Floats | None = None
     accumulator = StatisticsAccumulator(x.shape[1], hessian, cross=x_float is not None)
     accumulator.add(x, x_float)
     return accumulator.result()
+
+
+def form(scheme: QuantScheme | None) -> str:
+    """A scheme as records have it."""
+    return "float32" if scheme is None else f"{scheme.bits} {scheme.block_size}{' symmetric' * scheme.symmetric}"

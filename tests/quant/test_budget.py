@@ -12,6 +12,7 @@ from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
+from tests.quant.samples import form
 from tests.recorded import check_recorded
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -94,7 +95,7 @@ def test_plans_are_what_they_were() -> None:
         for layout in (NATIVE, PORTABLE):
             for budget in (75_000, 110_000):
                 plan = plan_within(budget, candidates(limit), SHAPES, draw, layout)
-                kept = {name: str(scheme) for name, scheme in plan.schemes.items()}
+                kept = {name: form(scheme) for name, scheme in plan.schemes.items()}
                 found[f"{number} {layout} {budget}"] = [kept, sum(plan.predicted.values())]
     tried = {
         number: {n: len(s) for n, s in candidate_schemes(SHAPES, limit).items()} for number, limit in enumerate(limits)

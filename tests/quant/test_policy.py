@@ -6,6 +6,7 @@ import pytest
 
 from edgeinfer.quant import QuantPolicy, QuantScheme, default_group_size, default_head_bits
 from edgeinfer.quant.policy import effective_block
+from tests.quant.samples import form
 from tests.recorded import check_recorded
 
 
@@ -24,7 +25,7 @@ def test_schemes_are_what_they_were() -> None:
     for bits in (2, 4, 8):
         for block in (32, 128):
             policy = QuantPolicy(bits, default_head_bits(bits, 10**7), block, keep_small=block == 32)
-            found[f"{bits} {block}"] = [[str(policy.scheme(name, shape)) for shape in sizes] for name in names]
+            found[f"{bits} {block}"] = [[form(policy.scheme(name, shape)) for shape in sizes] for name in names]
     heads = [default_head_bits(bits, 2**power) for bits in (2, 4, 8, 32) for power in range(16, 34)]
     groups = [default_group_size(2**power) for power in range(16, 34)]
     check_recorded("quant-policy", found | {"heads": heads, "groups": groups})
@@ -64,11 +65,3 @@ def test_thirty_two_bits_quantize_nothing() -> None:
     policy = QuantPolicy(32, 32, 32)
     assert policy.scheme("layers.0.mlp.down", (2048, 2048)) is None
     assert policy.scheme("embed", (2048, 2048)) is None
-
-
-@pytest.mark.parametrize(
-    ("bits", "weights", "head"),
-    [(32, 10, 32), (8, 10**9, 8), (4, 10**6, 8), (4, 10**9, 4), (2, 10**6, 8), (2, 10**9, 4)],
-)
-def test_default_bits_of_the_head(bits: int, weights: int, head: int) -> None:
-    assert default_head_bits(bits, weights) == head

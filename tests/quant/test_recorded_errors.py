@@ -58,7 +58,10 @@ def test_matrices_of_every_kind_are_approximated_as_they_were() -> None:
             matrix = approximate(weight, grid, inputs if method != "hqq" else None, method)
             rows = np.square((matrix - weight).astype(np.float64)).sum(1)
             scale = np.square(weight.astype(np.float64)).sum(1)
-            found[f"{name} {method} {grid}"] = [np.mean(rows / np.maximum(scale, 1e-30)), np.median(rows)]
+            found[f"{name} {method} {grid.bits} {grid.size} {grid.symmetric}"] = [
+                np.mean(rows / np.maximum(scale, 1e-30)),
+                np.median(rows),
+            ]
     check_recorded("quantized", found, rel=2e-2)
 
 
