@@ -65,6 +65,7 @@ class PagedCache:
         *,
         reserves: bool = True,
     ) -> None:
+        self._pages: list[int] = []  # first, as an interrupted program may drop this before the rest is there
         self.pool = pool
         self.capacity = capacity
         self._states = states
@@ -75,11 +76,11 @@ class PagedCache:
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.observe_clear: Callable[[], None] | None = None
-        self._pages: list[int] = []
         self._shared = 0  # of the first pages, those that others may hold too
 
     def __del__(self) -> None:
-        self.pool.release(self._pages)
+        if self._pages:
+            self.pool.release(self._pages)
 
     @property
     def nbytes(self) -> int:

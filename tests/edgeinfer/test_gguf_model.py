@@ -33,6 +33,7 @@ def test_a_plain_file_is_a_bundle(tmp_path: Path) -> None:
         "head_dim": 4,
         "max_positions": 64,
         "kv_layers": (),
+        "states": (),
     }
     assert manifest.parameters == 96 + 2 * (64 + 32 + 128) + 8
     assert manifest.capabilities == Capabilities(layer_skip=False, hidden=False, tree=True, exact=False)
