@@ -230,6 +230,16 @@ def forget(name: str) -> Edit:
     return edit
 
 
+def without_table(edit: Edit) -> Edit:
+    """Takes the tokenizer's table out as well, which would be read in the place of what the edit damages."""
+
+    def both(bundle: Path) -> None:
+        forget("tokenizer.table")(bundle)
+        edit(bundle)
+
+    return both
+
+
 # Running: what is done to the bundle, and what the user reads.
 BUNDLES: dict[str, tuple[Edit, str]] = {
     "no-manifest": (lambda b: (b / MANIFEST).unlink(), "is not a bundle: it has no edgeinfer.json"),
@@ -280,10 +290,10 @@ BUNDLES: dict[str, tuple[Edit, str]] = {
     "model-garbage": (overwrite(MODEL, b"garbage"), "model.onnx cannot be loaded"),
     "model-empty": (overwrite(MODEL, b""), "model.onnx cannot be loaded"),
     "weights-short-for-the-graph": (shorten_weights, "model.onnx cannot be loaded"),
-    "tokenizer-missing": (forget("tokenizer.json"), "has no tokenizer.json"),
-    "tokenizer-garbage": (overwrite("tokenizer.json", b"\xff"), "tokenizer"),
-    "tokenizer-empty-object": (overwrite("tokenizer.json", b"{}"), "is not a usable tokenizer"),
-    "tokenizer-too-deep": (overwrite("tokenizer.json", b"[" * 100_000), "is not a usable tokenizer"),
+    "tokenizer-missing": (without_table(forget("tokenizer.json")), "has no tokenizer.json"),
+    "tokenizer-garbage": (without_table(overwrite("tokenizer.json", b"\xff")), "tokenizer"),
+    "tokenizer-empty-object": (without_table(overwrite("tokenizer.json", b"{}")), "is not a usable tokenizer"),
+    "tokenizer-too-deep": (without_table(overwrite("tokenizer.json", b"[" * 100_000)), "is not a usable tokenizer"),
     "generation-missing": (forget("generation_config.json"), "has no generation_config.json"),
     "generation-garbage": (overwrite("generation_config.json", b"{"), "generation_config.json is not valid JSON"),
     "generation-a-list": (overwrite("generation_config.json", b"[]"), "generation_config.json is not a JSON object"),
