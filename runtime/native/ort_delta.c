@@ -8,6 +8,7 @@
  * the root of their size too. decay = exp(-exp(a_log) softplus(a + dt_bias)), beta is the logistic function of b. What
  * heads give is normalised, times norm and silu of the gate.
  */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -8,6 +8,7 @@
  * After convolution and silu a head's state takes in k = B and u = dt x by decay = exp(-exp(a_log) dt), and is read by
  * q = C; dt is softplus(time step + dt_bias), not below least_step nor above most_step.
  */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
