@@ -270,12 +270,16 @@ class _Scratch:
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._making = threading.Lock()
+        self._closing = False
 
     @contextlib.contextmanager
     def inside(self, parent: Path) -> Iterator[Path]:
         """Makes it; removes it with what is left in it."""
         with storage_errors(parent), self._making:
             self._folder = Path(tempfile.mkdtemp(dir=parent, prefix=WORK))
+        if self._closing:  # or what is put into it now could come behind its removal
+            self.remove()
+            raise SystemExit(1)
         try:
             yield self._folder
         finally:
@@ -283,6 +287,7 @@ class _Scratch:
 
     def close(self) -> None:
         """Removes it for good: none is made afterwards, and one that is being made is waited for."""
+        self._closing = True
         self._making.acquire()
         self.remove()
 
