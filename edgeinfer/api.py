@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from edgeinfer.batching import ReplyBatch, SlotThreads, can_batch
+from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
 from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
 from edgeinfer.errors import UsageError
@@ -238,7 +238,7 @@ class Model(Replying):
     @property
     def can_batch(self) -> bool:
         """Whether replies can be made side by side, in passes that they share."""
-        return can_batch(self._parts)
+        return batch_backend(self._parts) is not None
 
     def reply_batch(self, parallel: int) -> ReplyBatch:
         """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is

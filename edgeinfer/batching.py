@@ -12,11 +12,13 @@ import numpy as np
 from edgeinfer.errors import CapabilityError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.arrays import Ints
+from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.scheduler import Scheduler, sharing_backend
+from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.turns import Turns
 
-__all__ = ["ReplyBatch", "Slot", "SlotThreads", "can_batch"]
+__all__ = ["ReplyBatch", "Slot", "SlotThreads", "batch_backend"]
 
 T = TypeVar("T")
 
@@ -24,9 +26,9 @@ T = TypeVar("T")
 _WORTH_WAITING = 64
 
 
-def can_batch(parts: ModelParts) -> bool:
-    """Whether replies of a model can share its passes."""
-    return sharing_backend(parts.engine.backend) is not None and parts.engine.context_shift is None
+def batch_backend(parts: ModelParts) -> Backend | None:
+    """What evaluates replies of a model in passes that they share; None where they cannot share any."""
+    return sharing_backend(parts.engine.backend) if parts.engine.context_shift is None else None
 
 
 class Slot:
@@ -52,7 +54,7 @@ class Slot:
         """Prepares for a reply: takes over what others hold of its prompt, and waits for what they will soon hold."""
         wanted = np.array(prompt)
         others = self._batch.others(self)
-        common = {id(slot): _common(slot.prompt, wanted) for slot in others if slot.prompt is not None}
+        common = {id(slot): shared_length(slot.prompt, wanted) for slot in others if slot.prompt is not None}
         while any(self._should_wait(slot, common.get(id(slot), 0)) for slot in others):
             self._batch.scheduler.give_way()
         self.prompt = wanted
@@ -70,13 +72,6 @@ class Slot:
             return False
         cached = other.parts.engine.backend.cache.length
         return cached < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - cached >= _WORTH_WAITING
-
-
-def _common(one: Ints, other: Ints) -> int:
-    """How many of the first tokens are the same."""
-    size = min(len(one), len(other))
-    differing = np.flatnonzero(one[:size] != other[:size])
-    return int(differing[0]) if len(differing) else size
 
 
 class SlotThreads(threading.local):
@@ -106,8 +101,8 @@ class ReplyBatch:
         self._threads = threads
         self._open = ExitStack()
         parts = self._open.enter_context(model)
-        backend = sharing_backend(parts.engine.backend)
-        if backend is None or not can_batch(parts):
+        backend = batch_backend(parts)
+        if backend is None:
             self._open.close()
             message = f"Replies of {parts.info.name} cannot share passes here."
             hint = "That takes a bundle with a paged cache, the native kernel, and a context that is not shifted."

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.server.reply_queue import ReplyQueue
-from edgeinfer.errors import UnshareableError
+from edgeinfer.errors import EdgeInferError, UnshareableError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, ReplyBatch, Result, Slot, TokenStream
@@ -169,8 +169,8 @@ class ModelThread(threading.Thread):
             job.alone = job.alone or (job.stream is not None and not job.stream.shareable)
         if self._batch is None and self._unpausable is None:
             first_alone = bool(started) and started[0].alone
-            if len(started) > 1 and not first_alone and model.can_batch:
-                self._batch = model.reply_batch(self._parallel)
+            if len(started) > 1 and not first_alone:
+                self._batch = self._open_batch(model)
         if self._batch is None:
             if (turn := self._unpausable or self._queue.next()) is not None:
                 self._turn(turn, model)
@@ -182,6 +182,13 @@ class ModelThread(threading.Thread):
                 self._batch.add(self._shared_reply(job, model))
         if not self._batch.step():
             self._close_batch()
+
+    def _open_batch(self, model: Model) -> ReplyBatch | None:
+        """What replies share passes by; None where they cannot, or the model fails: each of its replies tells why."""
+        try:
+            return model.reply_batch(self._parallel) if model.can_batch else None
+        except EdgeInferError:
+            return None
 
     def _close_batch(self) -> None:
         with self._changed:

@@ -113,9 +113,6 @@ class Scheduler:
         prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
         gap: as `PromptShare` takes it.
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
-
-    Attributes:
-        passes, rows: that were run so far.
     """
 
     def __init__(
@@ -137,7 +134,6 @@ class Scheduler:
         self._alone: SequenceBackend | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
         self._closing = False
-        self.passes = self.rows = 0
 
     @property
     def running(self) -> int:
@@ -160,12 +156,11 @@ class Scheduler:
         return task
 
     def interrupt(self) -> None:
-        """Has `step` return before another pass. Safe from any thread."""
+        """Has the `step` that runs, or else the next one, return before another pass. Safe from any thread."""
         self._awaited = True
 
     def step(self) -> bool:
         """Lets tasks go on until each waits for rows, then runs a pass; returns whether tasks are left."""
-        self._awaited = False
         try:
             for task in tuple(self._tasks):
                 self._resume(task)
@@ -175,6 +170,8 @@ class Scheduler:
         except BaseException:
             self.close()
             raise
+        # Here and not above: who interrupts between two steps has been heard by none.
+        self._awaited = False
         return bool(self._tasks)
 
     def close(self) -> None:
@@ -232,8 +229,6 @@ class Scheduler:
         finally:
             with self._lock:
                 self._alone = None
-        self.passes += 1
-        self.rows += len(batch.tokens)
         return output
 
     def _resume(self, task: SequenceTask) -> None:
@@ -271,8 +266,6 @@ class Scheduler:
             self._share.observe(prompt_rows, (time.perf_counter() - started) * 1e3)
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
-        self.passes += 1
-        self.rows += sum(count for _, count in chosen)
 
     def _chosen(self, alike: list[RowRequest]) -> list[tuple[RowRequest, int]]:
         """Whose rows the next pass has, and how many: all of those being decoded, then prompts as they came."""

@@ -11,13 +11,14 @@ import bisect
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 
-__all__ = ["PrefixCache", "planned_bytes"]
+__all__ = ["PrefixCache", "planned_bytes", "shared_length"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -152,7 +153,7 @@ class PrefixCache:
             child = span.children.get(int(ids[at]))
             if child is None:
                 return
-            shared = _shared(child.tokens, ids[at:])
+            shared = shared_length(child.tokens, ids[at:])
             yield child, shared
             if shared < len(child.tokens):
                 return
@@ -188,7 +189,7 @@ class PrefixCache:
             self._nbytes -= oldest.nbytes
 
 
-def _shared(a: Ids, b: Ids) -> int:
+def shared_length(a: NDArray[Any], b: NDArray[Any]) -> int:  # (n,), (m,)
     """How many of the first elements are the same."""
     size = min(len(a), len(b))
     differing = np.flatnonzero(a[:size] != b[:size])

@@ -158,6 +158,19 @@ def test_what_cannot_be_made_side_by_side_is_refused(model: Model) -> None:
         portable.generate_batch(["Once"], max_tokens=1)
 
 
+def test_a_batch_of_one_reply_hears_who_wants_to_join(model: Model) -> None:
+    with contextlib.closing(model.reply_batch(2)) as batch:
+        arrivals = Arrivals(batch, model)
+        arrivals.add(0, 0, 0)
+        # Before the step that would make all of the only reply, as another thread may.
+        batch.interrupt()
+        assert batch.step() and not arrivals.results
+        arrivals.add(1, 1, 0)
+        while batch.step():
+            pass
+        assert len(arrivals.results) == 2 and not arrivals.errors
+
+
 def test_an_interrupt_ends_all_replies_and_leaves_the_model_usable(model: Model) -> None:
     seen = 0
 

@@ -61,6 +61,20 @@ def test_replies_have_the_texts_they_would_have_alone(parallel: int, speculation
 
 
 @needs_builtin
+def test_replies_take_turns_where_the_model_cannot_have_them_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(model: edgeinfer.Model, parallel: int) -> edgeinfer.ReplyBatch:
+        raise BudgetError("There is no room.", "Free memory.")
+
+    async def work(host: ModelHost) -> None:
+        with held(host):
+            replies = [ask_for(host, prompt, prompt) for prompt in PROMPTS[:3]]
+        assert all(await asyncio.gather(*map(text_of, replies)))
+
+    monkeypatch.setattr(edgeinfer.Model, "reply_batch", fails)
+    hosted(work)
+
+
+@needs_builtin
 def test_a_short_reply_does_not_wait_for_a_long_one() -> None:
     async def work(host: ModelHost) -> None:
         with held(host):
