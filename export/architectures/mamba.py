@@ -92,6 +92,20 @@ def _mixers(kinds: Any, layers: int, known: dict[str, Mixer] = _MIXERS) -> tuple
     return tuple(known[each] for each in kinds)
 
 
+def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int) -> Mamba2Spec:
+    """The recurrence of families that name its other fields as Mamba-2 does."""
+    return Mamba2Spec(
+        heads=heads,
+        head_size=head_size,
+        groups=config.integer("n_groups", 8),
+        state_size=state_size,
+        width=config.integer("conv_kernel", 4),
+        bias=config.flag("use_bias"),
+        conv_bias=_on(config, "use_conv_bias"),
+        **_steps(config),
+    )
+
+
 def _read_mamba2(config: HFConfig, tied: bool) -> DecoderSpec:
     """Mamba-2: nothing but recurrences, and no bound on positions; sizes of attention are those of the recurrence."""
     _require_silu(config, "hidden_act")
@@ -99,16 +113,7 @@ def _read_mamba2(config: HFConfig, tied: bool) -> DecoderSpec:
     if int(config.number("expand", 2.0) * config.integer("hidden_size")) != heads * size:
         message = f"config.json: num_heads={heads} heads of {size} channels are not expand times hidden_size."
         raise CheckpointError(message, _HINT)
-    scan = Mamba2Spec(
-        heads=heads,
-        head_size=size,
-        groups=config.integer("n_groups", 8),
-        state_size=config.integer("state_size", 128),
-        width=config.integer("conv_kernel", 4),
-        bias=config.flag("use_bias"),
-        conv_bias=_on(config, "use_conv_bias"),
-        **_steps(config),
-    )
+    scan = _own_scan(config, heads, size, config.integer("state_size", 128))
     return DecoderSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
@@ -283,16 +288,8 @@ def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
     layers = len(kinds) if isinstance(kinds, list) else config.integer("num_hidden_layers")
     mixers = _mixers(kinds, layers, _MIXERS | {"mlp": "none", "moe": "none"})
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "mlp")
-    scan = Mamba2Spec(
-        heads=config.integer("mamba_num_heads"),
-        head_size=config.integer("mamba_head_dim"),
-        groups=config.integer("n_groups", 8),
-        state_size=config.integer("ssm_state_size", 128),
-        width=config.integer("conv_kernel", 4),
-        bias=config.flag("use_bias"),
-        conv_bias=_on(config, "use_conv_bias"),
-        **_steps(config),
-    )
+    heads, size = config.integer("mamba_num_heads"), config.integer("mamba_head_dim")
+    scan = _own_scan(config, heads, size, config.integer("ssm_state_size", 128))
     return common_spec(
         config,
         tied,

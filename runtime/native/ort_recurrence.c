@@ -74,7 +74,7 @@ static const char *open_sequence(recurrence_pass *p, const slots *s, int64_t row
     for (int64_t other = 0; other < p->count; other++)
         if (p->positions[other] == (int64_t *)(void *)layer) return "has a state that another sequence has";
     p->positions[p->count] = (int64_t *)(void *)layer;
-    r->position = *p->positions[p->count], r->settle = s->table[2 * sequence + 1];
+    r->position = *p->positions[p->count], r->committed = s->table[2 * sequence + 1];
     r->state = (float *)(void *)(layer + HEADER);
     r->ring = r->state + r->heads * r->key_size * recurrence_padded(r);
     r->rows = rows, r->count = 0;
@@ -94,8 +94,8 @@ static const char *add_row(recurrence *r, const slots *s, int64_t *parent) {
     for (int64_t i = 1; i < extras; i++)
         if (r->extras[first + i] <= r->extras[first + i - 1]) return "has extras that do not ascend";
     if (extras && r->extras[first] < prefix) return "has extras that do not ascend after its prefix";
-    const int64_t settled = r->settle < r->first ? r->settle : r->first;
-    const int64_t held = settled > r->position ? settled : r->position;
+    const int64_t known = r->committed < r->first ? r->committed : r->first;
+    const int64_t held = known > r->position ? known : r->position;
     if (r->position < 0 || length <= held || prefix < held) return "leaves out what its state holds";
     if (r->first - r->position > r->ring_rows) return "follows a state that is too far behind";
     r->count++;
@@ -103,9 +103,9 @@ static const char *add_row(recurrence *r, const slots *s, int64_t *parent) {
 }
 
 /* A state may go on beyond the rows before the pass only along a chain. */
-static int settles(const recurrence *r) {
-    if (r->settle > r->first + r->count) return 0;
-    for (int64_t i = 1; r->settle > r->first && i < r->count; i++)
+static int can_commit(const recurrence *r) {
+    if (r->committed > r->first + r->count) return 0;
+    for (int64_t i = 1; r->committed > r->first && i < r->count; i++)
         if (r->parents[i] != r->first + i - 1) return 0;
     return 1;
 }
@@ -126,7 +126,7 @@ static OrtStatus *split_rows(const recurrence_node *op, recurrence_pass *p, cons
         if (fault) return ort_fail(&op->base, "row %lld %s", (long long)row, fault);
     }
     for (int64_t i = 0; i < p->count; i++)
-        if (!settles(&p->sequences[i])) return ort_fail(&op->base, "a state cannot go on into a tree, or beyond its rows");
+        if (!can_commit(&p->sequences[i])) return ort_fail(&op->base, "a state cannot go on into a tree, or beyond its rows");
     return NULL;
 }
 
@@ -241,7 +241,7 @@ OrtStatus *recurrence_run(const recurrence_node *op, const OrtKernelContext *con
     for (int64_t i = 0; i < p->count; i++) {
         const recurrence *r = &p->sequences[i];
         keep(r);
-        if (r->settle > r->position) *p->positions[i] = r->settle;
+        if (r->committed > r->position) *p->positions[i] = r->committed;
     }
     return NULL;
 }

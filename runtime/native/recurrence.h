@@ -7,7 +7,7 @@
  *
  * What is stored of a layer and a sequence: the state after its first `position` slots, and a ring of what the latest
  * slots, of any branch, are taken in by: what the convolution reads, k, u, decay. A pass takes the stored state on to
- * `settle`, and computes each row from there along the row's path.
+ * `committed`, and computes each row from there along the row's path.
  *
  * Arithmetic, the same in every path to the last bit: k S and q S are 4 chains of fmaf over the channels i, i % 4 in
  * each, summed (0 + 1) + (2 + 3), of the state before the row; u = beta (v - decay (k S)), o = fmaf(q k, u, decay (q S)),
@@ -33,7 +33,7 @@ typedef struct {
     int32_t delta;                                  /* by the delta rule */
     int64_t channels, width;                        /* of the convolution */
 
-    int64_t position, settle;
+    int64_t position, committed;
     float *state;                   /* (heads, tiles, key_size, 16); of position 0 it is zeros, whatever lies there */
     float *ring;                    /* (ring_rows, ring_stride): slot s in row s % ring_rows */
     int64_t ring_rows, ring_stride; /* a row: channels, (key_heads, key_size) k, (heads, padded) u, (heads) decay */

@@ -91,9 +91,9 @@ INLINE void store_state(const state_tile *t) {
 static void recur_tile(const state_tile *t) {
     const recurrence *r = t->r;
     int64_t base = r->position, at = -2; /* the last slot that the state has taken in; -2: it has not been loaded */
-    if (r->settle > base && r->settle <= r->first) {
+    if (r->committed > base && r->committed <= r->first) {
         load_state(t, base);
-        for (; base < r->settle; base++) take_in(t, recurrence_slot(r, r->rows, base));
+        for (; base < r->committed; base++) take_in(t, recurrence_slot(r, r->rows, base));
         store_state(t), at = base - 1;
     }
     for (int64_t i = 0; i < r->count; i++) {
@@ -107,11 +107,11 @@ static void recur_tile(const state_tile *t) {
                 take_in(t, recurrence_slot(r, row, place));
         }
         at = parent;
-        if (r->first + i == r->settle && r->settle > base) store_state(t), base = r->settle;
+        if (r->first + i == r->committed && r->committed > base) store_state(t), base = r->committed;
         compute_row(t, i);
     }
-    if (r->settle == r->first + r->count && r->settle > base) {
-        take_in(t, r->settle - 1);
+    if (r->committed == r->first + r->count && r->committed > base) {
+        take_in(t, r->committed - 1);
         store_state(t);
     }
 }
