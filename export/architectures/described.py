@@ -112,7 +112,8 @@ def require_plain(spec: DecoderSpec, what: str, hint: str, known: Collection[str
     _refuse(spec, lambda name: name not in known, hint, what)
     odd = [f"activation={spec.activation}"] if spec.activation != "silu" and "activation" not in known else []
     later = ("sigmoid", "sparsemixer")
-    odd += [f"router={spec.moe.router}"] if spec.moe is not None and spec.moe.router in later else []
+    if spec.moe is not None and spec.moe.router in later and "router" not in known:
+        odd.append(f"router={spec.moe.router}")
     if odd:
         raise UnsupportedArchitectureError(f"{what} of a decoder with {odd[0]} are not supported yet.", hint)
 

@@ -1,27 +1,46 @@
-"""What an architecture of llama.cpp can express, and the keys that describe a decoder of it."""
+"""What an architecture of llama.cpp can express of a decoder."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.spec import RopeSpec
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["FILE_TYPES", "ONNX_HINT", "GgufArchitecture", "add_decoder", "context_length"]
+__all__ = ["ONNX_HINT", "GgufArchitecture", "GgufForm", "Tensor", "every"]
+
+Floats = NDArray[np.float32]
+# Reads one of the file's tensors by our name.
+Tensor = Callable[[str], Floats]
 
 ONNX_HINT = "Export it to ONNX instead: leave out --format gguf."
-# llama.cpp's own limits, at which it ends the process.
-_MOST_LAYERS, _MOST_EXPERTS = 512, 1024
-# llama.cpp's numbers of whole files' types, LLAMA_FTYPE_*.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-# Of the scheme that quantized blocks are stored in.
-_QUANTIZATION_VERSION = 2
+# llama.cpp's own limit, at which it ends the process.
+_MOST_LAYERS = 512
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How a tensor lies in a file.
+
+    Attributes:
+        shape: as numpy gives it.
+        change: of the values of some rows, as ours lie.
+        rows: what it is given at a time is a multiple of so many.
+    """
+
+    shape: Shape
+    change: Callable[[Floats], Floats] | None = None
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -41,12 +60,19 @@ class GgufArchitecture:
         activation: of its MLP.
         parts: later fields of a DecoderSpec (edgeinfer.bundle.spec) that its graph has.
         needs: fields of a DecoderSpec without which its graph has no meaning.
-        full_every: every so many layers one sees everything and the others have a window; 0 where it has no windows.
+        full_every: every so many layers one sees everything and the others have a window, where no key says which; 0
+            where it has no windows, -1 where a key always says.
+        always_slides: its graph has windows in any case.
         unrotated_every: every so many layers one does not rotate; 0 where all do.
         norm_offset: weights of norms that checkpoints store without, and llama.cpp with.
-        renormalizes: whether the weights of a token's experts are made to sum to one; None without experts.
-        expert_length: the width of experts has a key of its own.
+        compressed: of latent attention its cache holds the small vector.
+        mixture: of its experts.
         multipliers: fields of config.json, the keys of the metadata they become, and what they are where none is given.
+        refined: what a family does to its weights (Architecture.refine) is done, instead of by multipliers.
+        rewrite: a tensor of ours as those that a file is made of; their names are ours, or llama.cpp's in a layer.
+        forms: of tensors whose forms are not ours, by our names in a layer.
+        keys: adds further keys, also of what tensors hold.
+        lacks: what else its graph lacks of a decoder, in words.
     """
 
     name: str
@@ -64,23 +90,39 @@ class GgufArchitecture:
     parts: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     full_every: int = 0
+    always_slides: bool = True
     unrotated_every: int = 0
     norm_offset: float = 0.0
-    renormalizes: bool | None = None
-    expert_length: bool = False
+    compressed: bool = False
+    mixture: GgufMixture | None = None
     multipliers: tuple[tuple[str, str, float], ...] = ()
+    refined: bool = False
+    rewrite: Callable[[HFConfig, DecoderSpec, TensorPlan], Iterator[TensorPlan]] | None = None
+    forms: Mapping[str, Callable[[DecoderSpec, Shape], GgufForm]] = field(default_factory=dict)
+    keys: Callable[[Any, HFConfig, DecoderSpec, Tensor], None] | None = None
+    lacks: Callable[[HFConfig, DecoderSpec], Iterator[str]] | None = None
 
-    def check(self, spec: DecoderSpec) -> None:
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Later fields of a decoder's description that may have other values than their defaults."""
+        borders = ("beta_fast", "beta_slow") if "yarn" in self.ropes else ()
+        return ("activation", *borders, *self.parts, *(self.mixture.known if self.mixture else ()))
+
+    def check(self, config: HFConfig, spec: DecoderSpec) -> None:
         """Refuses what would give another model, or end the process, in llama.cpp.
 
         Raises:
             UnsupportedArchitectureError: its graph cannot express the decoder.
         """
-        for what in (*self._missing(spec), *self._missing_by_layer(spec), *self._missing_experts(spec)):
+        mixed = self.mixture.missing(spec) if self.mixture else ()
+        further = self.lacks(config, spec) if self.lacks else ()
+        for what in (*self._missing(spec), *self._missing_by_layer(spec), *mixed, *further):
             raise UnsupportedArchitectureError(f"llama.cpp's {self.name} has no {what}.", ONNX_HINT)
 
-    def planned(self, plans: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
+    def planned(self, config: HFConfig, spec: DecoderSpec, plans: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
         """A checkpoint's tensors with the values that llama.cpp wants."""
+        if self.rewrite is not None:
+            return tuple(written for plan in plans for written in self.rewrite(config, spec, plan))
         offset = self.norm_offset
         return tuple(plan.changed(offset=offset) if offset and plan.name.endswith("norm") else plan for plan in plans)
 
@@ -101,7 +143,8 @@ class GgufArchitecture:
             yield "bias of the attention's output"
         if spec.mlp_bias and not self.mlp_bias:
             yield "biases in its MLP"
-        if spec.attention_scale and not self.multipliers and not math.isclose(spec.attention_scale**-2, spec.head_dim):
+        free = self.multipliers or self.refined or spec.rope.type == "yarn"
+        if spec.attention_scale and not free and not math.isclose(spec.attention_scale**-2, spec.head_dim):
             yield f"scale of scores of {spec.attention_scale:.6g}"
         for name in self.needs:
             if not getattr(spec, name):
@@ -110,104 +153,19 @@ class GgufArchitecture:
             yield f"room for {spec.num_layers} layers"
 
     def _missing_by_layer(self, spec: DecoderSpec) -> Iterator[str]:
-        if self.full_every and spec.windows:
-            window = max(spec.windows)
-            if spec.windows != tuple(0 if seen else window for seen in _every(self.full_every, spec.num_layers)):
-                yield "windows on these layers"
+        if spec.windows and self.full_every and spec.more_ropes:
+            turned = tuple(int(window > 0) for window in spec.windows)
+            if spec.rope_layers != turned:
+                yield "rotations that do not follow its windows"
         if self.unrotated_every:
-            still = tuple(-1 if each else 0 for each in _every(self.unrotated_every, spec.num_layers))
+            still = tuple(-1 if each else 0 for each in every(self.unrotated_every, spec.num_layers))
             if (spec.rope_layers or (0,) * spec.num_layers) != still:
                 yield "rotation of these layers"
         for rope in spec.more_ropes:
             if rope.type != "default":
                 yield f"second rotary embedding of type {rope.type}"
 
-    def _missing_experts(self, spec: DecoderSpec) -> Iterator[str]:
-        if spec.moe is not None:
-            if spec.moe.dense_layers:
-                yield "layers without experts beside others with them"
-            if spec.moe.renormalize != self.renormalizes:
-                yield "weights of experts that are " + ("renormalized" if spec.moe.renormalize else "not renormalized")
-            if spec.moe.experts > _MOST_EXPERTS:
-                yield f"room for {spec.moe.experts} experts"
 
-
-def _every(count: int, layers: int) -> Iterator[bool]:
+def every(count: int, layers: int) -> Iterator[bool]:
     """Whether each layer is the last of so many."""
-    return ((layer + 1) % count == 0 for layer in range(layers))
-
-
-def context_length(spec: DecoderSpec, arch: GgufArchitecture) -> int:
-    """Tokens of the longest context: no more than a sliding window shows, where llama.cpp's graph has none."""
-    shown = 0 if arch.full_every else spec.window_size
-    return min(spec.max_positions, shown or spec.max_positions)
-
-
-def add_decoder(writer: Any, config: HFConfig, spec: DecoderSpec, arch: GgufArchitecture, name: str, kind: str) -> None:
-    """Adds the keys of the model.
-
-    Args:
-        writer: of the gguf package.
-        kind: a key of FILE_TYPES.
-    """
-    writer.add_type("model")
-    writer.add_name(name)
-    writer.add_file_type(FILE_TYPES[kind])
-    writer.add_quantization_version(_QUANTIZATION_VERSION)
-    writer.add_vocab_size(spec.vocab_size)
-    writer.add_context_length(context_length(spec, arch))
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(_feed_forward(spec, arch))
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(spec.norm_eps)
-    _add_rope(writer, spec.rope)
-    _add_attention(writer, spec, arch)
-    _add_experts(writer, spec, arch)
-    for name_there, key, usual in arch.multipliers:
-        writer.add_float32(f"{arch.name}.{key}", config.number(name_there, usual))
-
-
-def _feed_forward(spec: DecoderSpec, arch: GgufArchitecture) -> int:
-    """The MLP's width, which is that of the experts where they have no key of their own."""
-    return spec.intermediate_size if spec.moe is None or arch.expert_length else spec.moe.expert_size
-
-
-def _add_rope(writer: Any, rope: RopeSpec) -> None:
-    """Llama3's and LongRoPE's factors are tensors, see edgeinfer.export.gguf.tensors."""
-    writer.add_rope_dimension_count(rope.dim)
-    writer.add_rope_freq_base(rope.theta)
-    if rope.type == "linear":
-        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(rope.factor)
-    if rope.type == "longrope":
-        writer.add_string(f"{writer.arch}.rope.scaling.type", "longrope")
-        writer.add_rope_scaling_orig_ctx_len(rope.original_max_positions)
-        writer.add_rope_scaling_attn_factors(rope.attention_factor)
-
-
-def _add_attention(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
-    if arch.full_every:
-        # Its graph has windows in any case: one as long as the context hides nothing.
-        writer.add_sliding_window(max(spec.windows, default=0) or spec.max_positions)
-    for rope in spec.more_ropes:
-        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", rope.theta)
-    if spec.attention_softcap:
-        writer.add_attn_logit_softcapping(spec.attention_softcap)
-    if spec.logit_softcap:
-        writer.add_final_logit_softcapping(spec.logit_softcap)
-
-
-def _add_experts(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
-    moe = spec.moe
-    if moe is None:
-        return
-    writer.add_expert_count(moe.experts)
-    writer.add_expert_used_count(moe.top_k)
-    if arch.expert_length:
-        writer.add_expert_feed_forward_length(moe.expert_size)
-    if moe.shared_size:
-        writer.add_expert_shared_feed_forward_length(moe.shared_size)
+    return (count > 0 and (layer + 1) % count == 0 for layer in range(layers))

@@ -5,11 +5,19 @@ What each graph has is what llama.cpp's sources build (src/llama-model.cpp, src/
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures import Architecture
+from edgeinfer.export.architectures import Architecture, TensorPlan
 from edgeinfer.export.architectures.described import require_plain
-from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture
+from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture, Tensor
+from edgeinfer.export.gguf.latent import LATENT
+from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.gguf.shared_mixtures import COHERE, SHARED_MIXTURES
+from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["GGUF_ARCHITECTURES", "find_gguf_architecture"]
 
@@ -20,16 +28,79 @@ _GRANITE = (
     ("attention_multiplier", "attention.scale", 1.0),
     ("logits_scaling", "logit_scale", 1.0),
 )
-_COHERE = (("logit_scale", "logit_scale", 0.0625),)
 _PACKED_MLP = {"mlp.gate_up": ("ffn_up.weight",)}
 _SANDWICH = {"attn_post_norm": ("post_attention_norm.weight",), "mlp_post_norm": ("post_ffw_norm.weight",)}
 _LAYER_NORMS = ("norm", "norm_bias")
+_PLAIN_MIXTURE = GgufMixture(True, length=False, shared="")
+
+# Source: transformers' XIELUActivation.
+_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
+# EXAONE 4's graph has windows where a model has so many layers.
+_SLIDING_EXAONE = 64
+
+
+def _olmo_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if any(rope.theta != spec.rope.theta for rope in spec.more_ropes):
+        yield "second rotary embedding with a base of its own"
+    if spec.windows and not spec.more_ropes and spec.rope.type != "default":
+        yield f"rotary embedding of type {spec.rope.type} in layers with windows"
+
+
+def _exaone_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if bool(spec.windows) != (spec.num_layers == _SLIDING_EXAONE):
+        yield f"{'windows' if spec.windows else 'full attention'} in models of {spec.num_layers} layers"
+
+
+def _ministral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Of queries that grow with their position."""
+    if spec.rope.query_beta:
+        writer.add_attn_temperature_scale(spec.rope.query_beta)
+
+
+def _bitnet_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    writer.add_string("bitnet.rope.scaling.type", "linear")
+    writer.add_rope_scaling_factor(1.0)
+
+
+def _apertus_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """llama.cpp takes the softplus of what the activation has learnt itself."""
+    if plan.name.endswith("mlp.xielu"):
+        sources = (dataclasses.replace(source, softplus=False, offset=0.0) for source in plan.sources)
+        plan = TensorPlan(plan.name, tuple(sources))
+    yield plan
+
+
+def _apertus_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    learnt = [tensor(f"layers.{layer}.mlp.xielu").tolist() for layer in range(spec.num_layers)]
+    positive, negative = zip(*learnt, strict=True)
+    writer.add_xielu_alpha_p(positive)
+    writer.add_xielu_alpha_n(negative)
+    writer.add_xielu_beta([_XIELU_BETA] * spec.num_layers)
+    writer.add_xielu_eps([_XIELU_EPS] * spec.num_layers)
+
 
 _LLAMA = GgufArchitecture(
-    "llama", neighbours=True, ropes=_EVERY_ROPE, free_heads=True, output_bias=True, mlp_bias=True, renormalizes=True
+    "llama",
+    neighbours=True,
+    ropes=_EVERY_ROPE,
+    free_heads=True,
+    output_bias=True,
+    mlp_bias=True,
+    mixture=_PLAIN_MIXTURE,
 )
-# By transformers' name of the family. BlockFFN is missing: llama.cpp has no rectified router.
-GGUF_ARCHITECTURES = {
+_OLMO = GgufArchitecture(
+    "olmo2",
+    ropes=("default", "linear", "yarn"),
+    qkv_bias=False,
+    tensors=_SANDWICH,
+    parts=("pre_norm", "post_norm", "more_ropes", "rope_layers"),
+    full_every=4,
+    always_slides=False,
+    lacks=_olmo_lacks,
+)
+# By transformers' name of the family. Phi-3.5-MoE is missing, as llama.cpp weights its experts otherwise, and BlockFFN,
+# as it has no rectified router.
+_DENSE = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
@@ -42,16 +113,18 @@ GGUF_ARCHITECTURES = {
         partial_rope=True,
         tensors={"attn.qkv": ("attn_qkv.weight",), **_PACKED_MLP},
     ),
-    "qwen2_moe": GgufArchitecture("qwen2moe", own_head=True, renormalizes=False, expert_length=True),
-    "qwen3_moe": GgufArchitecture("qwen3moe", free_heads=True, renormalizes=True, expert_length=True),
-    "olmoe": GgufArchitecture("olmoe", grouped=False, own_head=True, renormalizes=False),
+    "qwen2_moe": GgufArchitecture("qwen2moe", own_head=True, mixture=GgufMixture(False)),
+    "qwen3_moe": GgufArchitecture("qwen3moe", free_heads=True, mixture=GgufMixture(True, shared="")),
+    "olmoe": GgufArchitecture(
+        "olmoe", grouped=False, own_head=True, mixture=GgufMixture(False, length=False, shared="")
+    ),
     "granitemoe": GgufArchitecture(
         "granitemoe",
         neighbours=True,
         ropes=_EVERY_ROPE,
         free_heads=True,
         output_bias=True,
-        renormalizes=True,
+        mixture=GgufMixture(True, length=False),
         multipliers=_GRANITE,
     ),
     "gemma": GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0),
@@ -77,8 +150,47 @@ GGUF_ARCHITECTURES = {
         full_every=6,
         norm_offset=1.0,
     ),
-    "olmo2": GgufArchitecture("olmo2", qkv_bias=False, tensors=_SANDWICH, parts=("pre_norm", "post_norm")),
-    "exaone4": GgufArchitecture("exaone4", free_heads=True, tensors=_SANDWICH, parts=("pre_norm", "post_norm")),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "exaone4": GgufArchitecture(
+        "exaone4",
+        free_heads=True,
+        tensors=_SANDWICH,
+        parts=("pre_norm", "post_norm", "rope_layers"),
+        full_every=4,
+        always_slides=False,
+        lacks=_exaone_lacks,
+    ),
+    "ministral3": GgufArchitecture(
+        "mistral3",
+        neighbours=True,
+        ropes=("yarn",),
+        free_heads=True,
+        qkv_bias=False,
+        parts=("query_beta",),
+        keys=_ministral_keys,
+    ),
+    "glm": GgufArchitecture("chatglm", neighbours=True, partial_rope=True, tensors=_PACKED_MLP, parts=("interleaved",)),
+    "apertus": GgufArchitecture(
+        "apertus",
+        ropes=_EVERY_ROPE,
+        free_heads=True,
+        qkv_bias=False,
+        own_head=True,
+        activation="xielu",
+        tensors={"mlp.xielu": ()},
+        parts=("gated",),
+        rewrite=_apertus_rewrite,
+        keys=_apertus_keys,
+    ),
+    "bitnet": GgufArchitecture(
+        "bitnet",
+        qkv_bias=False,
+        tensors={"attn.inner_norm": ("attn_sub_norm.weight",), "mlp.inner_norm": ("ffn_sub_norm.weight",)},
+        parts=("inner_norms",),
+        needs=("tied",),
+        keys=_bitnet_keys,
+    ),
     "granite": GgufArchitecture(
         "granite",
         neighbours=True,
@@ -137,7 +249,7 @@ GGUF_ARCHITECTURES = {
         neighbours=True,
         qkv_bias=False,
         parts=("norm", "parallel", "interleaved"),
-        multipliers=_COHERE,
+        multipliers=COHERE,
     ),
     "cohere2": GgufArchitecture(
         "cohere2",
@@ -146,20 +258,21 @@ GGUF_ARCHITECTURES = {
         parts=("norm", "parallel", "interleaved", "rope_layers"),
         full_every=4,
         unrotated_every=4,
-        multipliers=_COHERE,
+        multipliers=COHERE,
     ),
 }
+GGUF_ARCHITECTURES = _DENSE | SHARED_MIXTURES | LATENT
 
 
-def find_gguf_architecture(family: Architecture, spec: DecoderSpec) -> GgufArchitecture:
+def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:
     """The architecture of llama.cpp that a family's checkpoint is written as.
 
     Raises:
         UnsupportedArchitectureError: there is none, or its graph cannot express this decoder.
     """
     found = GGUF_ARCHITECTURES.get(family.model_types[0])
-    require_plain(spec, "GGUF files", ONNX_HINT, () if found is None else ("activation", *found.parts))
     if found is None:
         raise UnsupportedArchitectureError(f"llama.cpp has no architecture for {family.classes[0]}.", ONNX_HINT)
-    found.check(spec)
+    require_plain(spec, "GGUF files", ONNX_HINT, found.known)
+    found.check(config, spec)
     return found

@@ -22,11 +22,11 @@ from edgeinfer.bundle.gguf_bundle import manifest_of
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.bundle.store import GGUF_MODEL
-from edgeinfer.errors import StorageError
+from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.allocation import TypePlan, check_budget, choose_types, file_kind
-from edgeinfer.export.gguf.architectures import FILE_TYPES, context_length
 from edgeinfer.export.gguf.importance import Importance, gather_importance
+from edgeinfer.export.gguf.keys import FILE_TYPES, context_length
 from edgeinfer.export.gguf.pruning import check_layers, check_prunable, choose_layers, prune_tokens, renumbered
 from edgeinfer.export.gguf.quantize import quantize_gguf
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor
@@ -87,6 +87,9 @@ def check_request(checkpoint: Checkpoint, described: GgufSource, config: ExportC
     if layers:
         check_layers(described.arch.name, described.spec.num_layers, layers)
     model = _Model.of(checkpoint, described).without(config.prune_layers)
+    if described.arch.rewrite is not None and (config.calibration or config.budget_bytes(model.parameters) is not None):
+        message = f"Calibrating GGUF files of {described.arch.name} is not supported."
+        raise UsageError(message, "Choose a type of llama.cpp's, such as --type Q4_K_M, or export it to ONNX.")
     given = match_patterns(config.types_for, model.matrices)
     budget = config.budget_bytes(model.parameters)
     if budget is not None and not config.prune_count:

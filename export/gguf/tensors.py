@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -34,6 +35,13 @@ _LAYER = {
     "attn.qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
     "attn.q_norm": ("attn_q_norm.weight",),
     "attn.k_norm": ("attn_k_norm.weight",),
+    "attn.sinks": ("attn_sinks.weight",),
+    "attn.q": ("attn_q.weight",),
+    "attn.q_a": ("attn_q_a.weight",),
+    "attn.q_a_norm": ("attn_q_a_norm.weight",),
+    "attn.q_b": ("attn_q_b.weight",),
+    "attn.kv_a": ("attn_kv_a_mqa.weight",),
+    "attn.kv_norm": ("attn_kv_a_norm.weight",),
     "attn.out": ("attn_output.weight",),
     "attn.out_bias": ("attn_output.bias",),
     "mlp_norm": ("ffn_norm.weight",),
@@ -45,11 +53,20 @@ _LAYER = {
     "mlp.down": ("ffn_down.weight",),
     "mlp.down_bias": ("ffn_down.bias",),
     "mlp.router": ("ffn_gate_inp.weight",),
+    "mlp.router_bias": ("ffn_gate_inp.bias",),
+    "mlp.choice_bias": ("exp_probs_b.bias",),
+    "mlp.experts.gate_up_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "mlp.experts.down_bias": ("ffn_down_exps.bias",),
+    "mlp.shared.up": ("ffn_up_shexp.weight",),
     "mlp.shared.gate_up": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     "mlp.shared.down": ("ffn_down_shexp.weight",),
     "mlp.shared.gate": ("ffn_gate_inp_shexp.weight",),
 }
-_EXPERT = {"gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "down": ("ffn_down_exps.weight",)}
+_EXPERT = {
+    "gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "up": ("ffn_up_exps.weight",),
+    "down": ("ffn_down_exps.weight",),
+}
 # They decide more than they cost: llama.cpp keeps them in float32 too.
 _EXACT = ("mlp.router", "mlp.shared.gate")
 
@@ -69,15 +86,17 @@ class PlannedGgufTensor:
 
     Attributes:
         shape: as numpy gives it; experts of a layer are stacked along the first of three axes.
-        turned: width of the heads whose rows take llama.cpp's order; 0 where they stay.
         exact: it stays in float32 whatever the type of the file.
+        change: of the values of some rows; None where they stay.
+        rows: what it is given at a time is a multiple of so many.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[TensorRows, ...]
-    turned: int = 0
     exact: bool = False
+    change: Callable[[Floats], Floats] | None = None
+    rows: int = 1
 
 
 def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[str, ...]:
@@ -90,10 +109,10 @@ def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingPro
         own: names that the architecture has of its own (GgufArchitecture.tensors).
     """
     if name in _MODEL:
-        return (_MODEL[name],)
+        return own.get(name, (_MODEL[name],))
     layer, _, part = name.removeprefix("layers.").partition(".")
     expert = find_expert(name)
-    names = (own.get(part) or _LAYER[part]) if expert is None else _EXPERT[expert.part]
+    names = own.get(part, _LAYER.get(part, (part,))) if expert is None else _EXPERT[expert.part]
     return tuple(f"blk.{layer}.{n}" for n in names)
 
 
@@ -103,11 +122,11 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
     for plan in plans:
         expert = find_expert(plan.name)
         names = gguf_tensor_names(plan.name, arch.tensors)
-        parts = list(_split(spec, plan, len(names)))
         if expert is None:
-            yield from (_tensor(spec, plan, arch, name, part) for name, part in zip(names, parts, strict=True))
+            if names:
+                yield from _tensors(spec, plan, arch, names)
             continue
-        for name, part in zip(names, parts, strict=True):
+        for name, part in zip(names, _split(plan, _even(plan, len(names))), strict=True):
             stacked.setdefault(name, []).append(part)
         last = spec.experts_of(expert.layer)
         if last is not None and expert.expert == last.experts - 1 and expert.part == "down":
@@ -120,13 +139,45 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
         yield PlannedGgufTensor(_MODEL["head"], shape, (TensorRows("embed", 0, spec.vocab_size),))
 
 
-def _split(spec: DecoderSpec, plan: TensorPlan, count: int) -> Iterator[TensorRows]:
+def _tensors(
+    spec: DecoderSpec, plan: TensorPlan, arch: GgufArchitecture, names: tuple[str, ...]
+) -> Iterator[PlannedGgufTensor]:
+    """The tensors that one of ours becomes, which is none of an expert."""
+    part = plan.name.removeprefix("layers.").partition(".")[2]
+    if spec.moe is not None and part.endswith("experts.gate_up_bias"):
+        yield from _expert_biases(plan, names, spec.moe.experts)
+        return
+    if spec.moe is not None and part.endswith("experts.down_bias"):
+        rows = TensorRows(plan.name, 0, plan.shape[0])
+        yield PlannedGgufTensor(names[0], (spec.moe.experts, spec.hidden_size), (rows,), exact=True)
+        return
+    sizes = [spec.q_size, spec.kv_size, spec.kv_size] if len(names) == 3 else _even(plan, len(names))
+    for name, rows in zip(names, _split(plan, sizes), strict=True):
+        if part in arch.forms:
+            form = arch.forms[part](spec, plan.shape)
+            exact = len(form.shape) == 1 or not name.endswith("weight") or plan.name.endswith(_EXACT)
+            yield PlannedGgufTensor(name, form.shape, (rows,), exact, form.change, form.rows)
+        else:
+            yield _tensor(spec, plan, arch, name, rows)
+
+
+def _expert_biases(plan: TensorPlan, names: tuple[str, ...], experts: int) -> Iterator[PlannedGgufTensor]:
+    """Gate and up of all experts, of which ours holds both of each one behind the other."""
+    size = plan.shape[0] // experts // len(names)
+    for index, name in enumerate(names):
+        starts = (size * (len(names) * expert + index) for expert in range(experts))
+        parts = tuple(TensorRows(plan.name, start, start + size) for start in starts)
+        yield PlannedGgufTensor(name, (experts, size), parts, exact=True)
+
+
+def _even(plan: TensorPlan, count: int) -> list[int]:
+    return [plan.shape[0] // count] * count
+
+
+def _split(plan: TensorPlan, sizes: Iterable[int]) -> Iterator[TensorRows]:
     """The rows that each of the tensors takes that one of ours becomes."""
-    rows = [plan.shape[0] // count] * count
-    if count == 3:
-        rows = [spec.q_size, spec.kv_size, spec.kv_size]
     start = 0
-    for size in rows:
+    for size in sizes:
         yield TensorRows(plan.name, start, start + size)
         start += size
 
@@ -139,7 +190,9 @@ def _tensor(
     # The gate of a shared expert is a vector there.
     shape = (plan.shape[1],) if plan.name.endswith(".shared.gate") else (part.stop - part.start, *plan.shape[1:])
     exact = len(shape) == 1 or plan.name.endswith(_EXACT)
-    return PlannedGgufTensor(name, shape, (part,), spec.head_dim if turned else 0, exact)
+    if not turned:
+        return PlannedGgufTensor(name, shape, (part,), exact)
+    return PlannedGgufTensor(name, shape, (part,), exact, partial(interleaved, head_dim=spec.head_dim), spec.head_dim)
 
 
 def interleaved(rows: Floats, head_dim: int) -> Floats:  # (heads x head_dim, ...)

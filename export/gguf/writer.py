@@ -22,9 +22,10 @@ from edgeinfer.errors import CheckpointError, StorageError, UsageError
 from edgeinfer.export.architectures import TensorPlan, find_architecture
 from edgeinfer.export.architectures.described import describe, read_spec
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.architectures import FILE_TYPES, GgufArchitecture, add_decoder
+from edgeinfer.export.gguf.architectures import GgufArchitecture
 from edgeinfer.export.gguf.families import find_gguf_architecture
-from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, interleaved, rope_tensors
+from edgeinfer.export.gguf.keys import FILE_TYPES, add_decoder
+from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig, read_config
@@ -83,8 +84,9 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     refined = find_architecture(config).placed(checkpoint.names)
     family = dataclasses.replace(refined, refine=None)
     spec = read_spec(config, family, checkpoint)
-    arch = find_gguf_architecture(family, spec)
-    plans = arch.planned(describe(spec, config, family, checkpoint).plans)
+    arch = find_gguf_architecture(family, config, spec)
+    stored = describe(spec, config, refined if arch.refined else family, checkpoint)
+    plans = arch.planned(config, spec, stored.plans)
     computing = refined.tensors(config, spec, checkpoint.names)
     return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
 
@@ -132,13 +134,15 @@ def write_gguf_source(
         name: of the model, for people.
     """
     writer = gguf_package().GGUFWriter(target, described.arch.name)
-    add_decoder(writer, described.config, described.spec, described.arch, _shown_name(name, words), kind)
+    planned = PlannedTensors(checkpoint, described.plans)
+    shown = _shown_name(name, words)
+    add_decoder(writer, described.config, described.spec, described.arch, shown, kind, planned.tensor)
     if words is None:
         writer.add_tokenizer_model("no_vocab")
     else:
         add_vocabulary(writer, words)
     try:
-        _write(writer, described, PlannedTensors(checkpoint, described.plans), kind, progress)
+        _write(writer, described, planned, kind, progress)
     except OSError as error:
         hint = "Check the free disk space and permissions."
         raise StorageError(f"Cannot write {target}: {error.strerror}.", hint) from error
@@ -212,15 +216,13 @@ def _tensor_bytes(package: Any, shape: tuple[int, ...], into: Any) -> int:
 
 
 def _rows(tensor: PlannedGgufTensor, planned: PlannedTensors) -> Iterator[Floats]:
-    """The values of a tensor in runs of whole rows, and of whole heads where their order changes."""
-    at_once = max(1, _RUN_VALUES // tensor.shape[-1])
-    if tensor.turned:
-        at_once = max(1, at_once // tensor.turned) * tensor.turned
+    """The values of a tensor in runs of whole rows, and of as many as are changed together."""
     for part in tensor.parts:
         source = planned.of(part.plan)
+        at_once = max(1, _RUN_VALUES // math.prod(source.shape[1:]) // tensor.rows) * tensor.rows
         for start in range(part.start, part.stop, at_once):
             rows = source(start, min(start + at_once, part.stop))
-            yield interleaved(rows, tensor.turned) if tensor.turned else rows
+            yield rows if tensor.change is None else tensor.change(rows)
 
 
 def _converted(package: Any, rows: Floats, into: Any, name: str) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""GGUF files of the families beside Llama's and Qwen's, run by llama.cpp, against transformers."""
+"""GGUF files of all families, run by llama.cpp, against transformers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ pytest.importorskip("llama_cpp")
 
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf.writer import write_gguf
+from tests.export.gguf_cases import (
+    COHERE_ROUTED,
+    GEMMA,
+    GGUF_CASES,
+    GROUPED,
+    LATENT,
+    MINICPM3,
+    ROUTED,
+    TIED,
+    YARN,
+    layers,
+)
 from tests.export.passes import TOKENS, expected_logits
 from tests.gguf_logits import GgufModel
 
@@ -24,55 +36,21 @@ pytestmark = pytest.mark.gguf
 
 # What is asked of every format; most are far below.
 TOLERANCE = 1e-4
-GEMMA = {"tie_word_embeddings": True, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}
-LOCAL = {"rope_type": "default", "rope_theta": 1e3}
-ROPES = {
-    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
-    "sliding_attention": LOCAL,
-}
-GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5}
-HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-
-
-def layers(full_every: int, count: int) -> dict[str, Any]:
-    """Layers of which one in so many sees everything, and the others have windows."""
-    kinds = ("sliding_attention", "full_attention")
-    return {"num_hidden_layers": count, "layer_types": [kinds[(n + 1) % full_every == 0] for n in range(count)]}
-
-
-CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("Gemma", {"tie_word_embeddings": True, "head_dim": 32}),
-    ("Gemma2", GEMMA | layers(2, 3)),
-    ("Gemma3", GEMMA | layers(6, 7) | {"rope_parameters": ROPES}),
-    ("Olmo2", {}),
-    ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    ("Granite", GRANITE),
-    ("Granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-    ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
-    ("Ministral", {"sliding_window": 5, "head_dim": 32, **layers(2, 3)}),
-    ("SeedOss", {"attention_bias": True, "attention_out_bias": False, "head_dim": 32}),
-    ("Arcee", {"head_dim": 32}),
-    ("Ernie4_5", {"head_dim": 32}),
-    ("HunYuanDenseV1", {"head_dim": 32, "tie_word_embeddings": True}),
-    ("Glm4", {"attention_bias": True, "head_dim": 32, **HALF}),
-    ("Starcoder2", {"sliding_window": 5}),
-    ("StableLm", {"use_qkv_bias": True, **HALF}),
-    ("StableLm", {"use_parallel_residual": True, **HALF}),
-    ("Nemotron", {"attention_bias": True, "mlp_bias": True, **HALF}),
-    ("Phi", HALF),
-    ("Cohere", {"tie_word_embeddings": True}),
-    ("Cohere2", {"tie_word_embeddings": True, "sliding_window": 5, "head_dim": 16, **layers(4, 5)}),
-)
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("Gemma2", GEMMA | layers(2, 3) | {"final_logit_softcapping": None}, "gemma2 has no form without logit_softcap"),
-    ("Gemma2", GEMMA | layers(3, 3), "gemma2 has no windows on these layers"),
     ("Gemma2", GEMMA | layers(2, 3) | {"query_pre_attn_scalar": 24}, "gemma2 has no scale of scores of 0.204124"),
-    ("Gemma3", GEMMA | layers(3, 3) | {"rope_parameters": ROPES}, "gemma3 has no windows on these layers"),
     ("SmolLM3", {"no_rope_layers": [1, 1, 0]}, "smollm3 has no rotation of these layers"),
     ("Arcee", {"attention_bias": True}, "arcee has no biases of queries, keys and values"),
     ("Starcoder2", {"use_bias": False}, "starcoder2 has no form without output_bias"),
-    ("Exaone4", {"sliding_window": 5, **layers(2, 3)}, "rope_layers"),
-    ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "GGUF files of a decoder with mixers"),
+    ("Exaone4", {"sliding_window": 5, **layers(2, 3)}, "exaone4 has no windows in models of 3 layers"),
+    ("DeepseekV3", LATENT | ROUTED | {"q_lora_rank": None}, "3 layers whose queries have no small vector"),
+    ("DeepseekV3", LATENT | ROUTED | {"rope_interleave": False}, "deepseek2 has no rotation of halves"),
+    ("DeepseekV3", LATENT | ROUTED | {"rope_parameters": YARN}, "whose mscale differs from its mscale_all_dim"),
+    ("DeepseekV2", LATENT | ROUTED | GROUPED | {"topk_method": "group_limited_greedy"}, "ranked by their best"),
+    ("Glm4MoeLite", LATENT | ROUTED | {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "layers without experts"),
+    ("MiniCPM3", MINICPM3 | {"scale_emb": 3.0}, "minicpm3 has no scale_emb but 12"),
+    ("Cohere2Moe", TIED | COHERE_ROUTED | {"shared_expert_combination_strategy": "sum"}, "sum of what experts"),
+    ("Phimoe", {"num_local_experts": 6}, "Phimoe"),
 )
 
 
@@ -106,7 +84,7 @@ def without_curve(model: Any, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(("name", "settings"), GGUF_CASES, ids=[name for name, _ in GGUF_CASES])
 def test_logits_match_transformers(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "checkpoint", name, **settings)
     model = without_curve(model, tmp_path / "checkpoint") if name.startswith("Gemma") else with_half_gelu(model)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.gguf.writer import gguf_tensor_names, write_gguf
+from tests.export.gguf_cases import LATENT
 from tests.factories import VARIANTS, make_block_ffn_checkpoint, make_checkpoint
 
 REFUSED = {
@@ -70,3 +72,11 @@ def test_names_of_tensors() -> None:
         "blk.11.ffn_up_exps.weight",
     )
     assert gguf_tensor_names("layers.0.mlp.shared.down") == ("blk.0.ffn_down_shexp.weight",)
+
+
+def test_what_lies_otherwise_than_ours_is_not_calibrated(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", "Youtu", **LATENT)
+    config = ExportConfig(format="gguf", budget_bits=4.5)
+    with pytest.raises(UsageError, match="Calibrating GGUF files of deepseek2"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
+    assert not (tmp_path / "bundle").exists()

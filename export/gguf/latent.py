@@ -1,0 +1,149 @@
+"""llama.cpp's architectures of multi-head latent attention, which split what each head makes of the small vector."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import LatentSpec
+from edgeinfer.export.architectures import Source, TensorPlan
+from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.export.gguf.architectures import GgufArchitecture, GgufForm, Tensor
+from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["LATENT"]
+
+# What llama.cpp's graph of MiniCPM3 multiplies by: of embeddings, of results, and the width that the head was made for.
+_MINICPM3 = {"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256.0}
+
+
+def _sizes(spec: DecoderSpec) -> LatentSpec:
+    assert spec.latent is not None, "a family with latent attention has its sizes"
+    return spec.latent
+
+
+def _keys_by_head(spec: DecoderSpec, shape: Shape) -> GgufForm:
+    latent = _sizes(spec)
+    return GgufForm((spec.num_heads, latent.rank, latent.plain_size))
+
+
+def _values_by_head(spec: DecoderSpec, shape: Shape) -> GgufForm:
+    latent = _sizes(spec)
+    return GgufForm((spec.num_heads, latent.value_size, latent.rank))
+
+
+def _rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """Values of a head are rows of its matrix there, where they are columns here."""
+    if plan.name.endswith("attn.v_b"):
+        [source] = plan.sources
+        plan = TensorPlan(plan.name, (dataclasses.replace(source, heads=0),))
+    yield plan
+
+
+def _joined(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """Keys and values of all heads are one matrix, as the checkpoint has them."""
+    latent = _sizes(spec)
+    if plan.name.endswith("attn.k_b"):
+        rows = spec.num_heads * (latent.plain_size + latent.value_size)
+        yield TensorPlan(
+            plan.name.replace("attn.k_b", "attn_kv_b.weight"), (Source(plan.sources[0].name, (rows, latent.rank)),)
+        )
+    elif not plan.name.endswith("attn.v_b"):
+        yield plan
+
+
+def _add_sizes(writer: Any, spec: DecoderSpec) -> None:
+    latent = _sizes(spec)
+    if latent.query_rank:
+        writer.add_q_lora_rank(latent.query_rank)
+    writer.add_kv_lora_rank(latent.rank)
+
+
+def _deepseek_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Of a cache that holds the small vector: its width, beside that of heads."""
+    latent = _sizes(spec)
+    _add_sizes(writer, spec)
+    writer.add_key_length_mla(spec.head_dim)
+    writer.add_value_length_mla(latent.value_size)
+    if spec.moe is None:
+        writer.add_leading_dense_block_count(spec.num_layers)
+        writer.add_expert_feed_forward_length(spec.intermediate_size)
+        writer.add_expert_shared_count(0)
+    if spec.rope.type == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * _mscale(spec))
+
+
+def _mscale(spec: DecoderSpec) -> float:
+    """What a stretched rotation's config calls mscale_all_dim, by what it does to the scores."""
+    factor = math.sqrt(spec.attention_scale * math.sqrt(spec.head_dim))
+    return round((factor - 1) / (0.1 * math.log(spec.rope.factor)), 6)
+
+
+def _deepseek_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if not _sizes(spec).query_rank and spec.num_layers not in (26, 27):
+        yield f"form of {spec.num_layers} layers whose queries have no small vector"
+    if not spec.rope.interleaved:
+        yield "rotation of halves"
+    if spec.rope.type == "yarn" and not math.isclose(spec.rope.attention_factor, 1.0, rel_tol=1e-6):
+        yield "rotation whose mscale differs from its mscale_all_dim"
+    if spec.moe is not None and spec.moe.groups > 1 and not spec.moe.choice_bias:
+        yield "groups of experts that are ranked by their best"
+
+
+def _minicpm_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    _add_sizes(writer, spec)
+
+
+def _minicpm_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if not _sizes(spec).query_rank:
+        yield "form whose queries have no small vector"
+    for name, known in _MINICPM3.items():
+        if not math.isclose(config.number(name, 1.0), known):
+            yield f"{name} but {known:g}"
+
+
+_DEEPSEEK = GgufArchitecture(
+    "deepseek2",
+    neighbours=True,
+    ropes=("default", "yarn"),
+    partial_rope=True,
+    free_heads=True,
+    qkv_bias=False,
+    tensors={"attn.k_b": ("attn_k_b.weight",), "attn.v_b": ("attn_v_b.weight",)},
+    forms={"attn.k_b": _keys_by_head, "attn.v_b": _values_by_head},
+    parts=("latent", "interleaved", "attention_scale"),
+    compressed=True,
+    mixture=GgufMixture(
+        None,
+        leading=True,
+        gating=True,
+        scale=True,
+        groups=True,
+        shared="count",
+        parts=("choice_bias",),
+    ),
+    rewrite=_rewrite,
+    keys=_deepseek_keys,
+    lacks=_deepseek_lacks,
+)
+LATENT = {
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "youtu": _DEEPSEEK,
+    "minicpm3": GgufArchitecture(
+        "minicpm3",
+        ropes=("default", "longrope"),
+        partial_rope=True,
+        free_heads=True,
+        qkv_bias=False,
+        parts=("latent", "attention_scale"),
+        rewrite=_joined,
+        keys=_minicpm_keys,
+        lacks=_minicpm_lacks,
+    ),
+}
