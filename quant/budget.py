@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import re
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgeinfer.bundle.layouts import PORTABLE, Layout
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
-from edgeinfer.errors import BudgetError
+from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
 from edgeinfer.quant.plan import QuantPlan, match_patterns
-from edgeinfer.quant.policy import BITS_TRIED, PROTECTED_BITS, QuantScheme, is_protected, is_quantizable, make_scheme
+from edgeinfer.quant.policy import (
+    BITS_TRIED,
+    PROTECTED_BITS,
+    QuantScheme,
+    effective_block,
+    is_protected,
+    is_quantizable,
+    make_scheme,
+)
 
 __all__ = ["Candidate", "Draw", "Limits", "candidate_schemes", "plan_within"]
 
@@ -21,7 +32,6 @@ __all__ = ["Candidate", "Draw", "Limits", "candidate_schemes", "plan_within"]
 Draw = Callable[[str, QuantScheme | None], Outline]
 
 _BLOCK_SIZES = (32, 64, 128)
-_EXPERTS = re.compile(r"(layers\.\d+\.mlp\.experts)\.")
 
 
 @dataclass(frozen=True)
@@ -50,18 +60,23 @@ class Limits:
 
 
 def candidate_schemes(
-    shapes: Mapping[str, tuple[int, ...]], limits: Limits | None = None
+    shapes: Mapping[str, tuple[int, ...]], limits: Limits | None = None, layout: Layout = NATIVE
 ) -> dict[str, list[QuantScheme | None]]:
     """Every scheme that each matrix that can be quantized may get.
 
     Args:
         shapes: of every tensor by its canonical name.
+        layout: they are stored in. Matrices that share a scheme there get blocks that divide the columns of each.
 
     Raises:
         UsageError: a pattern matches no matrix that can be quantized.
     """
     limits = limits or Limits()
     names = [name for name, shape in shapes.items() if is_quantizable(name, shape)]
+    columns: defaultdict[str, int] = defaultdict(int)
+    for name in names:
+        group = _group(name, layout)
+        columns[group] = math.gcd(columns[group], shapes[name][1])
     given = match_patterns(limits.bits_for, names)
     sizes = _BLOCK_SIZES if limits.block_size is None else (limits.block_size,)
     signs = (True,) if limits.symmetric else (True, False)
@@ -71,8 +86,9 @@ def candidate_schemes(
         if name in ("embed", "head") and limits.head_bits is not None:
             tried = (limits.head_bits,)
         bits = (given[name],) if name in given else tried
-        schemes = [make_scheme(shapes[name], b, size, symmetric=sign) for b in bits for size in sizes for sign in signs]
-        found[name] = list(dict.fromkeys(schemes))
+        blocks = [effective_block(columns[_group(name, layout)], size) for size in sizes]
+        ways = itertools.product(bits, blocks, signs)
+        found[name] = list(dict.fromkeys(make_scheme(shapes[name], b, size, symmetric=sign) for b, size, sign in ways))
     return found
 
 
@@ -94,6 +110,7 @@ def plan_within(
 
     Raises:
         BudgetError: not even the smallest candidates fit.
+        UsageError: experts that share a scheme have none in common among their candidates.
     """
     names = list(names)
     options = _grouped({name: candidates.get(name, [Candidate(None, 0.0)]) for name in names}, layout)
@@ -121,21 +138,27 @@ def plan_within(
     return QuantPlan(matrices, method, predicted, budget)
 
 
+def _group(name: str, layout: Layout) -> str:
+    """The decision that a tensor shares: with all experts of its layer in the portable layout, else its own."""
+    expert = find_expert(name) if layout == PORTABLE else None
+    return name if expert is None else f"layers.{expert.layer}.mlp.experts"
+
+
 def _grouped(candidates: Mapping[str, Sequence[Candidate]], layout: Layout) -> list[dict[str, Sequence[Candidate]]]:
     """Tensors that share a decision, with their candidates in one order."""
-    groups: dict[str, dict[str, Sequence[Candidate]]] = {}
+    groups: defaultdict[str, dict[str, Sequence[Candidate]]] = defaultdict(dict)
     for name, found in candidates.items():
-        expert = _EXPERTS.match(name) if layout == PORTABLE else None
-        groups.setdefault(expert[1] if expert else name, {})[name] = found
-    return [_aligned(members) for members in groups.values()]
+        groups[_group(name, layout)][name] = found
+    return [_aligned(group, members) for group, members in groups.items()]
 
 
-def _aligned(members: dict[str, Sequence[Candidate]]) -> dict[str, Sequence[Candidate]]:
+def _aligned(group: str, members: dict[str, Sequence[Candidate]]) -> dict[str, Sequence[Candidate]]:
     """Candidates that all have, in the order of the first."""
-    if len(members) == 1:
-        return members
     costs = {name: {c.scheme: c for c in found} for name, found in members.items()}
     common = [s for s in next(iter(costs.values())) if all(s in by_scheme for by_scheme in costs.values())]
+    if not common:
+        message = f"The matrices of {group} share one format in the portable layout, and are given different bits."
+        raise UsageError(message, "Give all of them the same bits, or leave the portable layout out.")
     return {name: [by_scheme[s] for s in common] for name, by_scheme in costs.items()}
 
 

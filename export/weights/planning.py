@@ -109,7 +109,7 @@ def _plan(
     def draw(name: str, scheme: QuantScheme | None) -> Outline:
         return outline(by_name[name], scheme)
 
-    candidates = candidate_schemes(shapes, config.limits)
+    candidates = candidate_schemes(shapes, config.limits, config.layout)
     # An impossible budget is refused before the model is probed, which takes a while.
     unknown = {name: [Candidate(scheme, 0.0) for scheme in schemes] for name, schemes in candidates.items()}
     plan_within(budget, unknown, shapes, draw, config.layout)

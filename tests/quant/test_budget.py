@@ -39,7 +39,7 @@ def stored(schemes: dict[str, QuantScheme | None], layout: Layout) -> int:
     return file_bytes(lay_out([draw(name, schemes.get(name)) for name in SHAPES], layout))
 
 
-def candidates(limits: Limits | None = None) -> dict[str, list[Candidate]]:
+def candidates(limits: Limits | None = None, layout: Layout = NATIVE) -> dict[str, list[Candidate]]:
     """Costs as quantization has them: a quarter with each bit, more for larger blocks and no zero points."""
     weights = {name: 1 + len(name) % 5 for name in SHAPES}
     return {
@@ -49,7 +49,7 @@ def candidates(limits: Limits | None = None) -> dict[str, list[Candidate]]:
             else Candidate(s, 0.0)
             for s in schemes
         ]
-        for name, schemes in candidate_schemes(SHAPES, limits).items()
+        for name, schemes in candidate_schemes(SHAPES, limits, layout).items()
     }
 
 
@@ -78,6 +78,25 @@ def test_more_budget_predicts_no_worse(layout: Layout) -> None:
 def test_experts_of_the_portable_layout_share_a_scheme() -> None:
     plan = plan_within(70_000, candidates(), SHAPES, draw, PORTABLE)
     assert len({plan.scheme(name) for name in SHAPES if ".experts." in name}) == 1
+
+
+def test_experts_of_different_widths_share_the_block_that_fits_all() -> None:
+    """64 and 96 columns have blocks of 32 in common; biases of experts are no matrices and share nothing."""
+    limits = Limits(block_size=64, symmetric=True)
+    found = candidates(limits, PORTABLE)
+    names = [*SHAPES, "layers.0.mlp.experts.down_bias"]
+
+    def with_biases(name: str, scheme: QuantScheme | None) -> Outline:
+        return draw(name, scheme) if name in SHAPES else Outline(name, (3 * 64,))
+
+    plan = plan_within(70_000, found, names, with_biases, PORTABLE)
+    assert {s and s.block_size for name, s in plan.schemes.items() if ".experts." in name} == {32}
+    assert plan.scheme("layers.0.attn.qkv") == QuantScheme(4, 64, symmetric=True)
+    apart = Limits(bits_for=(("*.down", 8), ("*.gate_up", 4)))
+    with pytest.raises(UsageError, match=r"layers\.0\.mlp\.experts .* different bits") as caught:
+        plan_within(70_000, candidates(apart, PORTABLE), SHAPES, draw, PORTABLE)
+    assert "the same bits" in caught.value.hint
+    assert plan_within(110_000, candidates(apart), SHAPES, draw, NATIVE)
 
 
 def test_an_impossible_budget_names_a_possible_one() -> None:
