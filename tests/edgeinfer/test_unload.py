@@ -299,6 +299,27 @@ def test_closing_removes_what_was_put_aside_and_ends_the_model(
     model.unload()
 
 
+def test_a_model_stays_until_the_last_who_holds_it_leaves(left: edgeinfer.Model, timers: Timers) -> None:
+    lifecycle = left._lifecycle
+    for holders in (1, 2, 3):
+        for _ in range(holders):
+            lifecycle.take()
+        for _ in range(holders):
+            lifecycle.unload()
+            assert is_loaded(left) and timers.waiting == []
+            lifecycle.leave()
+        assert len(timers.waiting) == 1
+        lifecycle.unload()
+        assert not is_loaded(left) and timers.waiting == []
+    for _ in range(2):
+        lifecycle.take()
+    lifecycle.close()
+    lifecycle.leave()
+    assert is_loaded(left)
+    lifecycle.leave()
+    assert not is_loaded(left) and timers.waiting == []
+
+
 def test_a_program_that_ends_leaves_nothing(small_bundle: Path, tmp_path: Path) -> None:
     code = """
 import sys, edgeinfer

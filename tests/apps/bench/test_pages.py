@@ -191,20 +191,25 @@ def test_memory_is_on_the_page(tmp_path: Path) -> None:
         assert "the command" in texts
 
 
-def quality(model: str, divergence: float, cache: str | None = None) -> dict[str, Any]:
-    task = {"right": 1, "of": 2, "tokens_right": 9, "tokens": 10}
-    figures = {"bytes": 3_000_000, "bits_per_weight": 8.5, "cache_bytes": 1_000_000, "context": 64}
+def quality(number: int, divergence: float, cache: str | None = None, tasks: int = 2) -> dict[str, Any]:
+    """A subject of which no figure is another's, nor another subject's."""
+    scores = {
+        name: {"right": number, "of": number + 1 + place, "tokens_right": 9 + number, "tokens": 15 + place}
+        for place, name in enumerate(["tales/who", "tales/again"][:tasks])
+    }
+    figures = {"bytes": 3_000_000 * number, "bits_per_weight": 8.5 / number, "cache_bytes": 1_000_000 + number}
     return figures | {
-        "model": model, "variant": "8 bits", "weights": "8 bits", "cache": cache, "layout": None, "perplexity": 9.3,
-        "perplexity_error": 0.1, "divergence": divergence, "divergence_error": 0.001, "agreement": 0.99, "tokens": 10,
-        "tasks": {"tales/who": task},
+        "model": "m", "variant": f"{8 * number} bits", "weights": f"{8 * number} bits", "cache": cache, "layout": None,
+        "perplexity": 9.3 + number, "perplexity_error": 0.1 / number, "divergence": divergence, "context": 64 + number,
+        "divergence_error": 0.001, "agreement": 0.99 - number / 50, "tokens": 10 * number, "tasks": scores,
     }  # fmt: skip
 
 
 def test_quality_and_tuning_are_on_the_page(tmp_path: Path) -> None:
     skipped = [{"model": "m", "variant": "2 bits", "reason": "no room"}]
-    subjects = [quality("m", 0.0), quality("m", 0.25), quality("m", 0.5, "int4")]
-    found = {"text": "a book", "subjects": subjects, "skipped": skipped, "layouts": []}
+    subjects = [quality(1, 0.0), quality(2, 0.25, tasks=0), quality(3, 0.5, "int4", tasks=1)]
+    layouts = [{"layouts": ["native", "portable"], "mean": 0.25, "error": 0.125, "model": "m", "scheme": "8 bits"}]
+    found = {"text": "a book", "subjects": subjects, "skipped": skipped, "layouts": layouts}
     (tmp_path / "quality.json").write_text(json.dumps(run_header("quality", "x") | found))
     part = {"usual_ms": 2.0, "tuned_ms": 1.0, "ratio": 2.0}
     attempts = [{"name": "prefill_chunk", "value": 128, "outcome": "better", "time_ratio": 0.5}]
@@ -218,7 +223,7 @@ def test_quality_and_tuning_are_on_the_page(tmp_path: Path) -> None:
         check_section(tmp_path / f"{name}.json", name)
     assert main(["bench", "report", *files, "--out", str(tmp_path / "page.html")]) == 0
     page = _Texts((tmp_path / "page.html").read_text("utf-8"))
-    shown = {"1/2 (90.0%)", "0.250000 ± 0.001000", "int4", "m, weights", "m, 2 bits: skipped: no room", "a book"}
+    shown = {"1/2 (66.7%)", "0.250000 ± 0.001000", "int4", "m, weights", "m, 2 bits: skipped: no room", "a book"}
     shown |= {"Kept: threads 2.", "prefill chunk", "better", "1.25", "2.00", "weights and cache, MB"}
     assert shown <= set(page.texts), shown - set(page.texts)
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgeinfer.apps.desktop.checks import DiskFullError
+from edgeinfer.apps.desktop.database import Reserve
 from edgeinfer.apps.desktop.history import History
 from tests.cli import TIME_LIMIT, environment
 
@@ -94,6 +96,25 @@ def test_conversations_are_deleted_on_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_longest_messages_are_deleted_on_a_full_disk(tmp_path: Path) -> None:
     assert "done" in on_small_disk(tmp_path, 60, 1_000_000)
+
+
+def test_the_reserve_takes_what_a_disk_can_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight megabytes, less where that would leave no four for the journal; never less than it has already."""
+    mega, path = 1024**2, tmp_path / "history.reserve"
+    cases = (
+        *((0, 3 * mega, None), (0, 5 * mega - 1, None), (0, 5 * mega, 1), (0, 12 * mega - 1, 7), (0, 12 * mega, 8)),
+        *((0, 100 * mega, 8), (3, 5 * mega, 4), (3, 4 * mega, 3), (3, mega, 3), (8, 0, 8)),
+    )
+    for had, free, kept in cases:
+        path.unlink(missing_ok=True)
+        if had:
+            path.write_bytes(bytes(had * mega))
+        monkeypatch.setattr("shutil.disk_usage", lambda _folder, free=free: SimpleNamespace(free=free))
+        Reserve(path).keep()
+        assert (path.stat().st_size / mega if path.exists() else None) == kept, (had, free)
+    Reserve(path).release()
+    Reserve(path).release()
+    assert not path.exists()
 
 
 def test_other_writes_are_refused_as_what_they_are(tmp_path: Path) -> None:

@@ -152,11 +152,19 @@ def test_contrast_leaves_what_is_implausible() -> None:
 
 
 def test_contrast_goes_on_plainly_where_the_context_ends() -> None:
-    trial = Trial(LettersBackend(20), search="contrast", lame_prompt="gab", max_tokens=None, stop_ids=NOBODY)
-    found = trial.tokens()
-    assert len(found) == 18
-    text = [*PROMPT, *found]
-    assert text[-1] == int(letters_logits(text[:-1]).argmax())
+    options: dict[str, Any] = {"search": "contrast", "lame_prompt": "gab", "stop_ids": NOBODY, "uncertainty": 0.0}
+    roomy = Trial(LettersBackend(200), max_tokens=40, **options).tokens()
+    for capacity in (20, 21):
+        trial = Trial(LettersBackend(capacity), max_tokens=None, **options)
+        text = trial.tokens()
+        assert len(text) == capacity - len(PROMPT) + 1
+        # Each pass adds a row to both texts, as long as there is room for two.
+        pairs = (capacity - len(PROMPT) - 3) // 2
+        assert text[: pairs + 1] == roomy[: pairs + 1]
+        for length in range(pairs + 1, len(text)):
+            assert text[length] == int(letters_logits([*PROMPT, *text[:length]]).argmax())
+        # The worse prompt, the pairs, the reply over again, and a row for each token of plain decoding.
+        assert trial.strategy.search_use().rows == 3 + 2 * pairs + pairs + len(text) - pairs - 1
     for lame, capacity, most in (("", 50, 4), ("gab", 5, None), ("gab", 20, 15)):
         trial = Trial(LettersBackend(capacity), search="contrast", lame_prompt=lame, max_tokens=most)
         with pytest.raises(UsageError, match=r"no room|is empty"):
