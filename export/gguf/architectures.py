@@ -17,7 +17,7 @@ from edgeinfer.export.architectures.plans import Shape
 from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["ONNX_HINT", "GgufArchitecture", "GgufForm", "Tensor", "every"]
+__all__ = ["ONNX_HINT", "Floats", "GgufArchitecture", "GgufForm", "Tensor", "every"]
 
 Floats = NDArray[np.float32]
 # Reads one of the file's tensors by our name.
@@ -36,11 +36,13 @@ class GgufForm:
         shape: as numpy gives it.
         change: of the values of some rows, as ours lie.
         rows: what it is given at a time is a multiple of so many.
+        parts: the rows of ours that follow one another, from and to; empty for all in their order.
     """
 
     shape: Shape
     change: Callable[[Floats], Floats] | None = None
     rows: int = 1
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class GgufArchitecture:
         unrotated_every: every so many layers one does not rotate; 0 where all do.
         norm_offset: weights of norms that checkpoints store without, and llama.cpp with.
         compressed: of latent attention its cache holds the small vector.
+        attention: some of its layers attend.
+        mixed_heads: layers that do not attend have no heads of keys; where False, it says otherwise which those are.
+        widths: of the layers' MLPs, where they differ.
+        instead: another architecture that some decoders of the family are written as.
         mixture: of its experts.
         multipliers: fields of config.json, the keys of the metadata they become, and what they are where none is given.
         refined: what a family does to its weights (Architecture.refine) is done, instead of by multipliers.
@@ -94,6 +100,10 @@ class GgufArchitecture:
     unrotated_every: int = 0
     norm_offset: float = 0.0
     compressed: bool = False
+    attention: bool = True
+    mixed_heads: bool = False
+    widths: Callable[[DecoderSpec], list[int]] | None = None
+    instead: Callable[[DecoderSpec], GgufArchitecture | None] | None = None
     mixture: GgufMixture | None = None
     multipliers: tuple[tuple[str, str, float], ...] = ()
     refined: bool = False
@@ -149,6 +159,8 @@ class GgufArchitecture:
         for name in self.needs:
             if not getattr(spec, name):
                 yield f"form without {name}"
+        if self.attention and not any(map(spec.attends, range(spec.num_layers))):
+            yield "form without attention"
         if spec.num_layers > _MOST_LAYERS:
             yield f"room for {spec.num_layers} layers"
 

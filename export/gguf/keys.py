@@ -8,7 +8,6 @@ from typing import Any
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.spec import RopeSpec
 from edgeinfer.export.gguf.architectures import GgufArchitecture, Tensor, every
-from edgeinfer.export.gguf.mixtures import GgufMixture
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["FILE_TYPES", "add_decoder", "context_length"]
@@ -45,11 +44,11 @@ def add_decoder(
     writer.add_context_length(context_length(spec, arch))
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(_feed_forward(spec, arch.mixture))
-    writer.add_head_count(spec.num_heads)
+    writer.add_feed_forward_length(_feed_forward(spec, arch))
     _add_heads(writer, spec, arch)
     (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(spec.norm_eps)
-    _add_rope(writer, spec.rope, arch.compressed)
+    if arch.attention:
+        _add_rope(writer, spec.rope, arch.compressed)
     _add_attention(writer, spec, arch)
     if spec.moe is not None and arch.mixture is not None:
         arch.mixture.add_keys(writer, spec.moe)
@@ -59,16 +58,25 @@ def add_decoder(
         arch.keys(writer, config, spec, tensor)
 
 
-def _feed_forward(spec: DecoderSpec, mixture: GgufMixture | None) -> int:
-    """The MLP's width, which is that of the experts where they have no key of their own."""
-    return spec.moe.expert_size if spec.moe and mixture and not mixture.length else spec.intermediate_size
+def _feed_forward(spec: DecoderSpec, arch: GgufArchitecture) -> int | list[int]:
+    """The MLP's width, which is that of the experts where they have no key of their own; 0 where there is none."""
+    if arch.widths is not None:
+        return arch.widths(spec)
+    if len(spec.no_mlp) == spec.num_layers:
+        return 0
+    return spec.moe.expert_size if spec.moe and arch.mixture and not arch.mixture.length else spec.intermediate_size
 
 
 def _add_heads(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
     """What the cache holds of a token."""
+    if not arch.attention:
+        writer.add_head_count(0)
+        return
+    writer.add_head_count(spec.num_heads)
     latent = spec.latent
     if latent is None:
-        writer.add_head_count_kv(spec.num_kv_heads)
+        each = [spec.num_kv_heads if spec.attends(layer) else 0 for layer in range(spec.num_layers)]
+        writer.add_head_count_kv(each if arch.mixed_heads else spec.num_kv_heads)
         writer.add_key_length(spec.head_dim)
         writer.add_value_length(spec.head_dim)
     elif arch.compressed:

@@ -68,7 +68,7 @@ _EXPERT = {
     "down": ("ffn_down_exps.weight",),
 }
 # They decide more than they cost: llama.cpp keeps them in float32 too.
-_EXACT = ("mlp.router", "mlp.shared.gate")
+_EXACT = ("mlp.router", "mlp.shared.gate", "mixer.conv", "mixer.norm")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ def _tensors(
         if part in arch.forms:
             form = arch.forms[part](spec, plan.shape)
             exact = len(form.shape) == 1 or not name.endswith("weight") or plan.name.endswith(_EXACT)
-            yield PlannedGgufTensor(name, form.shape, (rows,), exact, form.change, form.rows)
+            parts = tuple(TensorRows(plan.name, *each) for each in form.parts) or (rows,)
+            yield PlannedGgufTensor(name, form.shape, parts, exact, form.change, form.rows)
         else:
             yield _tensor(spec, plan, arch, name, rows)
 
@@ -192,13 +193,19 @@ def _tensor(
     exact = len(shape) == 1 or plan.name.endswith(_EXACT)
     if not turned:
         return PlannedGgufTensor(name, shape, (part,), exact)
-    return PlannedGgufTensor(name, shape, (part,), exact, partial(interleaved, head_dim=spec.head_dim), spec.head_dim)
+    change = partial(interleaved, head_dim=spec.head_dim, turned=spec.rope.dim)
+    return PlannedGgufTensor(name, shape, (part,), exact, change, spec.head_dim)
 
 
-def interleaved(rows: Floats, head_dim: int) -> Floats:  # (heads x head_dim, ...)
-    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves."""
-    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+def interleaved(rows: Floats, head_dim: int, turned: int) -> Floats:  # (heads x head_dim, ...)
+    """The rows in llama.cpp's order: it turns neighbours of a head, where Hugging Face turns halves.
+
+    Args:
+        turned: rows of each head, the first, that are turned.
+    """
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    first = heads[:, :turned].reshape(len(heads), 2, turned // 2, *rows.shape[1:]).swapaxes(1, 2)
+    return np.concatenate([first.reshape(heads[:, :turned].shape), heads[:, turned:]], axis=1).reshape(rows.shape)
 
 
 def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:

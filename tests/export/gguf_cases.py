@@ -56,6 +56,23 @@ COHERE_ROUTED |= {"intermediate_size": 32, "prefix_dense_intermediate_size": 80,
 ERNIE: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 OSS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 5}
 
+MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA: dict[str, Any] = MIXED | {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+QUARTER = {"layer_types": None, "num_hidden_layers": 4}
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+SCAN: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+MULTIPLIED: dict[str, Any] = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.7, 1.4]}
+MULTIPLIED |= {"attention_in_multiplier": 1.3, "attention_out_multiplier": 0.6, "key_multiplier": 0.8}
+MULTIPLIED |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.9, 1.1, 0.7, 1.5, 0.6]}
+MAMBA: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16}
+FALCON = SCAN | {"mamba_d_ssm": 96, "mamba_n_heads": 6, "head_dim": 32, "mamba_norm_before_gate": False}
+NEMOTRON: dict[str, Any] = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+NEMOTRON |= {"head_dim": 32, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+MOE = ["linear_attention", "moe", "full_attention", "moe"]
+NEMOTRON_EXPERTS = ROUTED | {"moe_shared_expert_intermediate_size": 32, "n_shared_experts": 1}
+CONVS: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}
+
 
 def half(rope_theta: float = 1e4) -> dict[str, Any]:
     """A rotation of half of each head."""
@@ -157,4 +174,29 @@ GGUF_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Youtu", LATENT | {"tie_word_embeddings": True}),
     ("MiniCPM3", MINICPM3 | {"tie_word_embeddings": True}),
     ("MiniCPM3", MINICPM3 | LONGROPE),
+    ("Lfm2", CONVS | TIED),
+    ("Lfm2", CONVS | {"conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+    ("Lfm2Moe", CONVS | EXPERTS | TIED | {"num_dense_layers": 1}),
+    ("Lfm2Moe", CONVS | EXPERTS | {"num_dense_layers": 0}),
+    ("Qwen3Next", DELTA | EXPERTS | {"shared_expert_intermediate_size": 64}),
+    ("Qwen3Next", DELTA | EXPERTS | TIED | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 2}),
+    ("Qwen3_5", DELTA),
+    ("Qwen3_5", DELTA | TIED | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, **QUARTER}),
+    ("Qwen3_5Moe", DELTA | EXPERTS | {"shared_expert_intermediate_size": 64}),
+    ("Mamba2", MAMBA),
+    ("Mamba2", TIED | {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16, "conv_kernel": 3}),
+    ("Bamba", SCAN | {"attn_layer_indices": [1]}),
+    ("GraniteMoeHybrid", SCAN | GRANITE | MIXED | {"num_local_experts": 0, "shared_intermediate_size": 96}),
+    ("GraniteMoeHybrid", SCAN | GRANITE | MIXED | TIED | {"num_local_experts": 6, "shared_intermediate_size": 64}),
+    ("GraniteMoeHybrid", SCAN | GRANITE | MIXED | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    (
+        "GraniteMoeHybrid",
+        GRANITE
+        | TIED
+        | {"layer_types": ["full_attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    ("FalconH1", FALCON | MULTIPLIED),
+    ("FalconH1", FALCON | {"mamba_rms_norm": True, "mlp_bias": True}),
+    ("NemotronH", NEMOTRON),
+    ("NemotronH", NEMOTRON | NEMOTRON_EXPERTS | {"layers_block_type": MOE}),
 )

@@ -19,10 +19,14 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf.writer import write_gguf
 from tests.export.gguf_cases import (
     COHERE_ROUTED,
+    CONVS,
+    DELTA,
+    FALCON,
     GEMMA,
     GGUF_CASES,
     GROUPED,
     LATENT,
+    MAMBA,
     MINICPM3,
     ROUTED,
     TIED,
@@ -50,6 +54,12 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("Glm4MoeLite", LATENT | ROUTED | {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "layers without experts"),
     ("MiniCPM3", MINICPM3 | {"scale_emb": 3.0}, "minicpm3 has no scale_emb but 12"),
     ("Cohere2Moe", TIED | COHERE_ROUTED | {"shared_expert_combination_strategy": "sum"}, "sum of what experts"),
+    ("FalconH1", FALCON | {"attention_bias": True}, "falcon-h1 has no bias of the attention's output"),
+    ("FalconH1", FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "no norm before the gate"),
+    ("Mamba2", MAMBA | {"time_step_limit": (0.5, 0.9)}, "mamba2 has no limits of time steps"),
+    ("Qwen3_5", DELTA | {"linear_value_head_dim": 24}, "heads of 24 channels of values beside 16 of keys"),
+    ("Qwen3_5", DELTA | {"layer_types": ["linear_attention"] * 3}, "qwen35 has no form without attention"),
+    ("Lfm2", CONVS | {"conv_bias": True}, "lfm2 has no biases of convolutions"),
     ("Phimoe", {"num_local_experts": 6}, "Phimoe"),
 )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import logging
 import math
 import multiprocessing
@@ -89,9 +90,36 @@ def convert(checkpoint: Path, target: Path) -> None:
     gguf = importlib.import_module("gguf")
     hparams = conversion.ModelBase.load_hparams(checkpoint, False)
     name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+    hparams = _published(name, hparams)
+    (checkpoint / "config.json").write_text(json.dumps(hparams), "utf-8")
     found = conversion.get_model_class(_CLASSES.get(name, name))
-    own = type(found.__name__, (found,), {"set_vocab": _without_vocabulary, "model_arch": found.model_arch})
+    changes = {"set_vocab": _without_vocabulary, "model_arch": found.model_arch, "no_mtp": True}
+    own = type(found.__name__, (found,), changes)
     own(checkpoint, gguf.LlamaFileType.ALL_F32, target, eager=True, hparams=hparams).write()
+
+
+def _published(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the fields of published ones that transformers no longer writes, or calls otherwise."""
+    kinds = {"linear_attention": "mamba", "full_attention": "attention"}
+    if name == "GraniteMoeHybridForCausalLM":
+        return config | {"layer_types": [kinds[kind] for kind in config["layer_types"]]}
+    if name == "NemotronHForCausalLM":
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        config = config | {"hybrid_override_pattern": "".join(letters[kind] for kind in config["layers_block_type"])}
+        config["mamba_d_head"] = config["mamba_head_dim"]
+        experts = "E" in config["hybrid_override_pattern"]
+        return config if experts else {k: v for k, v in config.items() if k != "num_experts_per_tok"}
+    if name == "Mamba2ForCausalLM":
+        return {field: value for field, value in config.items() if field != "intermediate_size"}
+    if name == "Cohere2ForCausalLM":
+        return config | {"rotary_pct": 1.0}
+    if name == "HunYuanMoEV1ForCausalLM":
+        layers = config["num_hidden_layers"]
+        lists = {"moe_intermediate_size": config["intermediate_size"], "moe_topk": config["moe_topk"]}
+        return (
+            config | {field: [value] * layers for field, value in lists.items()} | {"num_shared_expert": [1] * layers}
+        )
+    return config
 
 
 def _without_vocabulary(self: Any) -> None:

@@ -1,0 +1,260 @@
+"""llama.cpp's architectures of attention beside ordinary MLPs or plain mixtures, by transformers' names of families.
+
+What each graph has is what llama.cpp's sources build (src/llama-model.cpp, src/models), and the tests run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.gguf.architectures import GgufArchitecture, Tensor
+from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.gguf.shared_mixtures import COHERE
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["DENSE", "GRANITE"]
+
+_EVERY_ROPE = ("default", "linear", "llama3", "longrope")
+GRANITE = (
+    ("embedding_multiplier", "embedding_scale", 1.0),
+    ("residual_multiplier", "residual_scale", 1.0),
+    ("attention_multiplier", "attention.scale", 1.0),
+    ("logits_scaling", "logit_scale", 1.0),
+)
+_PACKED_MLP = {"mlp.gate_up": ("ffn_up.weight",)}
+_SANDWICH = {"attn_post_norm": ("post_attention_norm.weight",), "mlp_post_norm": ("post_ffw_norm.weight",)}
+_LAYER_NORMS = ("norm", "norm_bias")
+_PLAIN_MIXTURE = GgufMixture(True, length=False, shared="")
+
+# Source: transformers' XIELUActivation.
+_XIELU_BETA, _XIELU_EPS = 0.5, -1e-6
+# EXAONE 4's graph has windows where a model has so many layers.
+_SLIDING_EXAONE = 64
+
+
+def _olmo_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if any(rope.theta != spec.rope.theta for rope in spec.more_ropes):
+        yield "second rotary embedding with a base of its own"
+    if spec.windows and not spec.more_ropes and spec.rope.type != "default":
+        yield f"rotary embedding of type {spec.rope.type} in layers with windows"
+
+
+def _exaone_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if bool(spec.windows) != (spec.num_layers == _SLIDING_EXAONE):
+        yield f"{'windows' if spec.windows else 'full attention'} in models of {spec.num_layers} layers"
+
+
+def _ministral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Of queries that grow with their position."""
+    if spec.rope.query_beta:
+        writer.add_attn_temperature_scale(spec.rope.query_beta)
+
+
+def _bitnet_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    writer.add_string("bitnet.rope.scaling.type", "linear")
+    writer.add_rope_scaling_factor(1.0)
+
+
+def _apertus_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """llama.cpp takes the softplus of what the activation has learnt itself."""
+    if plan.name.endswith("mlp.xielu"):
+        sources = (dataclasses.replace(source, softplus=False, offset=0.0) for source in plan.sources)
+        plan = TensorPlan(plan.name, tuple(sources))
+    yield plan
+
+
+def _apertus_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    learnt = [tensor(f"layers.{layer}.mlp.xielu").tolist() for layer in range(spec.num_layers)]
+    positive, negative = zip(*learnt, strict=True)
+    writer.add_xielu_alpha_p(positive)
+    writer.add_xielu_alpha_n(negative)
+    writer.add_xielu_beta([_XIELU_BETA] * spec.num_layers)
+    writer.add_xielu_eps([_XIELU_EPS] * spec.num_layers)
+
+
+_LLAMA = GgufArchitecture(
+    "llama",
+    neighbours=True,
+    ropes=_EVERY_ROPE,
+    free_heads=True,
+    output_bias=True,
+    mlp_bias=True,
+    mixture=_PLAIN_MIXTURE,
+)
+_OLMO = GgufArchitecture(
+    "olmo2",
+    ropes=("default", "linear", "yarn"),
+    qkv_bias=False,
+    tensors=_SANDWICH,
+    parts=("pre_norm", "post_norm", "more_ropes", "rope_layers"),
+    full_every=4,
+    always_slides=False,
+    lacks=_olmo_lacks,
+)
+# By transformers' name of the family. Phi-3.5-MoE is missing, as llama.cpp weights its experts otherwise, and BlockFFN,
+# as it has no rectified router.
+DENSE = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "ministral": _LLAMA,
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen3": GgufArchitecture("qwen3", free_heads=True),
+    "phi3": GgufArchitecture(
+        "phi3",
+        ropes=("default", "linear", "longrope"),
+        partial_rope=True,
+        tensors={"attn.qkv": ("attn_qkv.weight",), **_PACKED_MLP},
+    ),
+    "qwen2_moe": GgufArchitecture("qwen2moe", own_head=True, mixture=GgufMixture(False)),
+    "qwen3_moe": GgufArchitecture("qwen3moe", free_heads=True, mixture=GgufMixture(True, shared="")),
+    "olmoe": GgufArchitecture(
+        "olmoe", grouped=False, own_head=True, mixture=GgufMixture(False, length=False, shared="")
+    ),
+    "granitemoe": GgufArchitecture(
+        "granitemoe",
+        neighbours=True,
+        ropes=_EVERY_ROPE,
+        free_heads=True,
+        output_bias=True,
+        mixture=GgufMixture(True, length=False),
+        multipliers=GRANITE,
+    ),
+    "gemma": GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0),
+    "gemma2": GgufArchitecture(
+        "gemma2",
+        free_heads=True,
+        qkv_bias=False,
+        activation="gelu_tanh",
+        tensors=_SANDWICH,
+        parts=("post_norm", "attention_scale", "attention_softcap", "logit_softcap"),
+        needs=("attention_softcap", "logit_softcap"),
+        full_every=2,
+        norm_offset=1.0,
+    ),
+    "gemma3_text": GgufArchitecture(
+        "gemma3",
+        free_heads=True,
+        qkv_bias=False,
+        activation="gelu_tanh",
+        tensors=_SANDWICH,
+        parts=("post_norm", "attention_scale", "more_ropes", "rope_layers"),
+        needs=("more_ropes",),
+        full_every=6,
+        norm_offset=1.0,
+    ),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "exaone4": GgufArchitecture(
+        "exaone4",
+        free_heads=True,
+        tensors=_SANDWICH,
+        parts=("pre_norm", "post_norm", "rope_layers"),
+        full_every=4,
+        always_slides=False,
+        lacks=_exaone_lacks,
+    ),
+    "ministral3": GgufArchitecture(
+        "mistral3",
+        neighbours=True,
+        ropes=("yarn",),
+        free_heads=True,
+        qkv_bias=False,
+        parts=("query_beta",),
+        keys=_ministral_keys,
+    ),
+    "glm": GgufArchitecture("chatglm", neighbours=True, partial_rope=True, tensors=_PACKED_MLP, parts=("interleaved",)),
+    "apertus": GgufArchitecture(
+        "apertus",
+        ropes=_EVERY_ROPE,
+        free_heads=True,
+        qkv_bias=False,
+        own_head=True,
+        activation="xielu",
+        tensors={"mlp.xielu": ()},
+        parts=("gated",),
+        rewrite=_apertus_rewrite,
+        keys=_apertus_keys,
+    ),
+    "bitnet": GgufArchitecture(
+        "bitnet",
+        qkv_bias=False,
+        tensors={"attn.inner_norm": ("attn_sub_norm.weight",), "mlp.inner_norm": ("ffn_sub_norm.weight",)},
+        parts=("inner_norms",),
+        needs=("tied",),
+        keys=_bitnet_keys,
+    ),
+    "granite": GgufArchitecture(
+        "granite",
+        neighbours=True,
+        ropes=_EVERY_ROPE,
+        free_heads=True,
+        output_bias=True,
+        mlp_bias=True,
+        parts=("attention_scale",),
+        multipliers=GRANITE,
+    ),
+    "smollm3": GgufArchitecture(
+        "smollm3", neighbours=True, free_heads=True, qkv_bias=False, parts=("rope_layers",), unrotated_every=4
+    ),
+    "seed_oss": GgufArchitecture("seed_oss", free_heads=True, tensors={"mlp_norm": ("post_attention_norm.weight",)}),
+    "arcee": GgufArchitecture(
+        "arcee", neighbours=True, free_heads=True, qkv_bias=False, activation="relu2", parts=("gated",)
+    ),
+    "ernie4_5": GgufArchitecture("ernie4_5", neighbours=True, free_heads=True, qkv_bias=False, parts=("interleaved",)),
+    "hunyuan_v1_dense": GgufArchitecture("hunyuan-dense", free_heads=True, qkv_bias=False, parts=("norm_after_rope",)),
+    "glm4": GgufArchitecture(
+        "glm4",
+        neighbours=True,
+        partial_rope=True,
+        free_heads=True,
+        tensors={**_SANDWICH, **_PACKED_MLP},
+        parts=("post_norm", "interleaved"),
+    ),
+    "starcoder2": GgufArchitecture(
+        "starcoder2",
+        output_bias=True,
+        mlp_bias=True,
+        activation="gelu_tanh",
+        parts=(*_LAYER_NORMS, "gated"),
+        needs=("output_bias",),
+    ),
+    "stablelm": GgufArchitecture("stablelm", partial_rope=True, parts=(*_LAYER_NORMS, "parallel")),
+    "nemotron": GgufArchitecture(
+        "nemotron",
+        partial_rope=True,
+        output_bias=True,
+        mlp_bias=True,
+        activation="relu2",
+        parts=(*_LAYER_NORMS, "gated"),
+        norm_offset=1.0,
+    ),
+    "phi": GgufArchitecture(
+        "phi2",
+        partial_rope=True,
+        output_bias=True,
+        mlp_bias=True,
+        activation="gelu_tanh",
+        parts=(*_LAYER_NORMS, "parallel", "gated", "head_bias"),
+    ),
+    "cohere": GgufArchitecture(
+        "command-r",
+        neighbours=True,
+        qkv_bias=False,
+        parts=("norm", "parallel", "interleaved"),
+        multipliers=COHERE,
+    ),
+    "cohere2": GgufArchitecture(
+        "cohere2",
+        neighbours=True,
+        free_heads=True,
+        parts=("norm", "parallel", "interleaved", "rope_layers"),
+        full_every=4,
+        unrotated_every=4,
+        multipliers=COHERE,
+    ),
+}

@@ -1,0 +1,193 @@
+"""llama.cpp's architectures with Mamba-2 layers: Mamba-2, Granite 4 and Bamba, Falcon-H1 and Nemotron-H."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.recurrence import Mamba2Spec
+from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.architectures.plans import Shape
+from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, Tensor
+from edgeinfer.export.gguf.dense import DENSE, GRANITE
+from edgeinfer.export.gguf.mixtures import GgufMixture
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["MAMBA", "decayed"]
+
+_TENSORS = {
+    "mixer.in": ("ssm_in.weight",),
+    "mixer.conv": ("ssm_conv1d.weight",),
+    "mixer.conv_bias": ("ssm_conv1d.bias",),
+    "mixer.dt_bias": ("ssm_dt.bias",),
+    "mixer.a_log": ("ssm_a",),
+    "mixer.d": ("ssm_d",),
+    "mixer.norm": ("ssm_norm.weight",),
+    "mixer.out": ("ssm_out.weight",),
+}
+# Longer than any text: what a model without positions says.
+_UNBOUNDED = 1 << 20
+
+
+def _sizes(spec: DecoderSpec) -> Mamba2Spec:
+    assert spec.mamba2 is not None, "a family of Mamba-2 has its sizes"
+    return spec.mamba2
+
+
+def decayed(rows: Floats) -> Floats:  # (heads,) -> (heads,)
+    """What a state is multiplied by for each step of time, in logarithms, of the logarithm that checkpoints have."""
+    return -np.exp(rows)
+
+
+def _column(spec: DecoderSpec, shape: Shape) -> GgufForm:
+    return GgufForm((*shape, 1))
+
+
+_FORMS = {
+    "mixer.conv": lambda spec, shape: GgufForm((shape[0], shape[2])),
+    "mixer.a_log": lambda spec, shape: GgufForm((*shape, 1), decayed),
+    "mixer.d": _column,
+    "mixer.norm": lambda spec, shape: GgufForm((_sizes(spec).groups, shape[0] // _sizes(spec).groups)),
+}
+
+
+def add_recurrence(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Adds the keys of the recurrence."""
+    scan = _sizes(spec)
+    writer.add_ssm_conv_kernel(scan.width)
+    writer.add_ssm_inner_size(scan.inner_size)
+    writer.add_ssm_state_size(scan.state_size)
+    writer.add_ssm_time_step_rank(scan.heads)
+    writer.add_ssm_group_count(scan.groups)
+
+
+def _lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    scan = spec.mamba2
+    if scan is None:
+        yield "form without Mamba-2 layers"
+        return
+    if scan.bias:
+        yield "biases of a Mamba-2 layer's products"
+    if scan.norm_first:
+        yield "norm before the gate"
+    if scan.most_step or scan.least_step:
+        yield "limits of time steps"
+
+
+def _normed(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    yield from _lacks(config, spec)
+    if spec.mamba2 is not None and not spec.mamba2.normed:
+        yield "form without a norm of the recurrence"
+
+
+def _mamba_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    yield from _normed(config, spec)
+    if not _sizes(spec).conv_bias:
+        yield "convolution without a bias"
+
+
+def _granite_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    add_recurrence(writer, config, spec, tensor)
+    writer.add_rope_scaling_finetuned(bool({0} & set(spec.rope_layers or (0,))))
+
+
+def _without_recurrence(spec: DecoderSpec) -> GgufArchitecture | None:
+    """A Granite 4 that attends in all layers."""
+    if spec.mamba2 is not None:
+        return None
+    return DENSE["granite"] if spec.moe is None else DENSE["granitemoe"]
+
+
+def _falcon_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """The head has the multiplier of the logits where there is one, not the last norm."""
+    if not spec.tied and plan.name == "final_norm":
+        plan = plan.changed()
+    if plan.name == "head":
+        plan = plan.changed(scale=config.number("lm_head_multiplier", 1.0))
+    yield plan
+
+
+def _nemotron_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
+    """A layer has one norm, whatever follows it."""
+    yield dataclasses.replace(plan, name=plan.name.replace(".mlp_norm", ".attn_norm"))
+
+
+def _nemotron_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    add_recurrence(writer, config, spec, tensor)
+    writer.add_layer_norm_eps(spec.norm_eps)
+
+
+def _nemotron_widths(spec: DecoderSpec) -> list[int]:
+    wide = spec.intermediate_size if spec.moe is None else spec.moe.expert_size
+    return [0 if layer in spec.no_mlp else wide for layer in range(spec.num_layers)]
+
+
+_GRANITE4 = GgufArchitecture(
+    "granitehybrid",
+    neighbours=True,
+    partial_rope=True,
+    free_heads=True,
+    output_bias=True,
+    mlp_bias=True,
+    tensors=_TENSORS,
+    forms=_FORMS,
+    parts=("attention_scale", "mixers", "mamba2", "rope_layers"),
+    mixture=GgufMixture(True, length=False),
+    mixed_heads=True,
+    keys=_granite_keys,
+    lacks=_normed,
+)
+_NEMOTRON = GgufArchitecture(
+    "nemotron_h",
+    # Nothing is rotated, but the converter orders queries and keys so.
+    neighbours=True,
+    free_heads=True,
+    output_bias=True,
+    mlp_bias=True,
+    activation="relu2",
+    tensors=_TENSORS,
+    forms=_FORMS,
+    parts=("mixers", "mamba2", "no_mlp", "gated", "rope_layers"),
+    mixed_heads=True,
+    widths=_nemotron_widths,
+    rewrite=_nemotron_rewrite,
+    keys=_nemotron_keys,
+    lacks=_normed,
+)
+_NEMOTRON_MOE = dataclasses.replace(
+    _NEMOTRON,
+    name="nemotron_h_moe",
+    mixture=GgufMixture(None, router="sigmoid", scale=True, groups=True, shared="both", parts=("choice_bias", "gated")),
+)
+MAMBA = {
+    "mamba2": GgufArchitecture(
+        "mamba2",
+        free_heads=True,
+        attention=False,
+        tensors=_TENSORS,
+        forms=_FORMS,
+        parts=("mixers", "mamba2", "no_mlp"),
+        keys=add_recurrence,
+        lacks=_mamba_lacks,
+    ),
+    "bamba": _GRANITE4,
+    "granitemoehybrid": dataclasses.replace(_GRANITE4, multipliers=GRANITE, instead=_without_recurrence),
+    "falcon_h1": GgufArchitecture(
+        "falcon-h1",
+        free_heads=True,
+        mlp_bias=True,
+        # Without an ending, as its loader asks for.
+        tensors=_TENSORS | {"mlp_norm": ("ffn_norm",)},
+        forms=_FORMS,
+        parts=("mixers", "mamba2"),
+        refined=True,
+        rewrite=_falcon_rewrite,
+        keys=add_recurrence,
+        lacks=_lacks,
+    ),
+    "nemotron_h": dataclasses.replace(_NEMOTRON, instead=lambda spec: None if spec.moe is None else _NEMOTRON_MOE),
+}
