@@ -25,6 +25,7 @@ from edgeinfer.errors import (
 )
 from tests.cli import TIME_LIMIT
 from tests.speculation import load_eager, random_bundle
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
@@ -138,7 +139,7 @@ def test_a_context_larger_than_the_model_allows(small_bundle: Path) -> None:
         assert "512" in caught.value.hint
 
 
-@pytest.mark.parametrize("option", [{"context": 0}, {"threads": 0}, {"prefill_chunk": 0}, {"memory": "much"}], ids=str)
+@each_row("option", [{"context": 0}, {"threads": 0}, {"prefill_chunk": 0}, {"memory": "much"}])
 def test_load_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         edgeinfer.load(small_bundle, **option)
@@ -182,7 +183,7 @@ print(json.dumps(model.generate("There was a little dog " * 30, max_tokens=100, 
 """
 
 
-@pytest.mark.parametrize("budget", ["none", "tight"])
+@each_row("budget", ["none", "tight"])
 def test_a_fresh_process_stays_within_its_plan(small_bundle: Path, budget: str) -> None:
     """Its own minimum is a budget that loads, and that it keeps."""
     command = [sys.executable, "-W", "error", "-c", RUN, str(small_bundle), budget]

@@ -16,6 +16,7 @@ from edgeinfer.bundle import MANIFEST, MODEL, WEIGHTS, open_bundle, seal
 from tests.cache import export_checkpoint, made
 from tests.cli import contents, edgeinfer, refuses
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 Edit = Callable[[Path], object]
 
@@ -359,13 +360,13 @@ PROMPTS: dict[str, tuple[tuple[str, ...], bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@each_row("name", PROMPTS)
 def test_a_bad_prompt_or_context_is_bad_usage(good_bundle: Path, name: str) -> None:
     arguments, stdin, says = PROMPTS[name]
     refuses(2, says, edgeinfer("run", "-m", good_bundle, *arguments, stdin=stdin))
 
 
-@pytest.mark.parametrize("model", ["nowhere", "x" * 300, "~nobody-of-this-name/model"])
+@each_row("model", ["nowhere", "x" * 300, "~nobody-of-this-name/model"])
 def test_a_model_that_is_not_there(model: str, tmp_path: Path) -> None:
     refuses(3, "No model at", edgeinfer("run", "-m", model, "-p", "Once"))
     refuses(3, "No model at", edgeinfer("export", model, tmp_path / "out"))

@@ -37,6 +37,7 @@ from edgeinfer.bundle import (
 )
 from edgeinfer.bundle.manifest_json import read
 from edgeinfer.errors import BundleError, StorageError
+from tests.tables import each_row
 
 SPEC = DecoderSpec(
     vocab_size=10,
@@ -126,7 +127,7 @@ def test_a_written_bundle_opens_as_it_was(bundle: Path) -> None:
     opened.verify()
 
 
-@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+@each_row("layout", [NATIVE, PORTABLE])
 def test_manifest_survives_json(layout: Layout) -> None:
     manifest = make_manifest(layout)
     assert Manifest.from_json(manifest.to_json()) == manifest
@@ -343,7 +344,7 @@ def test_what_is_there_is_not_overwritten_unasked(bundle: Path, tmp_path: Path) 
         pass
 
 
-@pytest.mark.parametrize(("code", "says"), [(errno.ENOSPC, "full"), (errno.EACCES, "Cannot write")])
+@each_row(("code", "says"), [(errno.ENOSPC, "full"), (errno.EACCES, "Cannot write")])
 def test_disk_errors_become_storage_errors(tmp_path: Path, code: int, says: str) -> None:
     with pytest.raises(StorageError, match=says), write_bundle(tmp_path / "new"):
         raise OSError(code, os.strerror(code))

@@ -20,6 +20,7 @@ from edgeinfer.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle
 from tests.speculation import PROMPT, known_costs, needs_builtin, plain, random_bundle
+from tests.tables import each_row
 
 WAYS: dict[str, dict[str, Any]] = {
     "unified": {"compute": "unified", "compute_speedup": 1.4},
@@ -110,7 +111,7 @@ def test_other_options_go_with_it(model: edgeinfer.Model, way: str) -> None:
     assert stopped.usage.total_tokens == model.context + 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_a_reply_that_is_cut_short_leaves_a_sound_cache(model: edgeinfer.Model, way: str) -> None:
     expected = plain(model, IDS, max_tokens=12).token_ids
     with model.stream(IDS, max_tokens=40, ignore_eos=True, **WAYS[way]) as stream:
@@ -142,7 +143,7 @@ def test_texts_that_outgrow_the_context(bundles: tuple[Path, Path]) -> None:
             assert result.compute is not None and result.compute.reduced > 20
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         ({"compute": "unified", "speculation": "copy"}, "cannot be combined"),
@@ -151,7 +152,6 @@ def test_texts_that_outgrow_the_context(bundles: tuple[Path, Path]) -> None:
         ({"compute": "entropy", "compute_share": 2}, "out of range"),
         ({"compute": "half"}, "Unknown compute"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_had_is_refused(model: edgeinfer.Model, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
@@ -241,7 +241,7 @@ def test_readings_compare_with_the_whole_model(model: edgeinfer.Model) -> None:
         edgeinfer.tools.read_reply(model, IDS, reply[:1])
 
 
-@pytest.mark.parametrize("way", ["unified", "calibrated", "exit", "entropy"])
+@each_row("way", ["unified", "calibrated", "exit", "entropy"])
 def test_a_floor_is_kept_on_other_texts(model: edgeinfer.Model, way: str) -> None:
     """Random models diverge by nats: a floor far above that is met with everything reduced, one far below with
     nothing."""

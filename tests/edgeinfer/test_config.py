@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig, LoadConfig, format_size, parse_size
 from edgeinfer.errors import UsageError
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "size"),
     [
         ("600MB", 600_000_000),
@@ -30,9 +31,7 @@ def test_sizes(text: int | str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    "text", ["", "MB", "0", "-5MB", "5XB", "1e9", "5 M B", "0.0001KB", "nan", -1, 0, True, 1.5, None]
-)
+@each_row("text", ["", "MB", "0", "-5MB", "5XB", "1e9", "5 M B", "0.0001KB", "nan", -1, 0, True, 1.5, None])
 def test_what_is_no_size(text: Any) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(text)
@@ -40,7 +39,7 @@ def test_what_is_no_size(text: Any) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (412_300_000, "412.3 MB"), (2 * 10**9, "2.0 GB")]
 )
 def test_formatted_sizes(size: int, text: str) -> None:
@@ -52,7 +51,7 @@ def test_a_formatted_size_reads_back_nearly(size: int) -> None:
     assert abs(parse_size(format_size(size)) - size) <= 0.05 * size + 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     "option",
     [
         {"context": 1},
@@ -62,7 +61,6 @@ def test_a_formatted_size_reads_back_nearly(size: int) -> None:
         {"threads": 5000},
         {"prefill_chunk": 0},
     ],
-    ids=str,
 )
 def test_load_options_out_of_range(option: dict[str, Any]) -> None:
     (name,) = option
@@ -110,7 +108,7 @@ WRONG_TYPE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("option", OUT_OF_RANGE, ids=str)
+@each_row("option", OUT_OF_RANGE)
 def test_generation_options_out_of_range(option: dict[str, Any]) -> None:
     (name,) = option
     with pytest.raises(UsageError, match=name) as caught:
@@ -118,7 +116,7 @@ def test_generation_options_out_of_range(option: dict[str, Any]) -> None:
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("option", WRONG_TYPE, ids=str)
+@each_row("option", WRONG_TYPE)
 def test_generation_options_of_the_wrong_type(option: dict[str, Any]) -> None:
     """They come from HTTP requests as they are, so they must not end as a TypeError somewhere inside."""
     (name,) = option
@@ -151,9 +149,7 @@ def test_one_stop_string_needs_no_list() -> None:
     assert GenerationConfig(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("options", "greedy"), [({}, True), ({"temperature": 1.0}, False), ({"temperature": 1.0, "top_k": 1}, True)]
-)
+@each_row(("options", "greedy"), [({}, True), ({"temperature": 1.0}, False), ({"temperature": 1.0, "top_k": 1}, True)])
 def test_greedy(options: dict[str, Any], greedy: bool) -> None:
     assert GenerationConfig(**options).greedy is greedy
 

@@ -41,6 +41,7 @@ from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint
 from tests.cli import contents
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 # Tied and untied heads, biases, odd sizes, some layers float32, with and without zero points, one and two planes.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -229,7 +230,7 @@ def graph_with(names: list[str]) -> onnx.ModelProto:
     return helper.make_model(graph, producer_name="weights.bin", ir_version=11)
 
 
-@pytest.mark.parametrize("new", ["w", "weights.native.bin", "x" * 300])
+@each_row("new", ["w", "weights.native.bin", "x" * 300])
 def test_only_the_named_file_of_initializers_is_renamed(new: str) -> None:
     model = graph_with(["weights.bin", "other.bin", "weights.bin"]).SerializeToString(deterministic=True)
     expected = graph_with([new, "other.bin", new]).SerializeToString(deterministic=True)

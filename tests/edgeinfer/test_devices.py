@@ -20,6 +20,7 @@ from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.devices.contract import Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device
 from tests.devices import STANDIN, install, lacking
+from tests.tables import each_row
 
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 PROMPT = "Tell me about the little dog and the cat"
@@ -42,7 +43,7 @@ def expected(small_bundle: Path) -> str:
         return model.generate(PROMPT, **OPTIONS).text
 
 
-@pytest.mark.parametrize("device", ["auto", "standin"])
+@each_row("device", ["auto", "standin"])
 def test_a_model_runs_on_a_device_with_the_text_of_its_operators(
     small_bundle: Path, expected: str, device: str
 ) -> None:
@@ -80,7 +81,7 @@ def check_fell_back(info: ModelInfo, reason: str, log: str) -> None:
     assert reason in log and "The CPU runs small." in log
 
 
-@pytest.mark.parametrize("device", ["auto", "broken"])
+@each_row("device", ["auto", "broken"])
 def test_a_device_that_fails_leaves_the_model_to_the_cpu(
     small_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
 ) -> None:
@@ -111,7 +112,7 @@ def test_a_device_without_room_leaves_the_model_to_the_cpu(
         check_fell_back(model.info, "it has no room for", caplog.text)
 
 
-@pytest.mark.parametrize("wrong", ["NaN", "failure"])
+@each_row("wrong", ["NaN", "failure"])
 def test_a_first_pass_that_fails_leaves_the_model_to_the_cpu(
     small_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:

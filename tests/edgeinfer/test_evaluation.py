@@ -15,6 +15,7 @@ from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TEXTS = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
@@ -95,7 +96,7 @@ def test_what_cannot_be_read_is_refused(pair: tuple[Path, Path]) -> None:
         edgeinfer.evaluate(Engine(), TEXTS)
 
 
-@pytest.mark.parametrize("wrong", [{"top": 0}, {"tokens": 1}, {"context": 1}])
+@each_row("wrong", [{"top": 0}, {"tokens": 1}, {"context": 1}])
 def test_options_out_of_range_are_refused(pair: tuple[Path, Path], wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="nothing to measure"):
         edgeinfer.evaluate(pair[0], TEXTS, **wrong)

@@ -22,6 +22,7 @@ from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.cache import made
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 PAGE = 4096
 MIXED = (("*.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3.down", 8))
@@ -76,7 +77,7 @@ def parts_of(table: tuple[TensorEntry, ...], part: str) -> list[TensorEntry]:
     return [t for t in table if t.name.endswith(part) and ".experts." in t.name]
 
 
-@pytest.mark.parametrize(("widths", "bits", "zeros"), [([4, 4, 4], 4, False), ([2, 8, 4], 8, True)])
+@each_row(("widths", "bits", "zeros"), [([4, 4, 4], 4, False), ([2, 8, 4], 8, True)])
 def test_portable_experts_lie_back_to_back_in_one_format(widths: list[int], bits: int, zeros: bool) -> None:
     table = lay_out(outlines(widths), PORTABLE)
     assert [t.name for t in table] == [o.name for o in outlines(widths)]

@@ -17,6 +17,7 @@ from edgeinfer.bundle.gguf import library, smoke
 from edgeinfer.bundle.gguf.library import extra_buffer_types, functions
 from edgeinfer.errors import UsageError
 from tests.cli import TIME_LIMIT
+from tests.tables import each_row
 
 
 def found_at(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
@@ -33,7 +34,7 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
         library._checked.__wrapped__()
 
 
-@pytest.mark.parametrize("line", ['__version__ = "0.3.35"', '__version__ = "0.4.0"', ""])
+@each_row("line", ['__version__ = "0.3.35"', '__version__ = "0.4.0"', ""])
 def test_other_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str) -> None:
     found_at(monkeypatch, tmp_path)
     (tmp_path / "__init__.py").write_text(line)

@@ -24,6 +24,7 @@ from edgeinfer.tokenizing import boundary_ids, chat_template
 from tests.cli import edgeinfer, edgeinfer_process, refuses
 from tests.gguf_builder import ARRAY, INT32, STRING, UINT32, Builder, Tensor, small_model
 from tests.gguf_corpus import CASES, GIB, Case, u64
+from tests.tables import each_row
 
 _MOST_BYTES = 64_000_000
 _MOST_LINES = 20_000  # of Python that run; a good file takes a third
@@ -138,7 +139,7 @@ def test_a_gibibyte_of_numbers_is_refused(tmp_path: Path) -> None:
     assert "header has more than" in refused(sparse(tmp_path / "model.gguf", head, 2 * GIB)).message
 
 
-@pytest.mark.parametrize("counts", [(60_000, 0), (0, 4000)])
+@each_row("counts", [(60_000, 0), (0, 4000)])
 def test_many_entries_of_zeros_are_refused(tmp_path: Path, counts: tuple[int, int]) -> None:
     head = b"GGUF" + struct.pack("<I", 3) + u64(*counts)
     refused(sparse(tmp_path / "model.gguf", head, 2 * GIB))
@@ -250,7 +251,7 @@ def test_a_hostile_template_fails(tmp_path: Path, template: str) -> None:
 COMMANDS = ("header: bad magic", "array: 1 GiB of bytes", "tensor: data one byte short", "vocabulary: no tokens")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each_row("name", COMMANDS)
 def test_inspect_refuses(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "model.gguf", CASES[name]())
     for options in ([], ["--tensors", "--json"]):
@@ -261,7 +262,7 @@ def test_inspect_refuses(tmp_path: Path, name: str, capsys: pytest.CaptureFixtur
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", COMMANDS[:2])
+@each_row("name", COMMANDS[:2])
 def test_the_command_refuses(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "model.gguf", CASES[name]())
     refuses(3, "model.gguf", edgeinfer("inspect", path))

@@ -12,6 +12,7 @@ from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.errors import BundleError
 from tests.gguf_builder import ARRAY, BOOL, INT32, STRING, UINT32, Builder, small_model
+from tests.tables import each_row
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -50,7 +51,7 @@ def test_byte_pairs_without_merges(tmp_path: Path) -> None:
     assert vocabulary(tmp_path, **unmerged).merges == 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "pre", "begins"),
     [
         ("llama", "", True),
@@ -93,7 +94,7 @@ def test_ids_that_matter_little_may_be_wrong(tmp_path: Path) -> None:
         assert "pad" not in found.special
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "ends"),
     [
         (["</s>", "a", "<|im_end|>", "<end_of_turn>", "<|im_start|>"], (0, 2, 3)),

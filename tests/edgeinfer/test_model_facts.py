@@ -14,6 +14,7 @@ from edgeinfer.bundle import seal
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import HubError, ModelError
 from tests.speculation import BUILTIN, needs_builtin
+from tests.tables import each_row
 
 pytestmark = needs_builtin
 
@@ -40,7 +41,7 @@ def test_the_built_in_model() -> None:
     assert facts.sampling == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("config", "sampling"),
     [
         ({"temperature": 0.6, "top_k": 20, "num_beams": 4}, {"temperature": 0.6, "top_k": 20}),

@@ -19,6 +19,7 @@ from edgeinfer.bundle.native_layout import NativeTiles, native_parts, pack_tiles
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 from edgeinfer.bundle.tables import Outline, file_bytes, lay_out
 from edgeinfer.errors import BundleError
+from tests.tables import each_row
 
 Bytes = NDArray[np.uint8]
 
@@ -176,7 +177,7 @@ def test_any_rows_come_back_from_a_file(shape: QuantizedShape, seed: int, layout
         assert_same(CODECS[layout].read(path, entry, start, stop), rows_of(matrix)(start, stop))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_row("layout", LAYOUTS)
 def test_runs_shorter_than_the_matrix_join(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.bundle.codecs._RUN_VALUES", 4096)
     for paired in (False, True):
@@ -186,7 +187,7 @@ def test_runs_shorter_than_the_matrix_join(layout: Layout, tmp_path: Path, monke
         assert_same(CODECS[layout].read(tmp_path / "weights.bin", entry, 0, 330), matrix)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_row("layout", LAYOUTS)
 def test_scales_between_two_bfloat16_are_refused(layout: Layout, tmp_path: Path) -> None:
     shape = QuantizedShape(40, 64, 4, 32, False)
     matrix = random_matrix(shape, 0)

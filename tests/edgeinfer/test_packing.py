@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import blocks_per_row, dequantize, midpoint, pack, packed_bytes, unpack
+from tests.tables import each_row
 
 
 @given(data=st.data(), bits=st.sampled_from([2, 4, 8]), rows=st.integers(0, 5), count=st.integers(1, 70))
@@ -22,7 +22,7 @@ def test_unpack_reverses_pack(data: st.DataObject, bits: int, rows: int, count: 
     np.testing.assert_array_equal(unpack(packed, bits, count), values)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("bits", "values", "packed"),
     [(4, [1, 2, 15], [0x21, 0x0F]), (2, [1, 2, 3, 0, 1], [0b00111001, 0b01]), (8, [7, 200], [7, 200])],
 )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from edgeinfer import records
+from tests.tables import each_row
 
 WAYS: list[dict[str, Any]] = [{}, {"frozen": True}, {"eq": False}, {"frozen": True, "kw_only": True}]
 WAYS += [{"frozen": True, "eq": False}, {"frozen": True, "order": True}, {"frozen": True, "slots": True}]
@@ -64,7 +65,7 @@ def _outcome(action: Callable[..., Any], *args: Any, **given: Any) -> Any:
         return type(error)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@each_row("way", WAYS)
 def test_instances_are_made_compared_and_shown_alike(way: dict[str, Any]) -> None:
     for ours, theirs in zip(_classes(records.dataclass, way), _classes(dataclasses.dataclass, way), strict=True):
         for args, given in ARGUMENTS:
@@ -88,7 +89,7 @@ def _hashes_as_its_copy(record: object) -> bool:
     return hash(record) == hash(copy.copy(record))
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@each_row("way", WAYS)
 def test_classes_say_the_same_of_themselves(way: dict[str, Any]) -> None:
     for ours, theirs in zip(_classes(records.dataclass, way), _classes(dataclasses.dataclass, way), strict=True):
         assert [f.name for f in dataclasses.fields(ours)] == [f.name for f in dataclasses.fields(theirs)]

@@ -17,6 +17,7 @@ from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.speculation.registry import drafting_bytes, heads_taken
 from tests.heads import DRAFTING, random_heads, with_heads
 from tests.speculation import BUILTIN, load_eager, needs_builtin, same
+from tests.tables import each_row
 
 WHO = (*DRAFTING, "auto", "copy,recycle,hydra,prompt")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
@@ -69,7 +70,7 @@ def test_other_verifications_take_their_guesses(tales: edgeinfer.Model, who: str
 
 
 @needs_builtin
-@pytest.mark.parametrize("who", DRAFTING)
+@each_row("who", DRAFTING)
 def test_a_context_that_fills_up(short: edgeinfer.Model, who: str) -> None:
     """Prompt tokens need room of their own, and do without where there is none."""
     edgeinfer.tools.restore_drafting(short, {})
@@ -102,7 +103,7 @@ def test_auto_asks_only_heads_that_are_there(small_bundle: Path, tmp_path: Path)
         edgeinfer.load(some, remember=False, speculation="medusa")
 
 
-@pytest.mark.parametrize("kind", DRAFTING)
+@each_row("kind", DRAFTING)
 def test_heads_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, kind: str) -> None:
     path = with_heads(small_bundle, tmp_path / kind, kind, tokens=320)
     with load_eager(path, speculation=kind, remember=False) as model:

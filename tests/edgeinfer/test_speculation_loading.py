@@ -18,6 +18,7 @@ from tests.cache import made
 from tests.cli import contents
 from tests.factories import make_checkpoint, make_tokenizer
 from tests.speculation import PROMPT, load_eager, needs_builtin, random_bundle, same
+from tests.tables import each_row
 
 
 def test_a_choice_that_the_model_has_no_logits_for(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ LOADING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("option", LOADING, ids=str)
+@each_row("option", LOADING)
 def test_options_out_of_range(small_bundle: Path, option: dict[str, Any]) -> None:
     refused(UsageError, 2, "Unknown drafter|draft_max", model=small_bundle, **option)
     with pytest.raises(UsageError):

@@ -14,6 +14,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
+from tests.tables import each_row
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -98,7 +99,7 @@ def test_text_is_that_of_plain_decoding(tales: edgeinfer.Model, form: str, who: 
 
 
 @needs_builtin
-@pytest.mark.parametrize("verification", ["rejection", "k-seq", "typical"])
+@each_row("verification", ["rejection", "k-seq", "typical"])
 def test_other_verifications_keep_to_the_grammar(tales: edgeinfer.Model, verification: str) -> None:
     options: dict[str, Any] = {"max_tokens": 80, "temperature": 1.0, "draft_width": 3, "verification": verification}
     drafted = 0
@@ -214,7 +215,7 @@ def test_response_formats_that_cannot_be_had(model: edgeinfer.Model, asked: Any)
         answer(model, asked)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "says"),
     [
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex cannot be combined"),

@@ -20,6 +20,7 @@ from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint
 from tests.gguf_models import builtin_gguf
 from tests.speculation import BUILTIN, load_eager, needs_builtin
+from tests.tables import each_row
 
 PROMPTS = (
     "Once upon a time there was a girl named Lily. She had a red ball. She had a red ball and a dog.",
@@ -223,7 +224,7 @@ def make_noise(folder: Path) -> None:
     export_checkpoint(folder / "checkpoint", folder / "bundle", ExportConfig(4))
 
 
-@pytest.mark.parametrize("kv", ["float32", "int8", "int4"])
+@each_row("kv", ["float32", "int8", "int4"])
 def test_other_caches(kv: str) -> None:
     with load_eager(made(make_noise) / "bundle", kv=kv, prefix_cache="16MB") as model:
         alone = [model.generate(prompt, max_tokens=20, ignore_eos=True) for prompt in PROMPTS[:2]]

@@ -32,6 +32,7 @@ from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.factories import make_checkpoint, make_tokenizer
+from tests.tables import each_row
 
 WORDS = ["cat", "dog", "sun", "moon", "tree", "house", "runs", "sleeps", "sees", "the", "a", "red", "big"]
 
@@ -165,7 +166,7 @@ def edit(checkpoint: Path, name: str, value: float) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@each_row("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_named(tmp_path: Path, text: Path, value: float) -> None:
     make_checkpoint(tmp_path / "in", "llama")
     name = "model.layers.1.mlp.down_proj.weight"

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.source.checkpoint import Checkpoint
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_row("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_and_row_ranges_agree_with_torch(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 5).to(dtype), "b": torch.tensor([1e-7, -3.0, 65504.0]).to(dtype)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -43,7 +44,7 @@ def index(folder: Path, weight_map: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("weight_map", "says"),
     [
         ({"a": "gone.safetensors"}, "missing"),
@@ -94,7 +95,7 @@ def entry(shape: Any, start: int, end: int, dtype: str = "F32") -> dict[str, Any
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "says"),
     [
         (b"", "truncated"),

@@ -28,6 +28,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TOLERANCE = 1e-4
 Refine = Any
@@ -151,7 +152,7 @@ def _run(backend: ReferenceBackend, tokens: Any) -> Any:
     return backend.forward(ForwardInput(np.asarray(tokens, np.int64), positions, rows)).logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_row("name", FAMILIES)
 def test_logits_match_transformers_however_a_text_is_split(name: str, tmp_path: Path) -> None:
     expected = expected_logits(make_checkpoint(tmp_path, name, **SETTINGS[name]), TOKENS)
     backend = _backend(tmp_path, name)
@@ -159,7 +160,7 @@ def test_logits_match_transformers_however_a_text_is_split(name: str, tmp_path: 
     assert np.abs(np.concatenate(logits) - expected).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("more", [{}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.8}])
+@each_row("more", [{}, {"truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.8}])
 def test_yarn_matches_transformers(more: dict[str, Any], tmp_path: Path) -> None:
     expected = expected_logits(make_checkpoint(tmp_path, "Olmo2", rope_parameters=YARN | more), TOKENS)
     assert np.abs(_run(_backend(tmp_path, "Olmo2"), TOKENS) - expected).max() <= TOLERANCE
@@ -173,7 +174,7 @@ def test_a_base_stretched_by_alpha_matches_transformers(tmp_path: Path) -> None:
     np.testing.assert_allclose(inverse_frequencies(config.rope(32), 128), theirs.inv_freq.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"])
+@each_row("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu2"])
 def test_activations_match_transformers(activation: str, tmp_path: Path) -> None:
     expected = expected_logits(make_checkpoint(tmp_path, "Phi", hidden_act=activation), TOKENS)
     assert np.abs(_run(_backend(tmp_path, "Phi"), TOKENS) - expected).max() <= TOLERANCE
@@ -192,7 +193,7 @@ def test_sinks_take_their_share_of_the_softmax() -> None:
     np.testing.assert_allclose(ours.reshape(4, 5, 8).swapaxes(0, 1), expected.numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "part"), [("Olmo2", "pre_norm=False"), ("Cohere2", "norm='layer'")])
+@each_row(("name", "part"), [("Olmo2", "pre_norm=False"), ("Cohere2", "norm='layer'")])
 def test_parts_that_are_not_written_are_refused_by_name(name: str, part: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, name, **SETTINGS[name])
     with Checkpoint(tmp_path) as checkpoint:

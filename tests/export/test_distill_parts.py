@@ -42,6 +42,7 @@ from edgeinfer.export.training.tasks import TOP_TOKENS, teacher_probabilities
 from edgeinfer.export.training.text import TextSource, open_tokens, write_tokens
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}[say]{% endif %}"
@@ -66,7 +67,7 @@ def target(checkpoint: Path) -> Target:
 # Targets
 
 
-@pytest.mark.parametrize("arch", ["llama", "llama-tied", "qwen2", "qwen3"])
+@each_row("arch", ["llama", "llama-tied", "qwen2", "qwen3"])
 def test_a_bundle_is_its_checkpoint_again(tmp_path: Path, arch: str) -> None:
     model = make_checkpoint(tmp_path / "checkpoint", arch)
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32))
@@ -208,7 +209,7 @@ def test_documents_and_dialogues_become_tokens(tmp_path: Path, target: Target) -
     assert source.tokens(tmp_path).digest == source.tokens(tmp_path).digest == tokens.digest
 
 
-@pytest.mark.parametrize("content", ["{", '{"other": 1}', '{"text": 3}', "[1]"])
+@each_row("content", ["{", '{"other": 1}', '{"text": 3}', "[1]"])
 def test_text_that_is_none_is_refused(tmp_path: Path, target: Target, content: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(content, "utf-8")

@@ -23,6 +23,7 @@ from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 OPTIONS = DrafterOptions(
     StudentSize.of(64, 2),
@@ -144,7 +145,7 @@ def test_too_little_text_is_refused_with_what_is_needed(tmp_path: Path, target: 
         train_drafter(target, TextSource((tmp_path / "short.txt",), target), OPTIONS, tmp_path / "work")
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 1}, {"minutes": 0, "steps": None}, {"rows": 0}, {"length": 2}])
+@each_row("wrong", [{"steps": 1}, {"minutes": 0, "steps": None}, {"rows": 0}, {"length": 2}])
 def test_impossible_options_are_refused(wrong: dict[str, int | None]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         replace(OPTIONS, **wrong)  # type: ignore[arg-type]  # on purpose

@@ -15,6 +15,7 @@ from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training import trainer as kept_module
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.trainer import Trained, Trainer, find_device
+from tests.tables import each_row
 
 
 class Line:
@@ -79,7 +80,7 @@ def test_what_surrounds_a_training_draws_as_before() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("task", "options", "named"),
     [
         (Line("b"), OPTIONS, "data"),
@@ -141,7 +142,7 @@ def test_the_final_loss_is_that_of_the_last_twentieth() -> None:
     assert Trained((3.0, 1.0), 0, 1.0).final_loss == 1
 
 
-@pytest.mark.parametrize("damage", ["{", "{}", '{"format": "other", "step": 20, "losses": [], "configuration": {}}'])
+@each_row("damage", ["{", "{}", '{"format": "other", "step": 20, "losses": [], "configuration": {}}'])
 def test_a_damaged_state_is_an_error_of_one_line(tmp_path: Path, damage: str) -> None:
     train(tmp_path, Line())
     (tmp_path / "step-20" / "state.json").write_text(damage)
@@ -164,7 +165,7 @@ def test_cuda_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert find_device("auto").type == "cpu"
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0}, {"device": "tpu"}, {"seed": -1}, {"threads": 0}])
+@each_row("wrong", [{"steps": 0}, {"learning_rate": 0}, {"device": "tpu"}, {"seed": -1}, {"threads": 0}])
 def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         TrainOptions(**{"steps": 5, **wrong})

@@ -16,6 +16,7 @@ from edgeinfer.export.gguf.importance import Importance, gather_importance
 from edgeinfer.export.gguf.writer import open_gguf_source
 from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
 
@@ -38,7 +39,7 @@ def watch(model: Any, modules: dict[str, Any]) -> dict[str, NDArray[np.float32]]
     return {name: np.concatenate(found) for name, found in seen.items()}
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "mistral"])
+@each_row("arch", ["llama", "qwen2", "qwen3", "phi3", "mistral"])
 def test_it_is_the_mean_square_of_what_enters(tmp_path: Path, arch: str) -> None:
     model = make_checkpoint(tmp_path, arch)
     layer = model.model.layers[1]

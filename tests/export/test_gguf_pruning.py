@@ -17,6 +17,7 @@ from edgeinfer.export.gguf.writer import open_gguf_source
 from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.factories import make_checkpoint
 from tests.gguf_builder import ARRAY, INT32, small_model
+from tests.tables import each_row
 
 TEXTS = [np.array([0, 17, 45, 301, 8, 8, 120, 77, 200, 3, 19]), np.array([301, 8, 8, 120])]
 
@@ -43,7 +44,7 @@ def loss(model: Any, pruned: tuple[int, ...]) -> float:
     return float(torch.cat(total).mean())
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "granite-moe"])
+@each_row("arch", ["llama", "qwen3", "granite-moe"])
 def test_the_layer_that_is_missed_least_is_left_out_first(tmp_path: Path, arch: str) -> None:
     model = make_checkpoint(tmp_path, arch, num_hidden_layers=4)
     told: list[tuple[str, int, int]] = []
@@ -56,7 +57,7 @@ def test_the_layer_that_is_missed_least_is_left_out_first(tmp_path: Path, arch: 
     assert told[-1] == ("choosing layers", 8, 8)
 
 
-@pytest.mark.parametrize("count", [0, 3, -1])
+@each_row("count", [0, 3, -1])
 def test_some_layers_must_stay(tmp_path: Path, count: int) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(UsageError, match="cannot be left out"):

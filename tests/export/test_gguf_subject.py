@@ -12,6 +12,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.gguf.writer import gguf_tensor_names, write_gguf
 from tests.export.gguf_cases import LATENT
 from tests.factories import VARIANTS, make_block_ffn_checkpoint, make_checkpoint
+from tests.tables import each_row
 
 REFUSED = {
     "qwen3-tied-biases": "bias of the attention's output",
@@ -21,7 +22,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("arch", "what"), REFUSED.items())
+@each_row(("arch", "what"), REFUSED.items())
 def test_what_llama_cpp_cannot_express_is_refused(arch: str, what: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", arch)
     with pytest.raises(UnsupportedArchitectureError, match=what) as error:
@@ -30,7 +31,7 @@ def test_what_llama_cpp_cannot_express_is_refused(arch: str, what: str, tmp_path
     assert not (tmp_path / "model.gguf").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arch", "settings", "what"),
     [
         ("qwen3-moe", {"norm_topk_prob": False}, "not renormalized"),

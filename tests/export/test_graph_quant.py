@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from edgeinfer.export.optimum_route import quantize_graph
 from edgeinfer.quant import QuantPolicy
+from tests.tables import each_row
 
 K, N, V = 64, 96, 40
 RNG = np.random.default_rng(0)
@@ -82,7 +83,7 @@ def test_linear_layers_are_replaced(kind: str, symmetric: bool) -> None:
     assert np.abs(run(model, x) - expected).max() < 0.03 * expected.std()
 
 
-@pytest.mark.parametrize("kind", LEFT)
+@each_row("kind", LEFT)
 def test_what_is_not_a_linear_layer_stays(kind: str) -> None:
     model, x = make_model(LEFT[kind]), RNG.normal(size=(5, K)).astype(np.float32)
     expected, kinds = run(model, x), [node.op_type for node in model.graph.node]

@@ -34,6 +34,7 @@ from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.runtime.speculation.drafters.models import context, take_in
+from tests.tables import each_row
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SHAPE = HeadsShape(count=3, tokens=40)
@@ -86,7 +87,7 @@ def shown(hidden: Floats, committed: tuple[int, ...] = (), probed: Floats | None
     return Round(Draft(), Verdict((), 0, True), committed, fed, nothing, hidden, probes, probed)
 
 
-@pytest.mark.parametrize("kind", TASKS)
+@each_row("kind", TASKS)
 def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind: str) -> None:
     task = TASKS[kind](target, (text,), BATCHES, SHAPE)
     losses = train(task)
@@ -214,7 +215,7 @@ def test_routers_gate_as_their_file_says(target: Target, text: TokenFile) -> Non
         assert float(hard[0, layer]) == pytest.approx(float(score > 0), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", TASKS)
+@each_row("kind", TASKS)
 def test_an_interrupted_training_ends_as_if_it_had_not_been(
     target: Target, text: TokenFile, kind: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from edgeinfer.bundle import RopeSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.source.hf_config import HFConfig
+from tests.tables import each_row
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -28,7 +29,7 @@ def config(**values: Any) -> HFConfig:
     return HFConfig(SIZES | values)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("old", "new", "spec"),
     [
         ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}, RopeSpec("default", 5e5, 16)),
@@ -61,7 +62,7 @@ def test_longrope_derives_its_attention_factor() -> None:
     assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "values",
     [{"rope_scaling": {"rope_type": "axial"}}, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}],
 )
@@ -88,7 +89,7 @@ def test_windows_by_layer() -> None:
         config(**windows, layer_types=["sliding_attention"]).windows_by_layer()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value"),
     [("hidden_size", None), ("hidden_size", "64"), ("hidden_size", 0), ("hidden_size", True), ("hidden_size", 62)],
 )

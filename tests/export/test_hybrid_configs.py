@@ -16,6 +16,7 @@ from edgeinfer.export.architectures.lfm import LFM2, LFM3
 from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 LEAST = {
     "vocab_size": 64,
@@ -37,7 +38,7 @@ def test_older_configurations_list_the_layers_of_attention() -> None:
     assert LFM2.read(HFConfig(LEAST), True).mixers == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "named"),
     [
         ({"full_attn_idxs": 2}, "full_attn_idxs"),
@@ -72,7 +73,7 @@ def test_every_fourth_layer_of_a_qwen_attends_where_it_does_not_say() -> None:
     assert every.mixers == () and every.geometry.states == ()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("values", "named"),
     [
         ({"layer_types": ["linear_attention", "conv", "full_attention"]}, "layer_types"),

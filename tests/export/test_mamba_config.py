@@ -11,6 +11,7 @@ from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectu
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.factories import COMMON
+from tests.tables import each_row
 
 SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16, "rms_norm_eps": 1e-5}
 KINDS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def test_layers_of_attention_alone_are_a_plain_decoder() -> None:
     assert not spec.mixers and spec.mamba2 is None and not spec.geometry.states
 
 
-@pytest.mark.parametrize("unbounded", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])
+@each_row("unbounded", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])
 def test_time_steps_without_a_bound_are_left_as_they_are(unbounded: Any) -> None:
     spec = read("Bamba", time_step_limit=unbounded).mamba2
     assert spec is not None and (spec.least_step, spec.most_step) == (0.0, 0.0)

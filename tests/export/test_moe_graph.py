@@ -25,6 +25,7 @@ from tests.cache import made
 from tests.export.passes import TOKENS, feeds, pool
 from tests.factories import MIXTURES, make_block_ffn_checkpoint, make_checkpoint
 from tests.kernel import require_kernel
+from tests.tables import each_row
 
 Array = NDArray[Any]
 CAPACITY = 16
@@ -176,7 +177,7 @@ def test_a_layer_partly_of_float_experts_is_refused(tmp_path: Path) -> None:
         make(tmp_path, "qwen3-moe", config, {})
 
 
-@pytest.mark.parametrize("field", [{"attention_type": "other"}, {"norm_after_router": "sum"}, {"ffn_type": "vanilla"}])
+@each_row("field", [{"attention_type": "other"}, {"norm_after_router": "sum"}, {"ffn_type": "vanilla"}])
 def test_other_models_of_blockffns_class_are_refused(field: dict[str, str], tmp_path: Path) -> None:
     make_block_ffn_checkpoint(tmp_path, joined=False)
     described = json.loads((tmp_path / "config.json").read_text()) | field

@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
+from tests.tables import each_row
 
 EXPERTS = "model.layers.1.mlp.experts"
 ROWS = np.arange(len(TOKENS))
@@ -59,7 +60,7 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
     assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("layout", ["native", "portable"])
+@each_row("layout", ["native", "portable"])
 def test_mxfp4_is_kept_as_it_is(layout: Layout, tmp_path: Path) -> None:
     require_kernel()
     model = make_mxfp4(tmp_path / "checkpoint")
@@ -85,7 +86,7 @@ def spoil(folder: Path, name: str, spoilt: torch.Tensor | None) -> None:
     save_file(tensors if spoilt is None else tensors | {name: spoilt}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "spoilt", "says"),
     [
         ("down_proj_scales", torch.full((4, 64, 3), 255, dtype=torch.uint8), "scales beyond"),
@@ -137,7 +138,7 @@ def round_activations(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) 
     return ((given[0] * scale).round().clamp(-128, 127) / scale, *given[1:])
 
 
-@pytest.mark.parametrize("kind", ["offline", "online", "bitlinear"])
+@each_row("kind", ["offline", "online", "bitlinear"])
 def test_ternary_weights_are_read_and_kept_as_they_are(kind: str, tmp_path: Path) -> None:
     require_kernel()
     model = make_bitnet(tmp_path / "checkpoint", kind)
@@ -175,7 +176,7 @@ def test_weights_that_are_kept_are_not_rounded_for_a_text(tmp_path: Path) -> Non
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", config)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "spoilt", "says"),
     [
         ("q_proj.weight", torch.full((16, 64), 255, dtype=torch.uint8), "not ternary"),

@@ -14,6 +14,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.export.passes import TOKENS, Runner, expected_logits, rotary_tables
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TOLERANCE = 1e-4
 # Where edgeinfer was installed without a compiler, the graph of ONNX Runtime's operators alone.
@@ -28,7 +29,7 @@ def export_random(
     return model, [Runner(bundle, rotary_tables(model, len(TOKENS)), layout) for layout in layouts]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_row("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_sharded_sources_match_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     model, (runner,) = export_random(tmp_path, "Qwen2", ExportConfig(bits=32), dtype=dtype, max_shard_size="60KB")
     assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 1

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from edgeinfer.apps.bench.synthetic import pseudo_text, write_tokenizer
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.runtime.text import Tokenizer, tokenizer_facts
+from tests.tables import each_row
 
 CONFIG = HFConfig({"bos_token_id": 1, "eos_token_id": 2})
 
@@ -43,7 +42,7 @@ def test_pairs_become_texts_and_the_tokenizer_stays_the_same(tmp_path: Path) -> 
     assert before == after
 
 
-@pytest.mark.parametrize("merges", [[], ["a b"], [["a", " b"]], [["a", "b", "c"]], [["a", 1]], None])
+@each_row("merges", [[], ["a b"], [["a", " b"]], [["a", "b", "c"]], [["a", 1]], None])
 def test_what_cannot_be_texts_stays_as_it_is(tmp_path: Path, merges: Any) -> None:
     write_tokenizer(tmp_path / "tokenizer.json", 300)
     data = change(tmp_path, merges=merges)

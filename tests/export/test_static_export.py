@@ -19,6 +19,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.options.config import StaticOptions
 from tests.cli import edgeinfer, refuses
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 SHAPES = StaticOptions(context=48, chunk=16, widths=(1, 2, 4))
 Exports = Callable[..., tuple[Bundle, Bundle]]
@@ -158,7 +159,7 @@ UNFIT: dict[str, tuple[StaticOptions, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNFIT)
+@each_row("case", UNFIT)
 def test_what_the_model_does_not_have_is_refused(tmp_path: Path, case: str) -> None:
     options, says = UNFIT[case]
     make_checkpoint(tmp_path / "checkpoint", "llama")
@@ -185,7 +186,7 @@ UNDONE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "says"), UNDONE)
+@each_row(("options", "says"), UNDONE)
 def test_what_static_graphs_cannot_hold_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=rf"{says}.* is not supported for static models"):
         ExportConfig(static=StaticOptions(), **options)
@@ -207,7 +208,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", FORGED)
+@each_row("case", FORGED)
 def test_forged_manifests_are_refused(exports: Exports, tmp_path: Path, case: str) -> None:
     bundle, _ = exports("llama", bits=4)
     change, says = FORGED[case]

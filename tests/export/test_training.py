@@ -18,6 +18,7 @@ from edgeinfer.export.training.text import (
     tokens_of,
 )
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 STORIES = [f"Once there was a dog number {i}. It ran and ran {i * i} times." for i in range(120)]
 
@@ -52,7 +53,7 @@ def test_tokens_give_the_stories_back() -> None:
     assert tokenizer.decode(tokens[1:].tolist()) == f"{STORIES[0]}{STORIES[1]}"
 
 
-@pytest.mark.parametrize("content", ["", "[not json", '{"other": 1}'])
+@each_row("content", ["", "[not json", '{"other": 1}'])
 def test_folders_without_stories_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content, "utf-8")
     with pytest.raises(UsageError):

@@ -11,6 +11,7 @@ from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.quant import Grid, QuantScheme, approximate, output_error
 from edgeinfer.quant.awq import scale_search, solver
 from tests.quant.samples import Floats, correlated_inputs, random_matrix, statistics_of
+from tests.tables import each_row
 
 
 def plain_ranges(weight: Floats, bits: int, size: int) -> Floats:
@@ -67,7 +68,7 @@ def test_channel_scales_protect_large_inputs() -> None:
     assert scaled_error(weight, scheme, x, scale) < 0.8 * scaled_error(weight, scheme, x, np.ones_like(scale))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@each_row("seed", [0, 1])
 def test_channel_scales_are_those_of_the_least_error(seed: int) -> None:
     weight, x, scheme = random_matrix(60, 96, seed), correlated_inputs(500, 96, seed, 2.0), QuantScheme(2, 32)
     statistics = statistics_of(x, hessian=False)

@@ -14,6 +14,7 @@ from edgeinfer.quant import QuantScheme
 from edgeinfer.quant.budget import Candidate, Limits, candidate_schemes, plan_within
 from tests.quant.samples import form
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (300, 64),
@@ -65,7 +66,7 @@ def test_the_file_never_exceeds_the_budget(budget: int, layout: Layout) -> None:
     assert set(plan.predicted) == set(candidates())
 
 
-@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
+@each_row("layout", [NATIVE, PORTABLE])
 def test_more_budget_predicts_no_worse(layout: Layout) -> None:
     costs = [
         sum(plan_within(budget, candidates(), SHAPES, draw, layout).predicted.values())

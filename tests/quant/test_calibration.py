@@ -24,6 +24,7 @@ from edgeinfer.quant.calibration import Calibration, CalibrationOptions, calibra
 from edgeinfer.quant.calibration_layers import LayerWalk
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -118,7 +119,7 @@ def assert_close(found: InputStatistics | None, inputs: Floats) -> None:
     np.testing.assert_allclose(found.mean, inputs.mean(axis=0), atol=2e-5 * np.abs(inputs).max())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_row("name", FAMILIES)
 def test_statistics_are_of_what_enters_transformers_matrices(tmp_path: Path, name: str) -> None:
     model = make_checkpoint(tmp_path, name)
     recorder, found = run(tmp_path, CalibrationOptions(streams="float"))
@@ -138,7 +139,7 @@ def round_weights(model: Any) -> None:
                 parameter.copy_(torch.from_numpy(coarse(parameter.numpy())))
 
 
-@pytest.mark.parametrize("streams", ["quantized", "paired"])
+@each_row("streams", ["quantized", "paired"])
 def test_quantized_streams_see_what_quantized_layers_before_make(tmp_path: Path, streams: str) -> None:
     model = make_checkpoint(tmp_path, "llama")
     recorder, found = run(tmp_path, CalibrationOptions(streams), coarse)
@@ -248,7 +249,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@each_row("name", MIXTURES)
 def test_experts_are_shown_what_reaches_them(name: str) -> None:
     moe = MIXTURES[name]
     spec, tensors = moe_model(moe)
@@ -312,7 +313,7 @@ def test_inputs_are_what_they_were(tmp_path: Path) -> None:
     check_recorded("calibrated", found, rel=1e-3)
 
 
-@pytest.mark.parametrize("texts", [[], [np.zeros(0, np.int64)], [np.array([3, 320])], [np.array([-1])]])
+@each_row("texts", [[], [np.zeros(0, np.int64)], [np.array([3, 320])], [np.array([-1])]])
 def test_texts_that_cannot_be_run(texts: list[Ints]) -> None:
     spec, tensors = moe_model(MIXTURES["relu"])
     with pytest.raises(UsageError):

@@ -12,6 +12,7 @@ from edgeinfer.quant import Grid, InputStatistics, approximate, output_error
 from edgeinfer.quant.blocks import restored
 from edgeinfer.quant.gptq import GptqOptions, damped, solver
 from tests.quant.samples import Floats, correlated_inputs, grids, random_matrix, statistics_of
+from tests.tables import each_row
 
 
 def quantized(weight: Floats, grid: Grid, statistics: InputStatistics, options: GptqOptions) -> Floats:
@@ -112,7 +113,7 @@ def test_a_hessian_is_needed_and_must_be_one() -> None:
         solver(grid, 32, InputStatistics(9, ones, ones, indefinite))
 
 
-@pytest.mark.parametrize("options", [{"damping": 0.0}, {"damping": 2.0}, {"sweeps": -1}, {"tolerance": -1.0}])
+@each_row("options", [{"damping": 0.0}, {"damping": 2.0}, {"sweeps": -1}, {"tolerance": -1.0}])
 def test_impossible_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="out of range"):
         GptqOptions(**options)  # type: ignore[arg-type]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from edgeinfer.quant import Grid, approximate
 from tests.quant.samples import Floats, correlated_inputs, random_matrix, statistics_of
 from tests.quant.test_awq import plain_ranges
+from tests.tables import each_row
 
 
 def norm(error: Floats) -> float:
     return float((np.abs(error) ** 0.7).sum())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@each_row("bits", [2, 3, 4])
 def test_zero_points_lower_the_norm_of_plain_ranges(bits: int) -> None:
     weight = np.random.default_rng(0).laplace(size=(100, 128)).astype(np.float32)
     kept = approximate(weight, Grid(bits, 32, False), None, "hqq")
     assert norm(kept - weight) < 0.99 * norm(plain_ranges(weight, bits, 32) - weight)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@each_row("bits", [2, 4])
 def test_fitted_scales_lower_the_norm_of_symmetric_ranges(bits: int) -> None:
     weight = np.random.default_rng(0).laplace(size=(100, 128)).astype(np.float32)
     blocks = weight.reshape(100, -1, 32)

@@ -11,6 +11,7 @@ from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.quant import QuantPolicy, QuantScheme
 from edgeinfer.quant.plan import QuantPlan
+from tests.tables import each_row
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (512, 512),
@@ -49,7 +50,7 @@ def test_the_last_pattern_that_matches_wins() -> None:
     assert plan.method == "hqq"
 
 
-@pytest.mark.parametrize("pattern", ["layers.7.*", "*.router", "*_norm", "Embed"])
+@each_row("pattern", ["layers.7.*", "*.router", "*_norm", "Embed"])
 def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
     with pytest.raises(UsageError) as caught:
         QuantPlan.from_policy(POLICY, SHAPES, ((pattern, 8),))
@@ -75,7 +76,7 @@ def test_nothing_predicted_is_not_zero() -> None:
     assert QuantPlan.from_policy(POLICY, SHAPES).record().predicted_kl is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     "damage",
     [
         {"bits": 3},

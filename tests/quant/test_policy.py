@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
 from edgeinfer.quant import QuantPolicy, QuantScheme, default_group_size, default_head_bits
 from edgeinfer.quant.policy import effective_block
 from tests.quant.samples import form
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("k", "requested", "block"),
     [(896, 128, 128), (896, 32, 32), (160, 128, 32), (192, 128, 64), (172, 128, 32), (176, 64, 32)],
 )
@@ -44,7 +43,7 @@ def test_vocabulary_matrices_have_bits_of_their_own() -> None:
     assert policy.scheme("layers.0.mlp.down", (1024, 1024)) == QuantScheme(4, 32)
 
 
-@pytest.mark.parametrize(("bits", "wider"), [(2, 8), (4, 8), (8, None)])
+@each_row(("bits", "wider"), [(2, 8), (4, 8), (8, None)])
 def test_small_linear_layers_stay_wider(bits: int, wider: int | None) -> None:
     shape = (256, 256)
     kept = QuantPolicy(bits, 4, 32).scheme("layers.0.attn.out", shape)

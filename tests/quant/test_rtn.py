@@ -18,6 +18,7 @@ from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, unpack
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import InputStatistics, QuantScheme, output_error, quantize
 from tests.quant.samples import Floats, correlated_inputs, random_matrix, schemes, statistics_of
+from tests.tables import each_row
 
 
 def restored(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:
@@ -50,7 +51,7 @@ def test_errors_are_bounded_for_any_shape(scheme: QuantScheme, n: int, k: int, s
     assert error <= {2: 0.5, 4: 0.03, 8: 2e-4}[scheme.bits] * np.square(weight).sum()
 
 
-@pytest.mark.parametrize(("bits", "gain"), [(2, 0.8), (4, 0.95), (8, 0.95)])
+@each_row(("bits", "gain"), [(2, 0.8), (4, 0.95), (8, 0.95)])
 def test_search_beats_plain_rounding(bits: int, gain: float) -> None:
     scheme = QuantScheme(bits, 32)
     weight = random_matrix(64, 256) * np.exp(random_matrix(64, 1, 1))
@@ -74,7 +75,7 @@ def test_values_are_rounded_with_scales_of_bfloat16(scheme: QuantScheme, seed: i
     assert error[inside].max(initial=0) < 0.501
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@each_row("symmetric", [False, True])
 def test_eight_bits_find_better_scales_than_the_plain_ones(symmetric: bool) -> None:
     scheme = QuantScheme(8, 32, symmetric)
     weight = random_matrix(256, 256)
@@ -107,7 +108,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     np.testing.assert_array_equal(whole.scales[650], alone.scales[0])
 
 
-@pytest.mark.parametrize(("bits", "block"), [(3, 32), (4, 48)])
+@each_row(("bits", "block"), [(3, 32), (4, 48)])
 def test_impossible_schemes_are_refused(bits: int, block: int) -> None:
     with pytest.raises(UsageError):
         QuantScheme(bits, block)
@@ -149,7 +150,7 @@ def run_matmulnbits(x: Floats, matrix: QuantizedMatrix, scheme: QuantScheme, n: 
     return result
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@each_row("symmetric", [True, False])
 def test_a_block_of_zeros_stays_zero_in_inexact_arithmetic(symmetric: bool) -> None:
     """MatMulNBits subtracts the zero point times the sum of the activations: what rounding leaves is scaled."""
     weight = np.zeros((3, 64), np.float32)

@@ -24,6 +24,7 @@ from edgeinfer.quant.probing import expert_group, probe_decoder, probe_tokens, r
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 Floats = NDArray[np.float32]
 Tensors = Callable[[str], Floats]
@@ -61,7 +62,7 @@ def walked(spec: DecoderSpec, tensors: Tensors) -> NDArray[np.float64]:
     return log_probabilities(final @ tensors("embed" if spec.tied else "head").T)
 
 
-@pytest.mark.parametrize("arch", ["llama-tied", "qwen2", "qwen2-moe", "qwen3-moe-tied-odd"])
+@each_row("arch", ["llama-tied", "qwen2", "qwen2-moe", "qwen3-moe-tied-odd"])
 def test_probes_measure_what_rounding_does(tmp_path: Path, arch: str) -> None:
     make_checkpoint(tmp_path / "tiny", arch)
     with opened(tmp_path / "tiny") as (spec, tensors, names):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from edgeinfer.errors import UsageError
 from edgeinfer.quant import InputStatistics, StatisticsAccumulator, output_error
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
+from tests.tables import each_row
 
 
 @settings(max_examples=30, deadline=None)
@@ -39,7 +40,7 @@ def test_small_inputs_count_beside_many_large_ones() -> None:
     assert accumulator.result().mean_square[0] * 1001 == pytest.approx(1e8 + 1000, abs=20)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@each_row("bad", [np.nan, np.inf])
 def test_activations_that_are_not_finite_are_refused(bad: float) -> None:
     accumulator, x = StatisticsAccumulator(3, hessian=False), np.ones((4, 3), np.float32)
     x[2, 1] = bad
@@ -69,7 +70,7 @@ def test_output_error_without_a_hessian_takes_inputs_as_uncorrelated() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "message"),
     [
         ({"mean_square": np.full(8, np.nan, np.float32)}, "not finite"),

@@ -14,6 +14,7 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
 
@@ -35,7 +36,7 @@ def rms(values: Floats) -> float:
     return float(np.sqrt(np.mean(values * values)))
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@each_row("symmetric", [False, True])
 def test_one_plane_is_what_the_reference_says(symmetric: bool) -> None:
     require_kernel()
     bundle = export(symmetric=symmetric)

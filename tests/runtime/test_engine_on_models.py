@@ -14,6 +14,7 @@ from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from tests.runtime.interrupts import within_runs
 from tests.runtime.test_engine import generate
+from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -52,7 +53,7 @@ def test_a_full_context_on_a_real_backend(real: tuple[Family, Backend]) -> None:
     assert generate(Engine(backend, 16), prompt, None) == greedy_by_transformers(family, prompt, 5)
 
 
-@pytest.mark.parametrize("length", [0, 296, 514], ids=["first-chunk", "later-chunk", "decoding"])
+@each_row("length", [0, 296, 514])
 def test_cancelling_a_real_pass(make_family: Callable[..., Family], length: int) -> None:
     """The pass that begins when the cache has this length ends in its midst, and so does the reply."""
     family = make_family("llama", max_position_embeddings=1024)

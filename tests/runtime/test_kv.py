@@ -21,6 +21,7 @@ from edgeinfer.errors import BackendError, BundleError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
+from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
 CAPACITY = 600
@@ -204,13 +205,13 @@ def test_refuses_more_rows_than_the_capacity() -> None:
         filled(5).reserve(CAPACITY + 1)
 
 
-@pytest.mark.parametrize("length", [-1, 6])
+@each_row("length", [-1, 6])
 def test_refuses_to_trim_to_what_is_not_there(length: int) -> None:
     with pytest.raises(BackendError, match="trim"):
         filled(5).trim(length)
 
 
-@pytest.mark.parametrize("rows", [[1, 0], [1, 1], [-1], [3], [0, 7]])
+@each_row("rows", [[1, 0], [1, 1], [-1], [3], [0, 7]])
 def test_refuses_to_keep_rows_that_are_not_of_the_pass(rows: list[int]) -> None:
     cache = filled(5)
     with pytest.raises(BackendError, match="Cannot keep"):
@@ -233,7 +234,7 @@ def test_refuses_a_snapshot_larger_than_the_capacity() -> None:
     assert small.length == 4
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@each_row("failing", [0, 1])
 def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
     cache = filled(5)
 
@@ -247,7 +248,7 @@ def test_an_edit_that_fails_leaves_an_empty_cache(failing: int) -> None:
     assert cache.length == 0
 
 
-@pytest.mark.parametrize("rows", [(6, 6), (3, 2)], ids=["more", "uneven"])
+@each_row("rows", [(6, 6), (3, 2)])
 def test_refuses_edits_of_other_shapes(rows: tuple[int, int]) -> None:
     cache = filled(5)
     with pytest.raises(BackendError, match="An edit of 5 rows"):

@@ -30,6 +30,7 @@ from edgeinfer.runtime.weights.streaming import loading_bytes, mapped_bytes, pac
 from tests.cli import TIME_LIMIT
 from tests.old_bundle import old_bundle
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 TEXT = np.array([0, 40, 41, 42, 43, 44, 45])
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the cache lies elsewhere")
@@ -309,7 +310,7 @@ def test_others_processors_and_graphs_are_not_taken(cache: Path, monkeypatch: py
     assert len(packed(cache)) == 3
 
 
-@pytest.mark.parametrize("bytes_", [b"", b"\xff" * 40, b"\x3a\x7f"])
+@each_row("bytes_", [b"", b"\xff" * 40, b"\x3a\x7f"])
 def test_bytes_that_are_no_graph(bytes_: bytes) -> None:
     with pytest.raises(BundleError, match="not an ONNX graph"):
         list(products(bytes_))

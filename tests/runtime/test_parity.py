@@ -19,6 +19,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.native.library import LIBRARY, switched_off
+from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -230,7 +231,7 @@ def test_the_cache_grows(make_family: Callable[..., Family], maker: str, sizes: 
     assert_close(feed(backend, text[270:]), expected[270:])
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@each_row("maker", MAKERS)
 def test_restoring_more_than_the_cache_holds(make_family: Callable[..., Family], maker: str) -> None:
     family = make_family("llama", max_position_embeddings=1024)
     text = [int(t) for t in np.random.default_rng(2).integers(0, 320, 280)]
@@ -241,7 +242,7 @@ def test_restoring_more_than_the_cache_holds(make_family: Callable[..., Family],
     assert_close(feed_in(second, text[270:], [1, 9]), family.expected(text)[270:])
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@each_row("maker", MAKERS)
 def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
     family = make_family("llama")
     backend = MAKERS[maker](family.bundle, 21)
@@ -252,7 +253,7 @@ def test_a_full_cache(make_family: Callable[..., Family], maker: str) -> None:
     assert_close(feed(backend, [*TEXT[18:], 1]), family.expected([*TEXT, 1])[18:])
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@each_row("maker", MAKERS)
 def test_longrope_takes_its_long_factors_above_the_original_context(
     make_family: Callable[..., Family], maker: str
 ) -> None:

@@ -27,6 +27,7 @@ from edgeinfer.runtime.paging.pool import PagePool
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from tests.speculation import random_bundle
+from tests.tables import each_row
 
 LAYERS, HEADS, HEAD = 2, 3, 4
 TOKEN = 4 + 2 * LAYERS * HEADS * HEAD * 4
@@ -272,7 +273,7 @@ def test_replies_are_the_same_under_any_cap(backend: Backend, tokens: int) -> No
     assert engine.prefix_bytes <= 5 * token
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@each_row("name", POLICIES)
 def test_rows_that_an_overflow_changed_are_not_kept(bundle: Bundle, name: str) -> None:
     backend = make_graph_backend(bundle, 96)
 

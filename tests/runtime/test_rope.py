@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 import torch
 
 from edgeinfer.bundle.arithmetic import rope_tables
+from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -29,12 +29,12 @@ def largest_difference(family: Family, rows: int) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, halves, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_tables_match_transformers(make_family: Callable[..., Family], name: str) -> None:
     assert largest_difference(make_family(name), 100) <= TOLERANCE
 
 
-@pytest.mark.parametrize("rows", [1, 31, 32, 33, 100], ids=lambda rows: f"context-{rows}")
+@each_row("rows", [1, 31, 32, 33, 100])
 def test_longrope_matches_transformers_on_both_sides_of_the_original_context(
     make_family: Callable[..., Family], rows: int
 ) -> None:

@@ -29,6 +29,7 @@ from edgeinfer.runtime.paging.codecs import ROW_CODECS
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from tests.speculation import random_bundle
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 MINE = Origin("a" * 64, "b" * 64)
@@ -119,9 +120,7 @@ def test_rows_of_pages_come_back_as_they_are_stored(tmp_path: Path) -> None:
             assert np.array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize(
-    "layers", ['[["object", 1, 1], ["object", 1, 1]]', '[["float32", 1.5, 2]]', '[["uint8", 1, 5]]', "[", "[1]"]
-)
+@each_row("layers", ['[["object", 1, 1], ["object", 1, 1]]', '[["float32", 1.5, 2]]', '[["uint8", 1, 5]]', "[", "[1]"])
 def test_layers_that_the_rows_are_not_of_are_refused(layers: str, tmp_path: Path) -> None:
     path, arrays = tmp_path / "talk", (np.zeros((1, 4, 2), np.float32), np.zeros((1, 4, 1), np.float32))
     write_session(path, MINE, range(4), lambda a, b: CopiedRows(b - a, (arrays[0][:, a:b],), (arrays[1][:, a:b],)))
@@ -268,7 +267,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@each_row("name", FORGERIES)
 def test_a_forged_header_is_refused(tmp_path: Path, data: bytes, name: str) -> None:
     path = tmp_path / "talk"
     path.write_bytes(forged(data, FORGERIES[name]))
@@ -297,7 +296,7 @@ def test_a_version_to_come_says_to_update(tmp_path: Path, data: bytes) -> None:
         read(tmp_path / "talk")
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}'])
+@each_row("content", [b"", b"{}", b"\x01", b"\xff" * 100, b'{"format": "edgeinfer-chat"}'])
 def test_what_is_no_session_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "talk"
     path.write_bytes(content)

@@ -26,6 +26,7 @@ from edgeinfer.runtime.loading.registry import choose_backend, make_backend, pla
 from edgeinfer.runtime.planning.candidates import configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -272,7 +273,7 @@ def test_impossible_requests(llama: Made) -> None:
         choose_backend(llama.static, LoadConfig(backend="onnx"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "rows"),
     [
         ({}, [2, 4, 12]),
@@ -317,7 +318,7 @@ def make_dynamic(model: onnx.ModelProto) -> None:
 FORGERIES = [change_shape, change_name, change_type, add_input, make_dynamic]
 
 
-@pytest.mark.parametrize("forge", FORGERIES)
+@each_row("forge", FORGERIES)
 def test_graphs_other_than_described_are_refused(
     llama: Made, tmp_path: Path, forge: Callable[[onnx.ModelProto], None]
 ) -> None:
@@ -330,7 +331,7 @@ def test_graphs_other_than_described_are_refused(
         StaticBackend(open_bundle(forged), CAPACITY)
 
 
-@pytest.mark.parametrize("content", [b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
+@each_row("content", [b"", b"no graph", b"\xff" * 64, b"\x3a\xff\xff\xff\x7f"])
 def test_files_that_are_no_graphs_are_refused(llama: Made, tmp_path: Path, content: bytes) -> None:
     forged = copy(llama.static, tmp_path / "forged")
     (forged / "model.rows-4.onnx").write_bytes(content)

@@ -16,6 +16,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export.options.config import StaticOptions
 from tests.cli import TIME_LIMIT
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 pytestmark = pytest.mark.openvino
 
@@ -64,26 +65,26 @@ def results() -> dict[str, dict[str, Any]]:
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_openvino_runs_the_graphs_whole(results: dict[str, dict[str, Any]], case: str) -> None:
     found = results[case]
     assert found["graphs"] == ["model.rows-8.onnx", "model.prompt-16.onnx"]
     assert all(found["whole"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_logits_are_those_of_the_cpu_provider(results: dict[str, dict[str, Any]], case: str) -> None:
     found, tolerance = results[case], CASES[case][2]
     assert found["finite"]
     assert found["difference"] < tolerance
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_tokens_are_the_same_up_to_ties(results: dict[str, dict[str, Any]], case: str) -> None:
     found = results[case]
     assert found["parted"] is None or found["gap"] < 2 * found["difference"] + 1e-4
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_rows_do_not_depend_on_how_a_text_is_cut(results: dict[str, dict[str, Any]], case: str) -> None:
     assert results[case]["exact"]

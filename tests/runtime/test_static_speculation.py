@@ -18,6 +18,7 @@ from tests.cli import edgeinfer_process, refuses
 from tests.edgeinfer.conftest import TEMPLATE
 from tests.runtime.models import bundle_of
 from tests.speculation import PROMPT, known_costs, load_eager, plain, same
+from tests.tables import each_row
 
 SHAPES = StaticOptions(context=256, chunk=16)
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
@@ -81,7 +82,7 @@ def test_without_exactness_speculation_still_works(bundles: dict[str, Path]) -> 
         assert result.usage.completion_tokens == 40
 
 
-@pytest.mark.parametrize("who", ["exit", "skip", "bits"])
+@each_row("who", ["exit", "skip", "bits"])
 def test_drafters_that_need_other_graphs(model: edgeinfer.Model, who: str) -> None:
     with pytest.raises(CapabilityError, match="onnx-static backend cannot"):
         model.generate(PROMPT, speculation=who)

@@ -16,6 +16,7 @@ from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult,
 from edgeinfer.apps.bench.plots import Chart, Line
 from edgeinfer.apps.bench.render import Section, Table, markdown_table
 from edgeinfer.apps.cli.main import main
+from tests.tables import each_row
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,7 @@ def test_a_result_is_shown_and_written(
     assert measured(BenchResult({"n": 3}), monkeypatch, "--json", str(tmp_path / "no" / "x")) == 5
 
 
-@pytest.mark.parametrize(
-    ("result", "code"), [(BenchResult({"n": 1}, finished=False), 130), (BenchResult({"n": 1}, passed=False), 1)]
-)
+@each_row(("result", "code"), [(BenchResult({"n": 1}, finished=False), 130), (BenchResult({"n": 1}, passed=False), 1)])
 def test_the_code_says_how_it_ended(
     result: BenchResult, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

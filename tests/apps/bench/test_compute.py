@@ -22,6 +22,7 @@ from tests.compute import even_costs
 from tests.factories import make_checkpoint
 from tests.recorded import check_recorded
 from tests.speculation import random_bundle
+from tests.tables import each_row
 
 STORIES = tuple("Once upon a time there was a little dog. " * count + "She said: no." for count in (3, 4, 5))
 LEVELS = Levels((0.0, 0.5), (1.3,), (0.02,), (1e-3, 90.0))
@@ -157,7 +158,7 @@ def test_expanded_models_compute_what_the_small_ones_do(tmp_path: Path, monkeypa
         grown(shape, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [
         (["--expand", "4"], "--expand needs a checkpoint"),

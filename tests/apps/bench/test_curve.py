@@ -17,6 +17,7 @@ from edgeinfer.errors import NativeUnavailableError, UsageError
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 CONFIG = CurveConfig((4, 2, 1), depths=(8,), repeats=3)
 
@@ -33,7 +34,7 @@ def measured(model: edgeinfer.Model) -> Curve:
     return curve
 
 
-@pytest.mark.parametrize(
+@each_row(
     "options",
     [{"sizes": ()}, {"sizes": (0, 1)}, {"depths": (-1,)}, {"depths": ()}, {"kv_types": ("int3",)}, {"repeats": 0}],
 )

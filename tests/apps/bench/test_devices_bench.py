@@ -16,6 +16,7 @@ from edgeinfer.errors import UsageError
 from tests.apps.bench.here import watch_here
 from tests.devices import install, lacking
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 FOUND = {"divergence": 0.001, "agreement": 0.99, "replied": 72, "replied_same": 60}
 FOUND |= {"prompt_per_second": 100.0, "reply_per_second": 50.0}
@@ -59,7 +60,7 @@ def test_the_processor_is_run_on_every_path_of_its_kernel(monkeypatch: pytest.Mo
         find_targets(["npu"])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "memory", "passed"),
     [
         ({}, {"budget": 100, "peak_rss_bytes": 100}, True),

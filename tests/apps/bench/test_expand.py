@@ -14,6 +14,7 @@ from edgeinfer.apps.bench.cost_expanded import TrainedCheckpoint, expand_checkpo
 from edgeinfer.apps.bench.model_files import TrainedArtifacts, write_q4_0
 from edgeinfer.apps.bench.synthetic import SHAPES, Shape
 from edgeinfer.errors import CheckpointError, UsageError
+from tests.tables import each_row
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -137,7 +138,7 @@ def test_final_norms_are_those_of_transformers(small: Path) -> None:
     np.testing.assert_allclose(got, seen[0].ravel().numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "says"),
     [
         ({"head_dim": 32}, "head_dim"),
@@ -154,7 +155,7 @@ def test_a_shape_that_is_too_small_is_refused(small: Path, change: dict[str, Any
         expanded_shape(TrainedCheckpoint(small).shape, replace(MODEST, **change))
 
 
-@pytest.mark.parametrize("arch", ["llama", "llama-biases", "qwen2-tied"])
+@each_row("arch", ["llama", "llama-biases", "qwen2-tied"])
 def test_checkpoints_of_another_kind_are_refused(tmp_path: Path, arch: str) -> None:
     make_checkpoint(tmp_path, arch)
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings|attention_bias|model_type"):

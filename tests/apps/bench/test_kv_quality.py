@@ -17,6 +17,7 @@ from edgeinfer.apps.cli.main import main
 from tests.apps.bench.here import exported
 from tests.factories import make_bigram_bundle, make_checkpoint
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 STORIES = ["Once upon a time there was a little dog.", "She said: the cat is not here, is it?"]
 
@@ -68,7 +69,7 @@ def test_the_table_and_the_json(
     assert str(data[0]["tokens"]) in shown
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "message"),
     [(["--stories", "0"], "at least one story"), (["--stories", "-1"], "at least one story")],
 )

@@ -27,6 +27,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from tests.apps.bench.here import exports_here, watch_here
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
 BUILTIN = PlannedModel("built-in", str(resolve(None)), 5_000_000, 1024, "built-in", (str(resolve(None)),))
@@ -41,7 +42,7 @@ def plan_run(measured: int, *, planned: int = 90, counted: str = "resident", **m
     )
 
 
-@pytest.mark.parametrize("counted", ["resident", "anonymous"])
+@each_row("counted", ["resident", "anonymous"])
 def test_a_plan_is_kept_if_no_more_of_what_counts_was_taken(counted: str) -> None:
     assert plan_run(90, counted=counted).outcome == "kept"
     assert plan_run(91, counted=counted).outcome == "exceeded"
@@ -263,7 +264,7 @@ def test_plans_are_run_and_compared_with_what_was_taken(tmp_path: Path, monkeypa
         assert run["enforced"] == "none" and run["measured"] == pytest.approx(counted * run["planned"], abs=1)
 
 
-@pytest.mark.parametrize(("measured", "code"), [((80, 90), 0), ((80, 95), 1)])
+@each_row(("measured", "code"), [((80, 90), 0), ((80, 95), 1)])
 def test_the_code_says_whether_all_plans_were_kept(
     measured: tuple[int, int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +332,7 @@ def test_budgets_in_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     check_smallest(out, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("last", "code", "says"), [(100, 0, "flat"), (200, 1, "not flat")])
+@each_row(("last", "code", "says"), [(100, 0, "flat"), (200, 1, "not flat")])
 def test_the_code_says_whether_memory_grew(
     last: int, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

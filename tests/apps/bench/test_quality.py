@@ -26,6 +26,7 @@ from edgeinfer.runtime.native.library import native_kernel
 from tests.apps.bench.here import exported, exports_here
 from tests.factories import make_checkpoint
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 STORIES = ("Once upon a time there was a little dog.", "She said: no.")
 
@@ -284,7 +285,7 @@ def test_the_command_on_a_checkpoint_and_on_bundles(
     assert "8, int8 cache: skipped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "says"),
     [
         (["--checkpoint", ".", "--bits", "5"], "'5'"),

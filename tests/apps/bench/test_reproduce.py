@@ -31,6 +31,7 @@ from edgeinfer.apps.bench.reproduce_files import (
 )
 from tests.apps.bench.here import exports_here
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -61,7 +62,7 @@ def test_pages_show_what_the_results_say() -> None:
     assert [line.split("|")[1].strip() for line in block(RESULTS, summary).splitlines()[2:]] == engines
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if (RESULTS / f"{run.name}.json").is_file()], ids=lambda r: r.name)
+@each_row("run", [run for run in RUNS if (RESULTS / f"{run.name}.json").is_file()])
 def test_results_say_what_they_depend_on_and_nothing_of_folders(run: ReproducibleRun) -> None:
     data = read_result(RESULTS, run.name)
     first = data[0] if isinstance(data, list) else data
@@ -198,7 +199,7 @@ def test_runs_are_listed_and_readmes_filled(tmp_path: Path, capsys: pytest.Captu
     assert "| m, int8 |" in readme.read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "says"),
     [(["--only", "poetry"], "poetry"), (["--data", "none"], "none"), (["--checkpoint", "none"], "none")],
 )

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each_row
+
 pytest.importorskip("httpx", reason="the tests' HTTP client is not installed")
 pytest.importorskip("starlette", reason="the server extra is not installed")
 
@@ -55,7 +57,7 @@ def test_a_stream_that_was_left() -> None:
     assert (outcome.complete, outcome.left, outcome.errors) == (0, 1, [])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "status", "leave_after", "says"),
     [
         (event("a") + event("b"), 200, None, "incomplete"),

@@ -23,12 +23,13 @@ from edgeinfer.apps.bench.synthetic import (
     write_tokenizer,
 )
 from edgeinfer.errors import UsageError
+from tests.tables import each_row
 
 safetensors = pytest.importorskip("safetensors")
 TINY = SHAPES["tiny"]
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400)])
+@each_row(("name", "parameters"), [("qwen2.5-0.5b", 494_032_768), ("llama-3.2-1b", 1_235_814_400)])
 def test_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     assert find_shape(name).parameters == parameters
 

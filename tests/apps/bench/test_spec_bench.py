@@ -28,6 +28,7 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import CapabilityError, CheckpointError, UsageError
 from edgeinfer.results import MemoryUse, ModelInfo, Result, SpeculationUse, Timings, Usage
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 INFO = ModelInfo("stub", "Stub", 1, 4.0, "stub", "stub")
 SETUP = SpecSetup(1, "kernel", "stub", 4.0, {"repeats": 1})
@@ -89,7 +90,7 @@ def test_plain_decoding_is_always_measured_and_comes_first() -> None:
     assert config("auto", "copy", "auto").modes == ("off", "auto", "copy")
 
 
-@pytest.mark.parametrize("change", [{"repeats": 0}, {"replies": ReplySettings(max_tokens=2)}])
+@each_row("change", [{"repeats": 0}, {"replies": ReplySettings(max_tokens=2)}])
 def test_settings_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SpecConfig(**change)
@@ -254,7 +255,7 @@ def test_llamacpp_is_not_compared_on_sampled_text() -> None:
         llamacpp_modes(StubWorker(), warm, [3])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"expand": "qwen2.5-0.5b"},
@@ -319,7 +320,7 @@ def test_the_command_on_the_built_in_model(tmp_path: Path, capsys: pytest.Captur
     assert data["setup"]["options"]["max_tokens"] == 6
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "says"),
     [
         (["--expand"], 2, "--checkpoint"),

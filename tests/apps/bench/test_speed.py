@@ -19,6 +19,7 @@ from edgeinfer.runtime.tuning.measure import WorkTimes
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +35,7 @@ def test_names_are_llama_bench_s() -> None:
     assert [str(test) for test in SpeedConfig((0,), (16,)).tests] == ["tg16"]
 
 
-@pytest.mark.parametrize(
-    "options", [{"prompts": (0,), "replies": (0,)}, {"prompts": (-1,)}, {"repeats": 0}, {"both": ((0, 0),)}]
-)
+@each_row("options", [{"prompts": (0,), "replies": (0,)}, {"prompts": (-1,)}, {"repeats": 0}, {"both": ((0, 0),)}])
 def test_nothing_to_time(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         SpeedConfig(**options)
@@ -57,7 +56,7 @@ class Watched:
         backend.forward = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("prompt", "reply", "past"), [(20, 0, 0), (0, 7, 0), (20, 7, 0), (20, 7, 30), (0, 7, 30)])
+@each_row(("prompt", "reply", "past"), [(20, 0, 0), (0, 7, 0), (20, 7, 0), (20, 7, 30), (0, 7, 30)])
 def test_what_is_timed_is_what_was_asked_for(tmp_path: Path, prompt: int, reply: int, past: int) -> None:
     with edgeinfer.load(make_bigram_bundle(tmp_path / "bigrams"), context=64, speculation="off") as model:
         watched = Watched(model)

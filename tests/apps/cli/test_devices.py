@@ -13,6 +13,7 @@ from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests import cli
 from tests.devices import STANDIN, install
+from tests.tables import each_row
 
 LOADING = ("run", "chat", "serve", "tune", "plan", "bench spec", "bench speed", "bench curve", "bench memory chat")
 
@@ -40,13 +41,13 @@ def test_json_holds_the_same_and_what_was_tried() -> None:
         assert device["check"] or not (device["installed"] and device["hardware"])
 
 
-@pytest.mark.parametrize("command", LOADING)
+@each_row("command", LOADING)
 def test_commands_that_load_a_model_take_a_device(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help-all"]) == 0
     assert "--device NAME" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [["run", "-p", "Once"], ["plan"], ["eval", "ppl", "--text", __file__]])
+@each_row("command", [["run", "-p", "Once"], ["plan"], ["eval", "ppl", "--text", __file__]])
 def test_unknown_devices_are_bad_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--device", "npu"]) == 2
     refusal = capsys.readouterr().err

@@ -31,6 +31,7 @@ from tests.cli import (
     start,
 )
 from tests.factories import make_checkpoint, make_tokenizer
+from tests.tables import each_row
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX systems")
@@ -268,7 +269,7 @@ def test_ctrl_c_while_generating_json(good_bundle: Path, monkeypatch: pytest.Mon
     assert 0 < result["usage"]["completion_tokens"] == len(result["token_ids"]) < 20
 
 
-@pytest.mark.parametrize("then", ["pass", "raise ImportError('initialization failed')"])
+@each_row("then", ["pass", "raise ImportError('initialization failed')"])
 def test_ctrl_c_while_a_module_starts_that_loses_it(good_bundle: Path, tmp_path: Path, then: str) -> None:
     """As modules written in C do, onnxruntime's and numpy's."""
     path = tmp_path / "onnxruntime" / "__init__.py"
@@ -304,7 +305,7 @@ sys.exit(main.main(["run", "-f", "-"]))
 """
 
 
-@pytest.mark.parametrize("module", ["edgeinfer.apps.cli.options", "edgeinfer.config", "edgeinfer.apps.cli.options"])
+@each_row("module", ["edgeinfer.apps.cli.options", "edgeinfer.config", "edgeinfer.apps.cli.options"])
 def test_ctrl_c_while_commands_are_imported(module: str) -> None:
     line = [sys.executable, "-c", INTERRUPTED, module]
     with Child(line, interruptible_environment(), stdin=subprocess.PIPE) as process:

@@ -23,6 +23,7 @@ from edgeinfer.loading import Bundles
 from edgeinfer.tools.distilling import ModelReplier, measure_drafter
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 pytestmark = pytest.mark.usefixtures("told_costs")
 
@@ -99,7 +100,7 @@ def test_exits_are_written_as_a_checkpoint(
     assert export_checkpoint(tmp_path / "out", tmp_path / "bundle", ExportConfig(bits=8)).is_dir()
 
 
-@pytest.mark.parametrize("kind", ["drafter", "exits", "sorted"])
+@each_row("kind", ["drafter", "exits", "sorted"])
 def test_what_is_there_is_not_overwritten(
     kind: str, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from tests.cli import TIME_LIMIT, command, edgeinfer_process, environment, inter
 from tests.cli import edgeinfer as run
 from tests.fakes import FakeStream
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILTIN = ROOT / "edgeinfer" / "builtin" / "tales" / "edgeinfer.json"
@@ -330,7 +331,7 @@ def test_the_package_runs_as_a_module() -> None:
     assert "--context" in done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@each_row("command", COMMANDS)
 def test_every_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"  edgeinfer {command}" in capsys.readouterr().out

@@ -19,6 +19,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.tables import each_row
+
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
@@ -128,7 +130,7 @@ def test_a_port_that_is_in_use() -> None:
             refuses(2, f"Port {port} of 127.0.0.1 is in use.", edgeinfer("serve", "--port", str(port)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "says"),
     [
         (["--port", "65536"], 2, "port=65536"),
@@ -167,7 +169,7 @@ def test_a_budget_that_is_too_small() -> None:
     refuses(4, "20.0 MB", edgeinfer("serve", "--port", "0", *SMALL, "--memory", "20MB"))
 
 
-@pytest.mark.parametrize("text", ["", "\n", "short", "two words here"])
+@each_row("text", ["", "\n", "short", "two words here"])
 def test_keys_that_cannot_be_used(tmp_path: Path, text: str) -> None:
     file = tmp_path / "key"
     file.write_text(text)

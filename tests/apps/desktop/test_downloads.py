@@ -17,6 +17,7 @@ from edgeinfer.apps.desktop.downloads import Download, Downloads, Fetch
 from edgeinfer.apps.desktop.settings import SettingsFile
 from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.errors import HubError
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 MADE = edgeinfer.LocalModel("org/name", Path("/models/name"), 9, None, "bundle", "converted")
@@ -87,7 +88,7 @@ def test_progress_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "says"),
     [
         (

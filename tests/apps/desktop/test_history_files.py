@@ -17,6 +17,7 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Attachment, ModelChoice
 from edgeinfer.errors import StorageError
 from tests.cli import TIME_LIMIT, environment
+from tests.tables import each_row
 
 WRITER = """
 import sys
@@ -74,7 +75,7 @@ def test_every_change_is_on_the_disk(tmp_path: Path) -> None:
     history.close()
 
 
-@pytest.mark.parametrize("damage", ["no database", "torn", "cut"])
+@each_row("damage", ["no database", "torn", "cut"])
 def test_a_damaged_file_is_put_aside(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "history.sqlite3"
     filled(path)

@@ -16,6 +16,7 @@ from edgeinfer.apps.desktop.settings import SettingsFile
 from edgeinfer.errors import UsageError
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 # What a text of many lines may not hold, and what a name may not either.
 NO_TEXT = ["\0", "a\0b", "a" * 60 + "\0"]
@@ -139,7 +140,7 @@ def test_many_words_are_searched_for_at_once(tmp_path: Path) -> None:
     history.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"title": "a\0b"},

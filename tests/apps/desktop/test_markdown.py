@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.apps.desktop import markdown
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
+from tests.tables import each_row
 
 SHOWN = {
     *("a", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6"),
@@ -95,7 +96,7 @@ def test_links_lead_out_and_pictures_are_links() -> None:
     assert ">http://evil/y.png</a>" in html
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "<script>alert(1)</script>",

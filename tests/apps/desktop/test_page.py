@@ -10,6 +10,7 @@ import pytest
 from edgeinfer.apps.desktop.page import STATIC
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 pytestmark = [
@@ -55,9 +56,7 @@ def test_strangers_see_nothing(window: Window, stranger: httpx.Client) -> None:
     assert stranger.get("/app/api/state", headers={"Authorization": f"Bearer {window.key}"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}]
-)
+@each_row("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}])
 def test_other_sites_are_refused(window: Window, headers: dict[str, str]) -> None:
     assert window.http.get("/app/api/state", headers=headers).status_code == 403
     assert window.http.post("/app/api/conversations", json={}, headers=headers).status_code == 403
@@ -75,7 +74,7 @@ def test_browsers_are_told_to_load_nothing_from_elsewhere(window: Window) -> Non
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-@pytest.mark.parametrize("path", ["/app.py", "/static/index.html", "/css/../../app.py", "/css/%2e%2e/%2e%2e/app.py"])
+@each_row("path", ["/app.py", "/static/index.html", "/css/../../app.py", "/css/%2e%2e/%2e%2e/app.py"])
 def test_other_files_are_not_served(window: Window, path: str) -> None:
     assert window.http.get(path).status_code == 404
 

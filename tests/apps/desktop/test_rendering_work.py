@@ -15,6 +15,7 @@ import pytest
 from edgeinfer.apps.desktop import highlight, markdown
 from edgeinfer.apps.desktop.highlight import LANGUAGES, highlighted
 from edgeinfer.apps.desktop.markdown import render_reply, render_user
+from tests.tables import each_row
 
 SMALL, LARGE, LARGEST = 600, 6_000, 60_000
 # A call is made for every few characters at most, times the levels of nesting.
@@ -112,7 +113,7 @@ def test_only_known_languages_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render_reply("```python\nif x: pass\n```").count("<span") == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("language", "code", "shown"),
     [
         ("python", "def f(x): # no\n    return 'a'", {"k": ["def", "return"], "nf": ["f"], "c": ["# no"]}),

@@ -13,6 +13,7 @@ import pytest
 from edgeinfer.apps.desktop.requests import whole_number
 from edgeinfer.apps.desktop.settings import AppSettings, SettingsFile
 from edgeinfer.errors import StorageError, UsageError
+from tests.tables import each_row
 
 
 def test_what_was_set_is_there_again(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_models_used_lately(tmp_path: Path) -> None:
     assert SettingsFile(tmp_path / "settings.json").now.model is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         {"colour": "red"},
@@ -77,7 +78,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any]) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"colour": 1}', '{"theme": 3}', "\x00"])
+@each_row("text", ["", "{", "[]", '{"colour": 1}', '{"theme": 3}', "\x00"])
 def test_a_damaged_file_is_put_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "settings.json"
     path.write_text(text)

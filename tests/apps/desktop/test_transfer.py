@@ -15,6 +15,7 @@ from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.records import Conversation, Figures, ReplyFailure
 from edgeinfer.errors import UsageError
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_what_cannot_be_is_refused(
         transfer.read_json(json.dumps(data).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b'"text"', b"{", b"1" * 5000])
+@each_row("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b'"text"', b"{", b"1" * 5000])
 def test_what_is_no_export_is_refused(data: bytes) -> None:
     with pytest.raises(UsageError, match=r"not JSON|not an exported"):
         transfer.read_json(data)

@@ -12,6 +12,7 @@ from edgeinfer.apps.server.errors import error_answer
 from edgeinfer.errors import BundleError
 from tests.apps.server.served import Local, chat_body
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 pytestmark = needs_builtin
 
@@ -26,7 +27,7 @@ def error_of(answer: Any) -> dict[str, Any]:
     return inner
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body", "param"),
     [
         (CHAT, {}, "messages"),
@@ -111,7 +112,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@each_row("bomb", BOMBS)
 def test_schema_bombs(server: Local, bomb: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": BOMBS[bomb]}}
     answer = server.post(CHAT, chat_body(response_format=form, max_tokens=16))

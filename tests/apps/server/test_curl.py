@@ -13,6 +13,7 @@ import pytest
 from tests.apps.server.served import Local
 from tests.cli import TIME_LIMIT
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 pytestmark = [needs_builtin, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
 
@@ -33,7 +34,7 @@ def answer(server: Local, path: str, *arguments: str) -> Any:
     return json.loads(body)
 
 
-@pytest.mark.parametrize("prefix", ["/v1", ""])
+@each_row("prefix", ["/v1", ""])
 def test_facts(server: Local, prefix: str) -> None:
     assert answer(server, f"{prefix}/health") == {"status": "ok"}
     models = answer(server, f"{prefix}/models")
@@ -47,7 +48,7 @@ def test_facts(server: Local, prefix: str) -> None:
     assert "<|assistant|>" in props["chat_template"]
 
 
-@pytest.mark.parametrize("prefix", ["/v1", ""])
+@each_row("prefix", ["/v1", ""])
 def test_generation(server: Local, prefix: str) -> None:
     # Without a content type, curl says that it sends a form.
     chat = answer(server, f"{prefix}/chat/completions", "-d", HELLO)

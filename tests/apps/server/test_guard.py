@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.tables import each_row
+
 pytest.importorskip("starlette", reason="the server extra is not installed")
 
 from starlette.requests import Request
@@ -161,7 +163,7 @@ def test_preflight() -> None:
     assert ask_one("OPTIONS", "/v1/chat/completions", headers=PREFLIGHT).status_code == 403
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong-key"}, {"Authorization": f"Basic {KEY}"}])
+@each_row("headers", [{}, {"Authorization": "Bearer wrong-key"}, {"Authorization": f"Basic {KEY}"}])
 def test_a_key_is_asked_for(headers: dict[str, str]) -> None:
     security = Security(api_key=KEY)
     for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import httpx
 import pytest
 
+from tests.tables import each_row
+
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
@@ -85,7 +87,7 @@ def goes_on(port: int) -> bool:
 SOON = 0.05
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET", HEAD, HEAD + b"X: y"])
+@each_row("sent", [b"", b"GET", HEAD, HEAD + b"X: y"])
 def test_heads_that_do_not_come_to_an_end(port: int, sent: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProtocol, "head_seconds", SOON)
@@ -140,7 +142,7 @@ def test_clients_that_send_it_all_the_same_can_read_the_refusal(port: int) -> No
     assert answer.json()["error"]["code"] == "body_too_large"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "sent",
     [
         b"nonsense\r\n\r\n",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from edgeinfer.errors import (
     BackendError,
     BudgetError,
@@ -19,6 +17,7 @@ from edgeinfer.errors import (
     UsageError,
 )
 from edgeinfer.openai import RequestError, error_body, unknown_model
+from tests.tables import each_row
 
 
 class BusyError(UsageError):
@@ -43,7 +42,7 @@ CASES: list[tuple[EdgeInferError, int, str, str | None, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "status", "kind", "code", "param"), CASES, ids=lambda value: str(value)[:30])
+@each_row(("error", "status", "kind", "code", "param"), CASES)
 def test_errors(error: EdgeInferError, status: int, kind: str, code: Any, param: Any) -> None:
     found, body = error_body(error)
     assert found == status

@@ -13,6 +13,7 @@ import edgeinfer
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Chunk, Result, TokenLogprob
 from tests.speculation import PROMPT, load_eager, needs_builtin
+from tests.tables import each_row
 
 SAMPLED = {"temperature": 1.2, "top_k": 30, "seed": 4, "frequency_penalty": 0.5, "logit_bias": {40: 3.0}}
 DRAFTED = {"speculation": "ngram,copy,recycle", "draft_max": 6}
@@ -38,7 +39,7 @@ def scored(model: edgeinfer.Model, prompt: list[int], reply: tuple[int, ...]) ->
 
 
 @needs_builtin
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@each_row("options", [{}, SAMPLED])
 def test_they_are_the_models_own(tales: edgeinfer.Model, options: dict[str, Any]) -> None:
     found, result = told(tales, speculation="off", **options)
     prompt = tales.tokenize(PROMPT)

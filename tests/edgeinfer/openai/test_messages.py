@@ -8,6 +8,7 @@ import pytest
 
 from edgeinfer.openai import RequestError
 from edgeinfer.openai.messages import read_messages
+from tests.tables import each_row
 
 
 def test_texts_in_every_shape() -> None:
@@ -56,14 +57,14 @@ PARTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "messages"), REFUSED, ids=lambda value: str(value)[:50])
+@each_row(("param", "messages"), REFUSED)
 def test_refused(param: str, messages: Any) -> None:
     with pytest.raises(RequestError) as caught:
         read_messages(messages)
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: str(part)[:50])
+@each_row("part", PARTS)
 def test_nothing_but_text_is_read(part: Any) -> None:
     with pytest.raises(RequestError) as caught:
         read_messages([USER, {"role": "user", "content": [{"type": "text", "text": "See:"}, part]}])

@@ -11,6 +11,7 @@ import edgeinfer
 from edgeinfer.openai import RequestError, make_completion, whole
 from edgeinfer.openai.response_request import read_input
 from tests.edgeinfer.openai.functions import WEATHER, flat
+from tests.tables import each_row
 
 
 def respond(model: edgeinfer.Model, **body: Any) -> dict[str, Any]:
@@ -91,7 +92,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "body"), REFUSED, ids=lambda value: str(value)[:50])
+@each_row(("param", "body"), REFUSED)
 def test_refused(tales: edgeinfer.Model, param: str, body: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         make_completion("response", body, tales)

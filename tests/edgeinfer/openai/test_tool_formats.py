@@ -16,6 +16,7 @@ from edgeinfer.openai.tool_formats import FORMATS, ToolFormat, dialect_of
 from edgeinfer.openai.tools import ToolChoice, calls_grammar
 from edgeinfer.results import Chunk
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER
+from tests.tables import each_row
 
 MARKER = 300  # a special token's id, where a marker is one
 OSLO = ("get_weather", {"town": "Oslo", "unit": "celsius"})
@@ -185,7 +186,7 @@ def test_special_tokens_are_not_text() -> None:
     assert follows(grammar(form, "required", marker_id=MARKER), form.marker) == "no"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS.values() if form.anywhere], ids=lambda form: form.name)
+@each_row("form", [form for form in FORMATS.values() if form.anywhere])
 def test_a_reply_by_a_schema_or_a_call(form: ToolFormat) -> None:
     content = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"]}
     source = grammar(form, "auto", content=content)
@@ -210,13 +211,13 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@each_row("name", TEMPLATES)
 def test_formats_are_known_by_templates(name: str) -> None:
     dialect = dialect_of(TEMPLATES[name])
     assert dialect.native and dialect.format is FORMATS[name]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "template",
     [
         None,

@@ -19,6 +19,7 @@ from edgeinfer.openai.tools import conversation
 from tests.cache import made
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -98,7 +99,7 @@ def test_none_calls_nothing(tales: edgeinfer.Model) -> None:
     assert choice["message"] == ask(tales, max_tokens=30)["message"]
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+@each_row("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_a_stream_says_the_same(tales: edgeinfer.Model, options: dict[str, Any]) -> None:
     whole = ask(tales, **CALLED, **options)
     chunks = tales.create_chat_completion(ASKED, stream=True, **CALLED, **options)
@@ -142,7 +143,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("param", "request_"), REFUSED, ids=lambda value: str(value)[:40])
+@each_row(("param", "request_"), REFUSED)
 def test_refused(tales: edgeinfer.Model, param: str, request_: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         ask(tales, **request_)
@@ -224,7 +225,7 @@ def mistral() -> Iterator[edgeinfer.Model]:
         yield model
 
 
-@pytest.mark.parametrize("mode", ["auto", "required"])
+@each_row("mode", ["auto", "required"])
 def test_a_special_token_begins_calls(mistral: edgeinfer.Model, mode: str) -> None:
     """In "auto" the model is made to write the marker; what follows is the grammar's doing."""
     (marker,) = mistral.tokenize("[TOOL_CALLS]")

@@ -11,6 +11,7 @@ import pytest
 import edgeinfer
 from edgeinfer.openai import events, make_completion, whole
 from tests.edgeinfer.openai.functions import CLOCK, WEATHER, as_tools, flat
+from tests.tables import each_row
 
 pytest.importorskip("openai", reason="the official client is not installed")
 pytest.importorskip("llguidance")
@@ -98,7 +99,7 @@ def test_chat_completions(tales: edgeinfer.Model, name: str) -> None:
         assert told == (choice.logprobs.content if choice.logprobs else [])
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@each_row("name", TEXTS)
 def test_completions(tales: edgeinfer.Model, name: str) -> None:
     body = TEXTS[name]
     answer = strictly(openai.types.Completion, whole(tales, make_completion("text_completion", body, tales)))

@@ -28,6 +28,7 @@ from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.runtime.text import Tokenizer
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 CAPACITY = 2 * graph.TREE_ROWS + 100
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -108,7 +109,7 @@ def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
     assert [cache.length for cache in (alone, backend.cache, fork)] == [70, len(TEXT), PAST + 12]
 
 
-@pytest.mark.parametrize("kv", PAGED_KV)
+@each_row("kv", PAGED_KV)
 def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
     """Of a model whose weights are floats, so that the cache's type is what rounds."""
     bundle = model("float32")

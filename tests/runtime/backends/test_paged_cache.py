@@ -16,6 +16,7 @@ from edgeinfer.runtime.backends.paged_snapshot import PageSnapshot
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, find_row_codec
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
+from tests.tables import each_row
 
 LAYERS, HEADS, SIZE = 3, 2, 32
 CAPACITY = 5 * PAGE + 20
@@ -251,7 +252,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         assert_holds(cache, "int8", list(range(100)))
 
 
-@pytest.mark.parametrize("kv", ["float32", "int4"])
+@each_row("kv", ["float32", "int4"])
 def test_rows_are_copied_where_holding_their_pages_would_leave_none(kv: str) -> None:
     """Of twelve texts kept by whoever reads them again; the pool has pages of the cache and some more."""
     pool = pool_of(kv, 10)

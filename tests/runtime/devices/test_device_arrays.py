@@ -14,6 +14,7 @@ from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.devices import arrays as device_arrays
 from edgeinfer.runtime.devices.arrays import DeviceArray, device_value, device_zeros
 from tests.devices import STANDIN, lacking
+from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
 CAPACITY = 300
@@ -98,7 +99,7 @@ def test_memory_that_onnxruntime_does_not_have_is_an_error_of_the_device() -> No
         device_value(np.zeros(2, np.float32), elsewhere)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("reason", "says"),
     [("Failed to allocate memory for requested buffer of size 64", "no room for 8 B"), ("broken", "broken")],
 )

@@ -20,6 +20,7 @@ from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.devices import providers
 from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY, Device
 from tests.devices import STANDIN, lacking
+from tests.tables import each_row
 
 # A provider of whose arrays nothing is shared with the process, as far as a session can tell.
 ELSEWHERE = dataclasses.replace(STANDIN, memory="elsewhere")
@@ -127,7 +128,7 @@ def test_a_plugin_without_hardware_or_library_fails(monkeypatch: pytest.MonkeyPa
         providers.add_provider(PLUGIN, plugin)
 
 
-@pytest.mark.parametrize("device", [CPU, STANDIN, lacking(in_place_kv=False), lacking(dynamic_shapes=False)])
+@each_row("device", [CPU, STANDIN, lacking(in_place_kv=False), lacking(dynamic_shapes=False)])
 def test_small_models_run_on_what_works(device: Device) -> None:
     check_device(device)
 

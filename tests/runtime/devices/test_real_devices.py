@@ -19,6 +19,7 @@ from edgeinfer.runtime.devices.contract import CPU, Device
 from edgeinfer.runtime.devices.providers import is_installed
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
 from tests.devices import talk
+from tests.tables import each_row
 
 pytestmark = pytest.mark.openvino
 
@@ -41,7 +42,7 @@ def there(name: str) -> Device:
     return device
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each_row("name", OTHERS)
 def test_small_models_give_what_they_give_on_the_cpu(name: str) -> None:
     check_device(there(name))
 

@@ -10,6 +10,7 @@ from edgeinfer.config import DEVICES, LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
+from tests.tables import each_row
 
 NAMES = [device.name for entry in ENTRIES for device in entry.devices]
 
@@ -26,7 +27,7 @@ def test_the_cpu_comes_last_and_can_do_everything() -> None:
     assert [name for name in NAMES if find_device(name)[1].on_cpu] == ["cpu"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_row("name", NAMES)
 def test_each_is_found_and_described(name: str) -> None:
     entry, device = find_device(name)
     assert device.name == name and entry.package and entry.tried

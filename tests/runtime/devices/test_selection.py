@@ -14,6 +14,7 @@ from edgeinfer.runtime.devices.contract import CPU_MEMORY, STATIC_ONLY, Device, 
 from edgeinfer.runtime.devices.selection import choose_device, runs
 from tests.cli import TIME_LIMIT
 from tests.devices import STANDIN, install, lacking
+from tests.tables import each_row
 
 STATIC = Device("npu", "CPUExecutionProvider", {}, STATIC_ONLY, CPU_MEMORY)
 ABSENT = Device("absent", "NoSuchExecutionProvider", {}, STANDIN.traits, CPU_MEMORY)
@@ -87,7 +88,7 @@ def test_engines_of_their_own_run_on_the_cpu() -> None:
         chosen("none", device="standin")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("options", "lacks"),
     [({"native": True}, "native kernel"), ({"kv": "int4"}, "cache of int4"), ({"weights": "mapped"}, "are mapped")],
 )

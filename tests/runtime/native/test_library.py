@@ -22,6 +22,7 @@ from edgeinfer.runtime.native import library, selftest
 from edgeinfer.runtime.native.binding import VERSION, Binding, PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel, native_kernel
 from tests.cli import TIME_LIMIT
+from tests.tables import each_row
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux loads a damaged library until it crashes")
 
@@ -259,7 +260,7 @@ def register(kernel: NativeKernel, runtime: Runtime) -> int | None:
     return status
 
 
-@pytest.mark.parametrize("version", [b"1.16.3", b"0.99.0", b"2.0.0", b"17", b"", b"one.two", b"1.x", b"-1.20"])
+@each_row("version", [b"1.16.3", b"0.99.0", b"2.0.0", b"17", b"", b"one.two", b"1.x", b"-1.20"])
 def test_an_onnxruntime_of_another_version_is_refused_unasked(kernel: NativeKernel, version: bytes) -> None:
     runtime = Runtime(version)
     assert register(kernel, runtime) == 1
@@ -270,7 +271,7 @@ def test_an_onnxruntime_of_another_version_is_refused_unasked(kernel: NativeKern
     assert runtime.asked == [1]
 
 
-@pytest.mark.parametrize("version", [b"1.17.0", b"1.31.1"])
+@each_row("version", [b"1.17.0", b"1.31.1"])
 def test_an_onnxruntime_without_the_table_is_refused(kernel: NativeKernel, version: bytes) -> None:
     runtime = Runtime(version, newest=16)
     assert register(kernel, runtime) == 1

@@ -13,6 +13,7 @@ from edgeinfer.bundle.activations import gate_up, inner_values
 from edgeinfer.runtime.native.binding import ACTIVATIONS, Binding
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel
 from tests.runtime.native.graphs import make_model, open_session, run
+from tests.tables import each_row
 
 NAMES = ("x", "times", "constants")
 ALPHAS = np.array([0.8, 0.6], np.float32)
@@ -42,7 +43,7 @@ def expected(name: str, x: Floats) -> Floats:
     return inner_values(name, x, ALPHAS)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name in ACTIVATIONS if name != "swiglu_oai"])
+@each_row("name", [name for name in ACTIVATIONS if name != "swiglu_oai"])
 def test_rows_have_their_bits_in_every_path_and_company(kernel: NativeKernel, binding: Binding, name: str) -> None:
     x = values(5, 1500)
     whole = activated(kernel, name, x)
@@ -51,7 +52,7 @@ def test_rows_have_their_bits_in_every_path_and_company(kernel: NativeKernel, bi
         assert np.array_equal(activated(load_kernel(kernel.path, isa), name, x[2:4]), whole[2:4])
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "xielu", "swiglu_oai"])
+@each_row("name", ["silu", "gelu_tanh", "xielu", "swiglu_oai"])
 def test_gated_values_multiply_the_others(kernel: NativeKernel, name: Any) -> None:
     x = values(3, 2 * 1030)
     np.testing.assert_allclose(
@@ -73,7 +74,7 @@ def test_values_at_the_ends_of_the_numbers(kernel: NativeKernel) -> None:
     assert np.isnan([activated(kernel, name, x)[0, 6] for name in ("silu", "gelu", "relu2", "softcap")]).all()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "x", "times", "gated", "message"),
     [
         ("silu", (2, 5), None, True, "half ones"),

@@ -20,6 +20,7 @@ from edgeinfer.runtime.paging.page_rows import PageRows
 from tests.runtime.native.attention_oracle import Doubles, Floats, Shape, Weights, attend, make_layout, prepared
 from tests.runtime.native.attention_runs import NAMES, Node, Runner, Store, attributes
 from tests.runtime.native.graphs import make_model, open_session, run
+from tests.tables import each_row
 
 PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 TYPES = tuple(ROW_CODECS)
@@ -132,7 +133,7 @@ cases = given(
 )
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@each_row("kind", TYPES)
 def test_shared_caches_are_read_and_not_written(kernel: NativeKernel, kind: str) -> None:
     rng = np.random.default_rng(1)
     shape = replace(PLAIN, rotary=16, window=30)

@@ -15,6 +15,7 @@ from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
 from tests.runtime.native.graphs import make_model, open_session
+from tests.tables import each_row
 
 NAMES = ("x", "pool", "layout", "pages", "rows", "extras", "weights", "bias", "layer_mask")
 CHANNELS, WIDTH, PAGES = 20, 3, 4
@@ -87,7 +88,7 @@ class Pass:
         return result
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@each_row("bias", [False, True])
 def test_rows_are_mixed_along_their_paths(bias: bool, kernel: NativeKernel) -> None:
     step = Pass(bias=bias)
     np.testing.assert_allclose(step.run(kernel), step.expected(), atol=1e-5)
@@ -114,7 +115,7 @@ def test_a_masked_layer_writes_nothing_and_gives_zeros(kernel: NativeKernel) -> 
     assert np.array_equal(step.given["pool"], before)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "fault"),
     [
         ("x", np.zeros((1, len(ROWS), 3), np.float32), "last dimension of X"),

@@ -13,6 +13,7 @@ from edgeinfer.bundle import Geometry, KVLayer, StateLayer
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StatePool
 from tests.runtime.native.graphs import make_model, open_session
+from tests.tables import each_row
 
 NAMES = (
     *("x", "rows", "extras", "state_pool", "state_layout", "state_rows", "layer_mask", "weights", "bias", "gates"),
@@ -106,7 +107,7 @@ def test_malformed_tables_are_refused_before_anything_is_written(
     assert np.array_equal(step.given["state_pool"], before)
 
 
-@pytest.mark.parametrize("position", [-1, 1, 1 << 40])
+@each_row("position", [-1, 1, 1 << 40])
 def test_a_state_that_stands_elsewhere_is_refused(position: int, kernel: NativeKernel) -> None:
     step, offset = Pass(), int(Pass().pool.array[3])
     slot = step.pool.slot(2)

@@ -14,6 +14,7 @@ from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from tests.runtime.native.graphs import attributes, constants, make_model, open_session, run
 from tests.runtime.native.matrices import Floats, RandomMatrix, formats, make_matrix
+from tests.tables import each_row
 
 NAMES = ("ids", "data", "low", "scales", "zeros")
 
@@ -57,14 +58,14 @@ def test_a_row_by_hand_is_the_operators(binding: Binding) -> None:
         np.testing.assert_array_equal(binding.row(matrix.packed, index), matrix.dense[index])
 
 
-@pytest.mark.parametrize("wrong", [-1, 50, 2**40])
+@each_row("wrong", [-1, 50, 2**40])
 def test_an_id_outside_the_matrix_is_refused(kernel: NativeKernel, wrong: int) -> None:
     matrix = make_matrix(np.random.default_rng(3), 50, 64)
     with pytest.raises(Exception, match=f"EmbeddingLowBit: id {wrong} is outside a matrix of 50 rows"):
         look_up(kernel, matrix, np.array([0, wrong]))
 
 
-@pytest.mark.parametrize("name", ["data", "low", "scales", "zeros"])
+@each_row("name", ["data", "low", "scales", "zeros"])
 def test_a_blob_of_the_wrong_size_is_refused_at_load(kernel: NativeKernel, name: str) -> None:
     matrix = make_matrix(np.random.default_rng(4), 50, 64, bits=8, zeros=True)
     known: dict[str, NDArray[Any]] = constants(matrix.packed)

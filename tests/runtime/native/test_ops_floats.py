@@ -12,6 +12,7 @@ from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from tests.runtime.native.graphs import attributes, constants, make_model, open_session, run
 from tests.runtime.native.matrices import make_matrix
+from tests.tables import each_row
 
 NAMES = ("x", "weight", "bias", "norm", "residual", "layer_mask")
 EPSILON = 1e-5
@@ -71,7 +72,7 @@ def expected(arrays: dict[str, NDArray[np.float32]]) -> NDArray[np.float64]:
     return x @ arrays["weight"].T.astype(np.float64) + arrays.get("bias", 0) + arrays.get("residual", 0)
 
 
-@pytest.mark.parametrize("by_output", [False, True])
+@each_row("by_output", [False, True])
 def test_rows_have_their_bits_in_every_path_and_company(
     kernel: NativeKernel, binding: Binding, by_output: bool
 ) -> None:

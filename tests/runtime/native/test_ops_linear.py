@@ -20,6 +20,7 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import process_memory
 from tests.runtime.native.graphs import attributes, constants, make_model, open_session, run
 from tests.runtime.native.matrices import FORMATS, Floats, RandomMatrix, formats, linear, make_matrix, swiglu
+from tests.tables import each_row
 
 NAMES = ("x", "data", "low", "scales", "zeros", "bias", "norm", "residual", "planes")
 EPSILON = 1e-5
@@ -124,7 +125,7 @@ def large() -> RandomMatrix:
     return make_matrix(np.random.default_rng(2), 1500, 700, bits=4, block=64)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+@each_row("threads", [1, 2, 5])
 def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, binding: Binding, threads: int) -> None:
     matrix = large()
     x = np.random.default_rng(3).standard_normal((150, 700), np.float32)
@@ -150,7 +151,7 @@ def test_no_rows_give_no_rows(kernel: NativeKernel) -> None:
     assert session_of(kernel, matrix, {"x": x})({"x": x}).shape == (0, 40)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@each_row("zeros", [False, True])
 def test_planes_choose_what_is_read(kernel: NativeKernel, zeros: bool) -> None:
     rng = np.random.default_rng(6)
     matrix = make_matrix(rng, 65, 130, bits=8, block=64, zeros=zeros)
@@ -202,7 +203,7 @@ def test_what_is_not_finite_reaches_only_its_row(kernel: NativeKernel) -> None:
     assert np.isfinite(y[[0, 2]]).all()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "message"),
     [
         ({"bits": 3}, "bits must be 2, 4 or 8"),

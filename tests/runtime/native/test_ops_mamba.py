@@ -18,6 +18,7 @@ from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StateLayout
 from tests.runtime.native.graphs import make_model, open_session
+from tests.tables import each_row
 
 COMMON_NAMES = ("x", "rows", "extras", "pool", "layout", "sequences", "layer_mask", "weights", "bias")
 NAMES = (*COMMON_NAMES, "dt_bias", "a_log", "d", "norm")
@@ -127,7 +128,7 @@ def test_a_masked_layer_keeps_nothing_and_gives_zeros(kernel: NativeKernel) -> N
     assert not text.pool.any()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "value", "fault"),
     [
         ("x", np.zeros((1, ROWS, 3), np.float32), "last dimension of X"),

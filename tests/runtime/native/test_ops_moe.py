@@ -23,6 +23,7 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.memory import MappedFile
 from tests.runtime.native.graphs import make_model, open_session, run
 from tests.runtime.native.matrices import Floats, RandomMatrix, linear, make_matrix, silu, swiglu
+from tests.tables import each_row
 
 NAMES = ("x", "expert_ids", "expert_weights", "experts", "directory", "residual", "planes", "up_bias", "down_bias")
 ALIGNMENT = 64
@@ -178,7 +179,7 @@ def test_a_row_does_not_depend_on_its_company(kernel: NativeKernel, threads: int
     np.testing.assert_array_equal(run(session, **shuffled, **runs), together[order])
 
 
-@pytest.mark.parametrize(("clamped", "e2m1"), [(False, False), (True, False), (True, True)])
+@each_row(("clamped", "e2m1"), [(False, False), (True, False), (True, True)])
 def test_experts_add_biases(kernel: NativeKernel, clamped: bool, e2m1: bool) -> None:
     rng = np.random.default_rng(7)
     experts = make_experts(rng, 70, [45] * 5, e2m1=e2m1)

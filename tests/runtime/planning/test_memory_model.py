@@ -18,6 +18,7 @@ from edgeinfer.runtime.planning.planner import make_plan, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 
 def export(layout: Layout, *, bits: int = 4, keep_small: bool = False) -> Bundle:
@@ -52,7 +53,7 @@ def test_float_layers_beside_native_ones_are_packed() -> None:
     assert floats > 100_000
 
 
-@pytest.mark.parametrize("other", [NATIVE, PORTABLE])
+@each_row("other", [NATIVE, PORTABLE])
 def test_a_plan_follows_the_layout_that_runs(other: Layout) -> None:
     native, portable = (export(layout) for layout in (NATIVE, PORTABLE))
     plans = [planned(bundle, other) for bundle in (native, portable)]

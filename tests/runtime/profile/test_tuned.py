@@ -26,6 +26,7 @@ from edgeinfer.runtime.profile.tuned import (
 )
 from edgeinfer.runtime.system import machine
 from edgeinfer.runtime.system.machine import physical_cores, pinning, processor_name, usable_processors
+from tests.tables import each_row
 
 MODEL = "ab" * 32
 MACHINE = Fingerprint("A processor", 4, 8, "Linux x86_64", "1.0", "engine 2", "avx2")
@@ -48,7 +49,7 @@ def test_settings_come_back() -> None:
     assert TunedSettings().names == () and TunedSettings() == UNTUNED
 
 
-@pytest.mark.parametrize(
+@each_row(
     "bad",
     [
         {"threads": 0},
@@ -65,7 +66,6 @@ def test_settings_come_back() -> None:
         {"affinity": None},
         {"affinity": "1," * 20_000 + "1"},
     ],
-    ids=str,
 )
 def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -74,7 +74,7 @@ def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
         TunedSettings.from_dict(SETTINGS.to_dict() | bad)
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"threads": 1}, SETTINGS.to_dict() | {"speed": 9}], ids=str)
+@each_row("data", [None, [], {}, {"threads": 1}, SETTINGS.to_dict() | {"speed": 9}])
 def test_settings_of_other_fields_are_refused(data: Any) -> None:
     with pytest.raises(UsageError, match="not as expected"):
         TunedSettings.from_dict(data)
@@ -140,7 +140,7 @@ def damaged(**changes: Any) -> str:
     return json.dumps(json.loads(PROFILE.to_json()) | changes)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "",
@@ -169,7 +169,6 @@ def damaged(**changes: Any) -> str:
         damaged(settings=SETTINGS.to_dict() | {"affinity": "2"}),
         damaged(settings=SETTINGS.to_dict() | {"unknown": 1}),
     ],
-    ids=lambda text: text[:20] + text[-40:],
 )
 def test_what_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "profile.json"

@@ -20,6 +20,7 @@ from edgeinfer.runtime.search.contrast import contrasted
 from edgeinfer.runtime.search.momentum import Runs
 from edgeinfer.runtime.search.strategy import entropy, likeliest, log_probabilities, logprob
 from tests.runtime.search.fakes import END, LETTERS, PROMPT, Letters, LettersBackend, Trial, V, alone, letters_logits
+from tests.tables import each_row
 
 NOBODY: frozenset[int] = frozenset()
 Probabilities = NDArray[np.float64]
@@ -199,9 +200,7 @@ def pieces(config: GenerationConfig, most: int) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.3, "repetition_penalty": 1.2}]
-)
+@each_row("options", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.3, "repetition_penalty": 1.2}])
 def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any]) -> None:
     trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
     assert trial.tokens() == pieces(GenerationConfig(**options), 30)

@@ -15,6 +15,7 @@ from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.searching import SEARCHES, SearchOptions
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, V
 from tests.runtime.test_engine import TableBackend
+from tests.tables import each_row
 
 DRAWING = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "always"]
 RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
@@ -62,7 +63,7 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
             pytest.fail(f"{name} takes {option}")
 
 
-@pytest.mark.parametrize("name", SEARCH_KINDS)
+@each_row("name", SEARCH_KINDS)
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
     config = GenerationConfig(**options_of(name), max_tokens=8)

@@ -20,6 +20,7 @@ from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.backends.visibility import Visibility
 from tests.runtime.models import bundle_of
 from tests.runtime.test_engine import TableBackend
+from tests.tables import each_row
 
 if TYPE_CHECKING:
     from tests.runtime.conftest import Family
@@ -96,7 +97,7 @@ def test_rows_that_are_kept_go_on_as_the_text_they_are_of(backend: Backend) -> N
     np.testing.assert_allclose(logits, alone[n + 2 :], atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [make_graph_backend, ReferenceBackend])
+@each_row("make", [make_graph_backend, ReferenceBackend])
 def test_what_rows_see_is_checked(make: Callable[..., Backend], make_family: Callable[..., Family]) -> None:
     backend = make(make_family("llama").bundle, CAPACITY)
     ok = Visibility((np.arange(1), np.arange(2)))

@@ -12,6 +12,7 @@ import pytest
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime.system.allocation import allocating, is_refusal, require_room
 from tests.cli import TIME_LIMIT
+from tests.tables import each_row
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits a process's data")
 _UNHEARD_OF = 1 << 60  # bytes
@@ -79,7 +80,7 @@ def test_numpy_tells_how_many_bytes() -> None:
     assert "context" in caught.value.hint
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "said"),
     [
         ("Exception during initialization: std::bad_alloc", "memory"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from edgeinfer.runtime.text import StreamDecoder, Tokenizer
+from tests.tables import each_row
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. héllo wörld, ça va? 漢字 かな 한국어 👩‍👩‍👧 e\u0301 \n\n tabs\t"
@@ -194,7 +195,7 @@ class Counted:
         return self._tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("token", ["<0xF0>", "<0x80>", "<0xFF>", "<0x41>", "▁", "▁▁", "</s>"])
+@each_row("token", ["<0xF0>", "<0x80>", "<0xFF>", "<0x41>", "▁", "▁▁", "</s>"])
 def test_long_runs_cost_constant_work_per_token(token: str) -> None:
     tokenizer, count = sentencepiece(), 2000
     ids = [tokenizer.token_to_id(token) or 0] * count
@@ -206,7 +207,7 @@ def test_long_runs_cost_constant_work_per_token(token: str) -> None:
     assert max(counted.asked, default=0) <= 100
 
 
-@pytest.mark.parametrize("model", ["tales", "stories260K", "mico_llama_1m"])
+@each_row("model", ["tales", "stories260K", "mico_llama_1m"])
 def test_public_tokenizers(shared: Path, model: str) -> None:
     tokenizer = Tokenizer.from_file(shared / "models" / model / "tokenizer.json")
 

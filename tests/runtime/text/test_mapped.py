@@ -22,6 +22,7 @@ from edgeinfer.runtime.text.mapped import find_table, make_table
 from edgeinfer.user_folders import user_cache
 from tests.export.made_tokenizers import TOKENIZERS, byte_level
 from tests.marked_tokenizers import KINDS, MARKS
+from tests.tables import each_row
 
 WITHOUT = ("unigram", "word pieces", "words")
 MADE: dict[str, Callable[[], tokenizers.Tokenizer]] = KINDS | TOKENIZERS
@@ -89,7 +90,7 @@ def _with(change: Callable[[dict[str, Any]], object]) -> bytes:
     return json.dumps(parsed).encode()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         lambda t: t["model"].update(dropout=0.1),
@@ -113,14 +114,12 @@ def test_what_is_not_merged_plainly_has_no_table(change: Callable[[dict[str, Any
     assert encode_table(_with(change)) is None
 
 
-@pytest.mark.parametrize("kind", WITHOUT)
+@each_row("kind", WITHOUT)
 def test_other_models_have_no_table(kind: str) -> None:
     assert encode_table(MADE[kind]().to_str().encode()) is None
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda d: b"", lambda d: d[:200], lambda d: d[:-1], lambda d: d + b" ", lambda d: b"x" + d]
-)
+@each_row("damage", [lambda d: b"", lambda d: d[:200], lambda d: d[:-1], lambda d: d + b" ", lambda d: b"x" + d])
 def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     whole = encode_table(_with(lambda tokenizer: None))
     assert whole is not None

@@ -17,6 +17,7 @@ import pytest
 from edgeinfer.errors import TemplateError
 from edgeinfer.runtime.text import render_process
 from edgeinfer.runtime.text.template import ChatTemplate
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT, wait_until
 
 ECHO = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -103,7 +104,7 @@ def test_a_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, code: s
         assert template.process is not None and template.process.pid is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     "answer",
     [
         "os._exit(3)",
@@ -127,7 +128,7 @@ def test_a_process_that_dies_or_answers_nonsense_is_a_template_error(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the sandbox alone bounds memory")
-@pytest.mark.parametrize("template", ["{{ 'x' * 300000000 }}", "{% set x = [0] * 90000000 %}"])
+@each_row("template", ["{{ 'x' * 300000000 }}", "{% set x = [0] * 90000000 %}"])
 def test_a_process_that_takes_too_much_memory_fails(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     change = "import edgeinfer.runtime.text.allowance as a; a.BASE_UNITS = a.MAX_UNITS = 10**12\nmain()"
     monkeypatch.setattr(render_process, "_BOOT", BOOT.replace("main()", change))
@@ -167,7 +168,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "ended"])
+@each_row("end", ["killed", "ended"])
 def test_it_does_not_outlive_its_parent(end: str) -> None:
     command: Any = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

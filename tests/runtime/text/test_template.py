@@ -12,6 +12,7 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import PromptError, TemplateError
 from edgeinfer.runtime.text.template import ChatTemplate
+from tests.tables import each_row
 
 CHATML = """\
 {% for message in messages %}
@@ -151,7 +152,7 @@ def test_text_parts_are_joined() -> None:
     assert parts == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "messages",
     [
         [],
@@ -170,7 +171,6 @@ def test_text_parts_are_joined() -> None:
         [{"role": "user", "content": "x", "extra": 1 << 5000}],
         [{"role": "user", "content": "x" * 9_000_000}],
     ],
-    ids=lambda x: repr(x)[:60],
 )
 def test_malformed_messages_are_a_prompt_error(messages: Any) -> None:
     with pytest.raises(PromptError) as caught:
@@ -191,7 +191,7 @@ def fails(source: str, reason: str) -> None:
     assert "\n" not in caught.value.message and caught.value.hint
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("source", "reason"),
     [
         ("{% for %}", "line 1"),
@@ -206,7 +206,6 @@ def fails(source: str, reason: str) -> None:
         ("{% for x in y %}" * 25 + "{% endfor %}" * 25, "cannot be compiled"),
         ("x" * 100_001, "too large"),
     ],
-    ids=lambda x: x[:30],
 )
 def test_faults_give_their_reason(source: str, reason: str) -> None:
     fails(source, reason)

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.text import Tokenizer, longest_token, surely_longer, tokenizer
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 
@@ -105,7 +106,7 @@ def test_malformed_contents(path: Path, change: Any) -> None:
     assert "\n" not in caught.value.message and caught.value.hint
 
 
-@pytest.mark.parametrize("contents", [b"", b"[]", b"\xff\xfe", b"{", b"[" * 100_000], ids=range(5))
+@each_row("contents", [b"", b"[]", b"\xff\xfe", b"{", b"[" * 100_000])
 def test_files_that_are_no_tokenizer(tmp_path: Path, contents: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(contents)
     with pytest.raises(TokenizerError):

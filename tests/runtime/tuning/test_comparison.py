@@ -15,6 +15,7 @@ from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.tuning.comparison import FULL, GAIN, QUICK, Effort, compare, judge, median_below
 from edgeinfer.runtime.tuning.search import LOADED, PROMPTS, SettingChoices, SettingsFound, search_settings
 from edgeinfer.runtime.tuning.work import DECODE, LOAD, PREFILL, TURN, VERIFY, Times
+from tests.tables import each_row
 
 SEEDS = range(60)
 
@@ -98,7 +99,7 @@ def test_a_bound_lies_above_the_median_of_what_was_seen(ratios: list[float], cha
     assert median_below(list(reversed(ratios)), chance) == bound
 
 
-@pytest.mark.parametrize("count", [7, 13, 25])
+@each_row("count", [7, 13, 25])
 def test_the_true_median_is_seldom_above_its_bound(count: int) -> None:
     chance, rng = 0.05, random.Random(count)
     above = sum(median_below([rng.lognormvariate(0, 0.5) for _ in range(count)], chance) < 1 for _ in range(2000))

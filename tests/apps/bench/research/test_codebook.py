@@ -12,6 +12,7 @@ from edgeinfer.bundle import bfloat16
 from edgeinfer.errors import CheckpointError, UsageError
 from edgeinfer.quant import output_error
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
+from tests.tables import each_row
 
 
 @settings(max_examples=40, deadline=None)
@@ -36,7 +37,7 @@ def test_each_weight_gets_the_nearest_value(bits: int, n: int, k: int, group: in
         np.testing.assert_allclose(np.abs(weight[row] - kept[row]), nearest, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize(("bits", "least"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
+@each_row(("bits", "least"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
 def test_normal_weights_get_the_best_codebook(bits: int, least: float) -> None:
     """The least squared errors of a normal variable with 4, 8 and 16 values are known (Max, 1960)."""
     weight = random_matrix(16, 20000)

@@ -14,6 +14,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it? " * 20
 GATE_UP, DOWN = "layers.1.mlp.gate_up", "layers.1.mlp.down"
@@ -28,7 +29,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_checkpoint(folder / "checkpoint", folder / "floats", ExportConfig(bits=32))
 
 
-@pytest.mark.parametrize("bits", [4, 2])
+@each_row("bits", [4, 2])
 def test_forms_that_bundles_have_become_what_bundles_hold(floats: Path, tmp_path: Path, bits: int) -> None:
     config = ExportConfig(bits=bits, group_size=32, head_bits=8, keep_small=False)
     real = open_bundle(export_checkpoint(floats.parent / "checkpoint", tmp_path / "real", config))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from edgeinfer.runtime.kv_cache.context_shift.merge import MergeOptions, MergePo
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost, Removed, context_shift_summary
 from edgeinfer.runtime.kv_cache.context_shift.window import WindowPolicy
 from tests.runtime.kv_cache.context_shift.store import HEAD, SPEC, Store, raw_keys
+from tests.tables import each_row
 
 TEXT = 300
 capacities = st.integers(32, 100)
@@ -134,7 +134,7 @@ def test_only_what_is_alike_is_merged() -> None:
     assert store.length == 64 - removed.rows
 
 
-@pytest.mark.parametrize("make", [lambda s: ClusterPolicy(SPEC, s), merge_policy], ids=["cluster", "merge"])
+@each_row("make", [lambda s: ClusterPolicy(SPEC, s), merge_policy])
 def test_forgetting_begins_anew(make: Any) -> None:
     store, other = Store(40, 200), Store(40, 200)
     used, fresh = make(store), make(other)

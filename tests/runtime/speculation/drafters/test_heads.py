@@ -34,6 +34,7 @@ from edgeinfer.runtime.speculation.verification import find_verification
 from tests.heads import random_heads
 from tests.runtime.speculation.drafters.models import BACKENDS, export, make_backend, take_in
 from tests.runtime.speculation.prices import FLAT, LINEAR, Prices
+from tests.tables import each_row
 
 PROMPT = [40, 51, 62, 73, 84, 95, 40, 51]
 
@@ -86,7 +87,7 @@ class Resting(Governor):
         return super().draft(context, room)
 
 
-@pytest.mark.parametrize("kind", [Governor, Resting])
+@each_row("kind", [Governor, Resting])
 def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kind: type[Governor]) -> None:
     backend = ReferenceBackend(bundle, 64)
     drafter = Listener(backend, random_heads(bundle, "medusa"))
@@ -108,7 +109,7 @@ def test_every_round_shows_the_state_that_predicted_the_root(bundle: Bundle, kin
         assert any(text[place] == token for place in matches)
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+@each_row("kind", BACKENDS)
 def test_embeddings_are_the_models_own(kind: str) -> None:
     """A pass that begins with them gives what one of tokens gives; to the last bit where a backend is exact."""
     bundle = export(kind)

@@ -30,6 +30,7 @@ from tests.runtime.speculation.drafters.models import (
     speculate,
     take_in,
 )
+from tests.tables import each_row
 
 CHUNK = 8
 PROMPT = np.random.default_rng(6).integers(0, 320, 20).tolist()
@@ -154,7 +155,7 @@ def test_drawn_guesses_carry_their_probabilities(
     assert asked == [[token], [token, 11], [token, 11, 11]]
 
 
-@pytest.mark.parametrize("columns", [384, 256])
+@each_row("columns", [384, 256])
 def test_the_target_may_have_more_columns_or_fewer(
     bundle: Bundle, oracle: Callable[[Sequence[int]], Floats], columns: int
 ) -> None:

@@ -21,6 +21,7 @@ from tests.runtime.speculation.verification.enumeration import (
     random_laws,
     verdicts,
 )
+from tests.tables import each_row
 
 Path = tuple[int, ...]
 
@@ -77,7 +78,7 @@ def test_a_chain_that_stops_at_a_token_is_lossless() -> None:
     check_lossless(verify_kseq, drafts(siblings, 2, replacement=True), target, 2)
 
 
-@pytest.mark.parametrize("order", ["ddc", "cdd", "dced", "cc", "dcd"])
+@each_row("order", ["ddc", "cdd", "dced", "cc", "dcd"])
 def test_several_laws_and_certain_guesses_have_their_turns(order: str) -> None:
     target, one, other = random_laws(27, 3), random_laws(28, 3), random_laws(29, 3)
     kinds: dict[str, Probabilities | int] = {"c": 1, "d": one(()), "e": other(())}
@@ -104,7 +105,7 @@ def test_one_chain_is_verified_as_by_ratio() -> None:
         assert verdicts(verify_kseq, draft, target) == verdicts(verify_rejection, draft, target)
 
 
-@pytest.mark.parametrize("k", [2, 3, 5])
+@each_row("k", [2, 3, 5])
 def test_acceptance_is_that_of_the_paper(k: int) -> None:
     target, drafter = random_laws(37, 4)(()), random_laws(38, 4)(())
 

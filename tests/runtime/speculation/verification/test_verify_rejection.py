@@ -22,6 +22,7 @@ from tests.runtime.speculation.verification.enumeration import (
     random_laws,
     verdicts,
 )
+from tests.tables import each_row
 
 Path = tuple[int, ...]
 
@@ -154,7 +155,7 @@ def test_what_must_not_be_done_with_drawn_guesses_is_seen() -> None:
         check_lossless(verify_rejection, select(certain(rule), made()), target, len(counts))
 
 
-@pytest.mark.parametrize("name", ["rejection", "k-seq"])
+@each_row("name", ["rejection", "k-seq"])
 def test_guesses_that_foretell_the_keyed_choice_may_be_chosen_by_it(name: str) -> None:
     # The token that plain decoding would take is proposed, but only where it is token 0.
     target = random_laws(17, 3)

@@ -7,7 +7,6 @@ from functools import cache
 from itertools import product
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
@@ -21,6 +20,7 @@ from tests.runtime.speculation.verification.enumeration import (
     plain_probabilities,
     random_laws,
 )
+from tests.tables import each_row
 
 SIZE = 4
 PROMPT, REPLY = (1, 1, 2), (3, 0)
@@ -115,7 +115,7 @@ def test_the_counts_of_the_path_matter() -> None:
     assert np.abs(with_path - without_path).max() > 0.05
 
 
-@pytest.mark.parametrize(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("keyed", 2)])
+@each_row(("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("keyed", 2)])
 def test_text_has_the_probabilities_of_plain_sampling(name: str, width: int) -> None:
     # The drafter knows of no penalty and no ban.
     drafter, depth = random_laws(41, SIZE, zeros=1), 3 if width == 1 else 2
@@ -138,7 +138,7 @@ def test_a_banned_token_is_never_accepted_nor_drawn() -> None:
             assert verdict.token != BANNED
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0}], ids=str)
+@each_row("options", [{}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}, {"temperature": 0.0}])
 def test_keyed_text_is_that_of_plain_sampling_with_the_same_seed(options: dict[str, float]) -> None:
     rng = np.random.default_rng(8)
     config = GenerationConfig(
