@@ -16,6 +16,7 @@ from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.system.memory import keeping_freed
 from edgeinfer.wording import Setting
 
 __all__ = ["Engine"]
@@ -135,22 +136,23 @@ class Engine:
             logits = self._evaluate_prompt(prompt)
             # Drafters evaluate the prompt too, which belongs to the first token's time.
             tokens = _until(strategy.first(prompt, logits, left), stop_ids)
-            ahead = list(tokens)  # of what the cache holds
-            while True:
-                started, now = now, time.perf_counter()
-                for place, token in enumerate(tokens):
-                    if place and self._cancelled.is_set():
+            with keeping_freed():
+                ahead = list(tokens)  # of what the cache holds
+                while True:
+                    started, now = now, time.perf_counter()
+                    for place, token in enumerate(tokens):
+                        if place and self._cancelled.is_set():
+                            return
+                        yield Step(token, 0.0 if place else (now - started) * 1e3, place == len(tokens) - 1)
+                    left -= len(tokens)
+                    if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                         return
-                    yield Step(token, 0.0 if place else (now - started) * 1e3, place == len(tokens) - 1)
-                left -= len(tokens)
-                if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
-                    return
-                self._make_room()
-                tokens = _until(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
-                ahead += tokens
-                fed = self.backend.cache.length + self.lost.tokens - len(self._tokens)
-                self._tokens += ahead[:fed]
-                del ahead[:fed]
+                    self._make_room()
+                    tokens = _until(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
+                    ahead += tokens
+                    fed = self.backend.cache.length + self.lost.tokens - len(self._tokens)
+                    self._tokens += ahead[:fed]
+                    del ahead[:fed]
         except PassCancelledError:
             return
         except (BudgetError, MemoryError):
@@ -225,6 +227,7 @@ class Engine:
         chosen: Floats = logits[0]
         return chosen
 
+    @keeping_freed()
     def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
         """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
         started = time.perf_counter()

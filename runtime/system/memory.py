@@ -10,8 +10,10 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +26,7 @@ __all__ = [
     "ProcessMemory",
     "apart",
     "has_room",
+    "keeping_freed",
     "process_memory",
     "proportional_bytes",
     "release_code",
@@ -45,6 +48,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
 # mapping of their own. At 256 KB the hidden states of a chunk, 64 rows of 896, stayed below and left 8 MB of holes.
 _LARGE_BYTES = 128 * 1024
 _TRIM_BYTES = 1024 * 1024
+# While freed blocks are kept: glibc takes no larger threshold for mappings (HEAP_MAX_SIZE / 2), and trims no top below.
+_KEPT_LARGE_BYTES, _KEPT_TRIM_BYTES = 32 * 1024**2, 1024**3
 # Pieces of code smaller than this are kept.
 _WORTH_BYTES = 256 * 1024
 # Of a new thread, and what starting it takes: addresses only, but limits of a process count them.
@@ -116,11 +121,57 @@ def return_large_frees() -> None:
     """
     libc = _glibc()
     if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+        _set_thresholds(_LARGE_BYTES, _TRIM_BYTES)
+        _FREED.returned = True
         # Small blocks join what is free beside them at once; otherwise a thread's heap keeps what was last freed, 16 MB
         # after a tokenizer, whatever is trimmed. No pass got slower.
         libc.mallopt(_M_MXFAST, 0)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
+    libc = _glibc()
+    if libc is not None:
+        libc.mallopt(_M_MMAP_THRESHOLD, mapped)
+        libc.mallopt(_M_TRIM_THRESHOLD, trimmed)
+
+
+class _FreedBlocks:
+    """How many want freed blocks kept now, and whether they are returned otherwise."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keepers = 0
+        self.returned = False
+
+    def keep(self) -> None:
+        with self._lock:
+            self._keepers += 1
+            if self._keepers == 1 and self.returned:
+                _set_thresholds(_KEPT_LARGE_BYTES, _KEPT_TRIM_BYTES)
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._keepers -= 1
+            if self._keepers == 0 and self.returned:
+                _set_thresholds(_LARGE_BYTES, _TRIM_BYTES)
+                release_freed()
+
+
+_FREED = _FreedBlocks()
+
+
+@contextmanager
+def keeping_freed() -> Iterator[None]:
+    """Within, blocks that are freed stay for the next ones, in spite of `return_large_frees`; then all go back.
+
+    A mapping made anew costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
+    (docs/LOG.md, 2026-11-25). From any thread, nested or not: who is last returns them.
+    """
+    _FREED.keep()
+    try:
+        yield
+    finally:
+        _FREED.let_go()
 
 
 def release_freed() -> None:

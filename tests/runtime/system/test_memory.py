@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.runtime.system.memory import MappedFile, process_memory, release_code, release_freed, return_large_frees
+from edgeinfer.runtime.system.memory import (
+    MappedFile,
+    keeping_freed,
+    process_memory,
+    release_code,
+    release_freed,
+    return_large_frees,
+)
 
 SIZE = 32 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -98,3 +105,30 @@ def test_large_blocks_go_back_to_the_system_when_freed() -> None:
     del block
     release_freed()
     assert process_memory().anonymous - before < 0.2 * SIZE
+
+
+def page_faults() -> int:
+    """Those of this process that read nothing from a disk (`minflt` of proc(5))."""
+    return int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[7])
+
+
+@linux
+def test_freed_blocks_serve_again_while_they_are_kept_and_go_back_afterwards() -> None:
+    return_large_frees()
+    block, rounds = 8 << 20, 4
+
+    def faults() -> int:
+        before = page_faults()
+        for _ in range(rounds):
+            bytearray(block)[:] = b"x" * block
+        return page_faults() - before
+
+    pages = block // mmap.PAGESIZE
+    assert faults() >= rounds * pages
+    with keeping_freed():
+        with keeping_freed():
+            faults()
+        before = process_memory().anonymous
+        assert faults() < pages
+    assert before - process_memory().anonymous >= block
+    assert faults() >= rounds * pages
