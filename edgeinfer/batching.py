@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from edgeinfer.errors import CapabilityError
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
@@ -18,7 +19,7 @@ from edgeinfer.runtime.decoding.scheduler import Scheduler, sharing_backend
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.turns import Turns
 
-__all__ = ["ReplyBatch", "Slot", "SlotThreads", "batch_backend"]
+__all__ = ["Outcome", "ReplyBatch", "Slot", "SlotThreads", "batch_backend"]
 
 T = TypeVar("T")
 
@@ -72,6 +73,31 @@ class Slot:
             return False
         cached = other.parts.engine.backend.cache.length
         return cached < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - cached >= _WORTH_WAITING
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """How one of several replies ended.
+
+    Attributes:
+        place: of the reply, from 0.
+        made: what it gave.
+        error: that ended it; None where it gave something.
+    """
+
+    place: int
+    made: T | None = None
+    error: Exception | None = None
+
+    def result(self) -> T:
+        """What the reply gave.
+
+        Raises:
+            Exception: that ended it.
+        """
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.made)
 
 
 class SlotThreads(threading.local):
@@ -155,28 +181,36 @@ class ReplyBatch:
         Raises:
             Exception: the first that a reply raised; the others are ended.
         """
-        results: dict[int, T] = {}
-        errors: list[Exception] = []
+        made = {outcome.place: outcome.result() for outcome in self.as_completed(makers)}
+        return [made[place] for place in range(len(made))]
+
+    def as_completed(self, makers: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
+        """Makes one reply after the other as there is room, and gives each when it is over.
+
+        Args:
+            makers: each is asked for when there is room for its reply.
+        """
+        over: list[Outcome[T]] = []
 
         def work(place: int, make: Callable[[], T]) -> Callable[[Slot], None]:
             def run(slot: Slot) -> None:
                 try:
-                    results[place] = make()
+                    over.append(Outcome(place, make()))
                 except Exception as error:  # raised on the caller's thread
-                    errors.append(error)
+                    over.append(Outcome(place, error=error))
 
             return run
 
         waiting = enumerate(makers)
-        while not errors:
+        left = True
+        while left:
             while self.has_room and (entry := next(waiting, None)) is not None:
                 self.add(work(*entry))
-            if not self.running:
-                break
-            self.step()
-        if errors:
-            raise errors[0]
-        return [results[place] for place in range(len(results))]
+            left = self.running > 0
+            if left:
+                self.step()
+            while over:
+                yield over.pop(0)
 
     def step(self) -> bool:
         """Goes on until the replies wait for a pass, and runs it; returns whether replies are left."""

@@ -41,6 +41,7 @@ _GROUPS = {
         "run": "answer a prompt or continue a text",
         "chat": "chat with a model in a window, the browser or the terminal",
         "serve": "serve a model to other programs through OpenAI's API",
+        "batch": "answer a file of requests",
     },
     "choose a model": {
         "models": "list and remove models on this machine, or show a catalog of good ones",
