@@ -203,11 +203,10 @@ def _read_run(path: Path, entry: TensorEntry, start: int, stop: int) -> Quantize
     """Rows start..stop-1, all of one half, from the tiles that hold them."""
     shape = entry.quantized
     first, last = covering_tiles(shape, start, stop)
-    assert entry.scales is not None
     tiles = NativeTiles(
         read_blob(path, entry.data, first, last),
         None if entry.low is None else read_blob(path, entry.low, first, last),
-        read_blob(path, entry.scales, first, last),
+        None if entry.scales is None else read_blob(path, entry.scales, first, last),
         None if entry.zero_points is None else read_blob(path, entry.zero_points, first, last),
     )
     rows, before = unpack_tiles(tiles, shape, first), 0

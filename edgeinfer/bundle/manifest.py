@@ -99,12 +99,15 @@ class TensorEntry:
     Attributes:
         shape: logical shape, (N, K) for a matrix.
         data: float32 values, or quantized ones; of 8 bits in the native layout the high plane.
-        scales, zero_points: of the blocks, where it is quantized; without zero points the zero is the middle.
+        scales, zero_points: of the blocks, where it is quantized; inline scales are part of `data`; without zero points
+            the zero is the middle.
         low: the low plane of 8 bits in the native layout.
         paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored array is (K, N): float32, or quantized in the static layout.
         interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
         e2m1: values are codes of E2M1 in blocks of 32 without zero points; of experts in the native layout only.
+        inline_scales: in the native layout scales lie among the values. Bundles that store another layout have it, too,
+            as it tells what they are converted to.
     """
 
     name: str
@@ -119,6 +122,7 @@ class TensorEntry:
     transposed: bool = False
     interleaved: bool = False
     e2m1: bool = False
+    inline_scales: bool = False
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
@@ -127,7 +131,8 @@ class TensorEntry:
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
-            require(len(self.blobs) == 1 and not self.paired, f"{self.name} has parts that float32 has not")
+            plain = len(self.blobs) == 1 and not self.paired and not self.inline_scales
+            require(plain, f"{self.name} has parts that float32 has not")
             return
         require(self.bits in BITS, f"{self.name} has {self.bits} bits")
         require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
@@ -136,7 +141,11 @@ class TensorEntry:
         require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
         require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
-        coded = self.layout == NATIVE and (self.bits, self.block_size, self.zero_points) == (4, 32, None)
+        coded = (
+            self.layout == NATIVE
+            and not self.inline_scales
+            and (self.bits, self.block_size, self.zero_points) == (4, 32, None)
+        )
         require(coded or not self.e2m1, f"{self.name} has codes of E2M1")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
@@ -147,7 +156,7 @@ class TensorEntry:
     @property
     def layout(self) -> Layout:
         """The layout a quantized tensor is stored in, which its scales and its order tell."""
-        if self.scales is not None and self.scales.dtype == "uint16":
+        if self.scales is None or self.scales.dtype == "uint16":
             return NATIVE
         return STATIC if self.transposed else PORTABLE
 
@@ -156,7 +165,7 @@ class TensorEntry:
         """What a quantized tensor is, whatever its layout."""
         zeros = self.zero_points is not None
         n, k = self.shape
-        return QuantizedShape(n, k, self.bits, self.block_size, zeros, self.paired, self.e2m1)
+        return QuantizedShape(n, k, self.bits, self.block_size, zeros, self.paired, self.e2m1, self.inline_scales)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -353,9 +362,9 @@ class Manifest:
         data: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION} | dataclasses.asdict(self)
         data["geometry"] = self.geometry.description()
         for tensor in data["tensors"]:
-            # Older programs know no such field.
-            if not tensor["e2m1"]:
-                del tensor["e2m1"]
+            # Older programs know no such fields.
+            for added in [name for name in ("e2m1", "inline_scales") if not tensor[name]]:
+                del tensor[added]
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"

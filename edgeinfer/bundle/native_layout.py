@@ -4,6 +4,10 @@ The layout is defined in runtime/native/lowbit.h. In short: the rows of a matrix
 one in tiles of 16 of each half. A tile holds its blocks of K one after the other; a block holds four bytes of each row,
 then the next four. A byte holds as many values as fit, a fixed distance apart. 8-bit values are two planes of 4 bits.
 Scales are bfloat16, zero points bytes. Rows and values that fill up the last tile and block are zero.
+
+Inline scales lie before the values of their block, 64 bytes of them, so that a pass reads one run of bytes instead of
+two: with blocks of 32 and 64 at 4 bits that is the faster order (docs/LOG.md, 2026-11-25, "scales among the weights").
+Tensors of before have none.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ __all__ = [
 TILE = 32
 # Bytes of a row that lie together, as one 32-bit lane of a register.
 _LANE_BYTES = 4
+# Scales of the 32 rows of a tile and block.
+_INLINE_BYTES = 2 * TILE
 
 Bytes = NDArray[np.uint8]
 
@@ -39,19 +45,21 @@ Bytes = NDArray[np.uint8]
 class NativeTiles:
     """A run of T tiles."""
 
-    data: Bytes  # (T, blocks, 32 * bytes of a row's block)
-    low: Bytes | None  # the same shape; 8-bit matrices only, whose `data` is the high plane
-    scales: NDArray[np.uint16]  # (T, blocks, 32), bits of bfloat16
+    data: Bytes  # (T, blocks, 32 * bytes of a row's block), behind 64 bytes of inline scales where there are any
+    low: Bytes | None  # (T, blocks, 32 * bytes of a row's block); 8-bit matrices only, whose `data` is the high plane
+    scales: NDArray[np.uint16] | None  # (T, blocks, 32), bits of bfloat16; None where they are inline
     zero_points: Bytes | None  # (T, blocks, 32)
 
 
 def native_parts(shape: QuantizedShape) -> Parts:
     """The arrays that a matrix is stored as in this layout."""
     tiles, blocks = tiles_of(shape), shape.blocks
-    parts: Parts = {"data": ("uint8", (tiles, blocks, TILE * _span(shape)))}
+    plane, before = TILE * _span(shape), _INLINE_BYTES if shape.inline_scales else 0
+    parts: Parts = {"data": ("uint8", (tiles, blocks, before + plane))}
     if shape.bits == 8:
-        parts["low"] = parts["data"]
-    parts["scales"] = ("uint16", (tiles, blocks, TILE))
+        parts["low"] = ("uint8", (tiles, blocks, plane))
+    if not shape.inline_scales:
+        parts["scales"] = ("uint16", (tiles, blocks, TILE))
     if shape.zero_points:
         parts["zero_points"] = ("uint8", (tiles, blocks, TILE))
     return parts
@@ -92,23 +100,29 @@ def pack_tiles(rows: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
         values = values.copy() if shape.bits == 8 else values  # 8 bits unpack to the caller's own bytes
         values[:, -1, padding] = 0
     zeros = None if rows.zero_points is None else unpack(rows.zero_points, shape.bits, shape.blocks)
+    data = _pack_plane(values >> np.uint8(4) if shape.bits == 8 else values, shape)
+    scales = _rows_last(_to_tiles(bfloat16.to_bits(rows.scales), shape))
+    if shape.inline_scales:
+        data = np.concatenate([scales.view(np.uint8), data], axis=2)
     return NativeTiles(
-        _pack_plane(values >> np.uint8(4) if shape.bits == 8 else values, shape),
+        data,
         _pack_plane(values & np.uint8(15), shape) if shape.bits == 8 else None,
-        _rows_last(_to_tiles(bfloat16.to_bits(rows.scales), shape)),
+        None if shape.inline_scales else scales,
         None if zeros is None else _rows_last(_to_tiles(zeros, shape)),
     )
 
 
 def unpack_tiles(tiles: NativeTiles, shape: QuantizedShape, first: int) -> QuantizedMatrix:
     """Reverses `pack_tiles` for a run of tiles that begins with tile `first`; rows in the order of `tile_rows`."""
-    start, stop = tile_rows(shape, first, first + len(tiles.scales))[0]
-    count = stop - start
-    values = _unpack_plane(tiles.data, shape, count)  # (R, blocks, block_size)
+    start, stop = tile_rows(shape, first, first + len(tiles.data))[0]
+    count, data, own = stop - start, tiles.data, tiles.scales
+    if own is None:
+        data, own = data[..., _INLINE_BYTES:], np.ascontiguousarray(data[..., :_INLINE_BYTES]).view(np.uint16)
+    values = _unpack_plane(data, shape, count)  # (R, blocks, block_size)
     if tiles.low is not None:
         values <<= np.uint8(4)
         values |= _unpack_plane(tiles.low, shape, count)
-    scales = _from_tiles(tiles.scales.swapaxes(1, 2), shape, count)  # (R, blocks)
+    scales = _from_tiles(own.swapaxes(1, 2), shape, count)  # (R, blocks)
     zeros = None
     if tiles.zero_points is not None:
         zeros = _from_tiles(tiles.zero_points.swapaxes(1, 2), shape, count)  # (R, blocks)

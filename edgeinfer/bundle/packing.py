@@ -54,6 +54,7 @@ class QuantizedShape:
         zero_points: every block has one of its own; without them the zero is the middle of the range.
         paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
         e2m1: values are codes of E2M1.
+        inline_scales: in the native layout scales lie among the values, see edgeinfer.bundle.native_layout.
     """
 
     n: int
@@ -63,6 +64,7 @@ class QuantizedShape:
     zero_points: bool
     paired: bool = False
     e2m1: bool = False
+    inline_scales: bool = False
 
     @property
     def blocks(self) -> int:

@@ -155,13 +155,14 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
         quantized.bits,
         blobs["data"],
         quantized.block_size,
-        blobs["scales"],
+        blobs.get("scales"),
         blobs.get("zero_points"),
         blobs.get("low"),
         quantized.paired,
         tensor_layout(outline.name, layout) == STATIC,
         interleaved,
         quantized.e2m1,
+        quantized.inline_scales,
     )
 
 

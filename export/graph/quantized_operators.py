@@ -3,9 +3,9 @@
 Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
 edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attributes say what matrix they are.
 
-EmbeddingLowBit, attributes N, K, bits, block_size
+EmbeddingLowBit, attributes N, K, bits, block_size, inline_scales (they are part of data, and input 3 is absent)
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
-LinearLowBit, attributes N, K, bits, block_size, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part, heads
+LinearLowBit, the same attributes, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part, heads
 (above 1: the matrix is one of (N / heads, K) for each head, X is (..., heads K), without bias, norm and residual)
   0 X (..., K) · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional) · 5 bias (N) (optional)
   6 norm (K) (optional): X is first normalised by its root mean square and multiplied by this
@@ -251,7 +251,9 @@ def _of_heads(heads: int) -> dict[str, int]:
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:
     n, k = entry.shape
-    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size}
+    # Kernels of before know no inline scales.
+    inline = {"inline_scales": 1} if entry.inline_scales else {}
+    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | inline
 
 
 class PortableOperators(Operators):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.codecs import CODECS, Rows, take_turns
-from edgeinfer.bundle.experts import widen
+from edgeinfer.bundle.experts import find_expert, widen
 from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape
 from edgeinfer.bundle.tables import Outline
 from edgeinfer.export.architectures import TensorPlan
@@ -23,6 +23,8 @@ __all__ = ["FloatRows", "outline", "quantized_rows", "stored_rows", "write_float
 # Values of a float32 tensor in memory at a time, 32 MB: exporting needs little memory whatever the tensor's size.
 _SLAB_VALUES = 1 << 23
 _PAIRED = ".gate_up"
+# Bits and blocks whose passes are faster with inline scales: docs/LOG.md, 2026-11-25, "scales among the weights".
+_INLINE = ((4, 32), (4, 64))
 
 # Gives rows start..stop-1 of a float32 tensor.
 FloatRows = Callable[[int, int], NDArray[np.float32]]
@@ -39,7 +41,9 @@ def outline(plan: TensorPlan, scheme: QuantScheme | None) -> Outline:
 def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedShape:
     n, k = shape
     zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
-    return QuantizedShape(n, k, scheme.bits, scheme.block_size, zeros, paired, scheme.e2m1)
+    # The directory that the operator of experts reads has a place for scales of their own.
+    inline = (scheme.bits, scheme.block_size) in _INLINE and not scheme.e2m1 and find_expert(name) is None
+    return QuantizedShape(n, k, scheme.bits, scheme.block_size, zeros, paired, scheme.e2m1, inline)
 
 
 def quantized_rows(

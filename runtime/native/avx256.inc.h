@@ -72,7 +72,7 @@ INLINE void fetch(piece p, const uint8_t *plane, int v) {
 
 /* Scales of 8 columns of a block, in the units of values.h. */
 INLINE __m256 column_scales(int format, const tile_view *t, int64_t b, int part) {
-    const uint16_t *scales = t->scales + b * LOWBIT_TILE + part * 8;
+    const uint16_t *scales = t->scales + b * t->scale_step + part * 8;
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales));
     __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
     return format == HIGH8 ? _mm256_mul_ps(values, _mm256_set1_ps(0.5f)) : values;
@@ -115,9 +115,9 @@ INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t f
     const int step = block * (format == BITS2 ? 8 : 16), width = rows <= (format == BITS2 ? 1 : 2) ? 4 : 2;
     for (int64_t b = from; b < to; b++)
         for (int part = 0; part < REGISTERS; part += width) {
-            int64_t at = b * step + part * 32;
-            piece p = {.format = format, .block = block, .width = width, .rows = rows, .data = t->data + at};
-            p.low = format == BITS8 ? t->low + at : p.data;
+            piece p = {.format = format, .block = block, .width = width, .rows = rows};
+            p.data = t->data + b * t->data_step + part * 32;
+            p.low = format == BITS8 ? t->low + b * step + part * 32 : p.data;
             p.ahead = ahead + part * (step / REGISTERS - 32);
             add_piece(p, t, b, part, first, sums);
         }

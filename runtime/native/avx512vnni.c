@@ -62,7 +62,7 @@ INLINE __m512i four(const int8_t *values) {
 
 /* Scales of a block's 32 columns, in the units of values.h. */
 INLINE __m512 column_scales(int format, const tile_view *t, int64_t b, int g) {
-    const uint16_t *scales = t->scales + b * LOWBIT_TILE + g * LOWBIT_GROUP;
+    const uint16_t *scales = t->scales + b * t->scale_step + g * LOWBIT_GROUP;
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)scales));
     __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     return format == HIGH8 ? _mm512_mul_ps(values, _mm512_set1_ps(0.5f)) : values;
@@ -116,12 +116,12 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
 /* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums. */
 INLINE void panel(int format, int block, int count, const tile_view *t, int64_t begin, int64_t end, int64_t first,
                   float *sums) {
-    const int64_t step = block * (format == BITS2 ? 8 : 16);
+    const int64_t step = block * LOWBIT_GROUP; /* of a low plane */
     for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t->m + first;
         __m512i dots[PANEL][2];
-        if (format == BITS2) _mm_prefetch((const char *)(t->data + b * step + AHEAD), _MM_HINT_T0);
-        dot_block(format, count, t->data + b * step, format == BITS8 ? t->low + b * step : NULL,
+        if (format == BITS2) _mm_prefetch((const char *)(t->data + b * t->data_step + AHEAD), _MM_HINT_T0);
+        dot_block(format, count, t->data + b * t->data_step, format == BITS8 ? t->low + b * step : NULL,
                   t->values + at * block, block, dots);
         for (int g = 0; g < 2; g++) {
             __m512 scales = column_scales(format, t, b, g);

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 
-__all__ = ["ACTIVATIONS", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
+__all__ = ["ACTIVATIONS", "INLINE_BYTES", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 5
+VERSION = 6
+# Bytes of the inline scales of a block: 32 of bfloat16.
+INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai", "sigmoid", "softcap")
 
@@ -31,7 +33,7 @@ class PackedMatrix:
     Attributes:
         data: the values; of 8-bit matrices the high plane.
         low: the low plane; without it an 8-bit matrix is read by its high plane alone.
-        scales: bits of bfloat16.
+        scales: bits of bfloat16; None where they lie inline, among `data`.
         zeros: None is the middle of the range.
         paired: two matrices of N / 2 rows, gate and up, share the tiles.
     """
@@ -41,7 +43,7 @@ class PackedMatrix:
     bits: int
     block: int
     data: Bytes
-    scales: NDArray[np.uint16]
+    scales: NDArray[np.uint16] | None
     low: Bytes | None = None
     zeros: Bytes | None = None
     paired: bool = False
@@ -81,6 +83,7 @@ class _Matrix(ctypes.Structure):
         ("block", ctypes.c_int32),
         ("paired", ctypes.c_int32),
         ("e2m1", ctypes.c_int32),
+        ("inline_scales", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -249,5 +252,9 @@ def _address(array: NDArray[np.generic] | None) -> int | None:
 
 
 def _matrix(m: PackedMatrix) -> _Matrix:
-    arrays = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, *arrays)
+    data, low, scales, zeros = (_address(a) for a in (m.data, m.low, m.scales, m.zeros))
+    inline = m.scales is None
+    if inline:
+        assert data is not None
+        data, scales = data + INLINE_BYTES, data
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, inline, data, low, scales, zeros)

@@ -13,6 +13,8 @@
  * An 8-bit value is 16 * high + low; the two 4-bit planes lie apart, so that the high one can be read alone: it then
  * stands for 16 * high + 7.5, the middle of the values it may be part of.
  * Scales are bfloat16 and zero points uint8, both (tiles, blocks, 32). Without zero points the zero is 2^(bits-1).
+ * Inline scales lie before the values of their block, whose 32 S bytes then come 64 bytes later and as far apart: one
+ * run of bytes instead of two.
  * A code of E2M1 (OCP Microscaling Formats) stands for twice its value, plus 12; its zero is 12.
  * A paired matrix holds two of N/2 rows each, gate and up: columns 0 to 15 of tile t are rows 16 t.. of the
  * first, columns 16 to 31 the same rows of the second.
@@ -40,9 +42,10 @@ typedef struct {
     int32_t block;          /* 32, 64 or 128 */
     int32_t paired;         /* gate and up share tiles; n counts both */
     int32_t e2m1;           /* values of 4 bits are codes of E2M1, in blocks of 32 without zero points */
+    int32_t inline_scales;  /* scales lie in the bytes of `data`, which points behind the first ones */
     const uint8_t *data;    /* the values; of 8-bit matrices the high plane. 64-byte aligned for speed only */
     const uint8_t *low;     /* low plane; NULL reads an 8-bit matrix by its high plane alone */
-    const uint16_t *scales; /* bfloat16 (tiles, blocks, 32) */
+    const uint16_t *scales; /* bfloat16 (tiles, blocks, 32); inline ones lowbit_scale_step apart from block to block */
     const uint8_t *zeros;   /* (tiles, blocks, 32), or NULL: the middle */
 } lowbit_matrix;
 
@@ -89,6 +92,16 @@ static inline int64_t lowbit_tiles(const lowbit_matrix *w) {
 
 /* Bytes of one tile and block of a plane: 32 columns. */
 static inline int64_t lowbit_step(const lowbit_matrix *w) { return (int64_t)w->block * (w->bits == 2 ? 8 : 16); }
+
+/* Bytes of `data` from one block to the next. */
+static inline int64_t lowbit_data_step(const lowbit_matrix *w) {
+    return lowbit_step(w) + (w->inline_scales ? LOWBIT_TILE * (int64_t)sizeof(uint16_t) : 0);
+}
+
+/* Scales from those of one block to those of the next. */
+static inline int64_t lowbit_scale_step(const lowbit_matrix *w) {
+    return w->inline_scales ? lowbit_data_step(w) / (int64_t)sizeof(uint16_t) : LOWBIT_TILE;
+}
 
 /* One row of W, dequantized: (k). */
 void lowbit_row(const lowbit_matrix *w, int64_t n, float *out);

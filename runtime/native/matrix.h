@@ -13,6 +13,7 @@ static inline const char *matrix_fault(const lowbit_matrix *w) {
     if (w->bits != 2 && w->bits != 4 && w->bits != 8) return "bits must be 2, 4 or 8";
     if (w->block != 32 && w->block != 64 && w->block != 128) return "block_size must be 32, 64 or 128";
     if (w->e2m1 && (w->bits != 4 || w->block != 32)) return "E2M1 needs 4 bits and blocks of 32";
+    if (w->e2m1 && w->inline_scales) return "E2M1 has no inline scales";
     if (w->paired && w->n % 2) return "a paired matrix needs an even N";
     return NULL;
 }
@@ -20,6 +21,11 @@ static inline const char *matrix_fault(const lowbit_matrix *w) {
 /* Scales, and zero points where there are any: one of each block of each column, padding included. */
 static inline int64_t matrix_scales(const lowbit_matrix *w) {
     return lowbit_tiles(w) * lowbit_blocks(w->k, w->block) * LOWBIT_TILE;
+}
+
+/* Bytes of the values, with inline scales where there are any; of 8-bit matrices those of the high plane. */
+static inline int64_t matrix_data(const lowbit_matrix *w) {
+    return lowbit_tiles(w) * lowbit_blocks(w->k, w->block) * lowbit_data_step(w);
 }
 
 /* Bytes of the values; of 8-bit matrices those of one plane. */
@@ -32,9 +38,9 @@ static inline lowbit_matrix matrix_tile(const lowbit_matrix *w, int64_t tile) {
     const int64_t blocks = lowbit_blocks(w->k, w->block), left = w->n - tile * LOWBIT_TILE;
     lowbit_matrix one = *w;
     one.n = left < LOWBIT_TILE ? left : LOWBIT_TILE;
-    one.data += tile * blocks * lowbit_step(w);
+    one.data += tile * blocks * lowbit_data_step(w);
     if (one.low) one.low += tile * blocks * lowbit_step(w);
-    one.scales += tile * blocks * LOWBIT_TILE;
+    one.scales += tile * blocks * lowbit_scale_step(w);
     if (one.zeros) one.zeros += tile * blocks * LOWBIT_TILE;
     return one;
 }

@@ -149,7 +149,7 @@ INLINE void view_block(int format, const tile_view *t, int64_t b, block_view *ou
     const int32_t middle = format == HIGH8 ? 2 * 128 : middle_of(format);
     out->shift = format == HIGH8 ? 5 : 0;
     for (int q = 0; q < QUADS; q++) {
-        uint32x4_t wide = vshll_n_u16(vld1_u16(t->scales + b * LOWBIT_TILE + q * 4), 16);
+        uint32x4_t wide = vshll_n_u16(vld1_u16(t->scales + b * t->scale_step + q * 4), 16);
         float32x4_t scales = vreinterpretq_f32_u32(wide);
         out->scales[q] = format == HIGH8 ? vmulq_n_f32(scales, 0.5f) : scales;
         out->zeros[q] = vdupq_n_s32(middle - taken);
@@ -170,7 +170,7 @@ INLINE void stream(int format, int count, const tile_view *t, int64_t first, flo
     for (int64_t b = 0; b < t->blocks; b++) {
         block_view view;
         view_block(format, t, b, &view);
-        panel(format, slots(format), PAIRS && count > 1, count, t, &view, b, t->data + b * step,
+        panel(format, slots(format), PAIRS && count > 1, count, t, &view, b, t->data + b * t->data_step,
               format == BITS8 ? t->low + b * step : NULL, first, sums);
     }
 }
@@ -191,11 +191,12 @@ INLINE void resident(int format, const tile_view *t, int64_t first, int64_t coun
     const int span = t->block / slots(format);
     _Alignas(64) uint8_t unpacked[128 * LOWBIT_TILE];
     for (int64_t b = 0; b < t->blocks; b++) {
-        const int64_t start = b * span * LOWBIT_TILE;
+        const uint8_t *data = t->data + b * t->data_step;
+        const uint8_t *low = format == BITS8 ? t->low + b * span * LOWBIT_TILE : NULL;
         for (int k = 0; k < span; k += 8)
             for (int q = 0; q < QUADS; q++) {
                 uint8x16_t weights[4][2];
-                packed_weights(format, PAIRS, t->data + start, format == BITS8 ? t->low + start : NULL, k, q, weights);
+                packed_weights(format, PAIRS, data, low, k, q, weights);
                 UNROLL for (int s = 0; s < slots(format); s++) {
                     vst1q_u8(unpacked + unpacked_at(s * span + k, q), weights[s][0]);
                     vst1q_u8(unpacked + unpacked_at(s * span + k, q) + 16, weights[s][1]);

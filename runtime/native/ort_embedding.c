@@ -1,7 +1,7 @@
 /* The operator EmbeddingLowBit: rows of a matrix, dequantized; knows nothing of formats.
  *
  * inputs: ids (any shape) int64 | data, low, scales, zeros: the matrix (lowbit.h), for instance that of the LM head.
- * attributes: N, K, bits, block_size, paired. Output: (ids..., K).
+ * attributes: N, K, bits, block_size, paired, inline_scales. Output: (ids..., K).
  */
 #include <stdlib.h>
 
@@ -72,7 +72,7 @@ const ort_operator ort_embedding = {
             {"ids", ORT_INT64, ORT_REQUIRED},
             {"data", ORT_UINT8, ORT_REQUIRED},
             {"low", ORT_UINT8, ORT_OPTIONAL},
-            {"scales", ORT_UINT16, ORT_REQUIRED},
+            {"scales", ORT_UINT16, ORT_OPTIONAL},
             {"zeros", ORT_UINT8, ORT_OPTIONAL},
         },
 };

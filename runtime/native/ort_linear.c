@@ -4,8 +4,9 @@
  * its root mean square and this weight | residual, shaped as the output, is added last | planes: of an 8-bit matrix 1
  * reads the high plane alone, 2 both | layer_mask (parts of the model) bool: where the node's part is false, the output is
  * the residual, or zeros.
- * attributes: N, K, bits, block_size, paired, swiglu, norm_epsilon, part; heads, above 1: the matrix is one of (N / heads, K)
- * for each head, and X is (..., heads K). Output: (..., N), with swiglu (..., N / 2).
+ * attributes: N, K, bits, block_size, paired, inline_scales (there is no input scales then), swiglu, norm_epsilon,
+ * part; heads, above 1: the matrix is one of (N / heads, K) for each head, and X is (..., heads K). Output: (..., N),
+ * with swiglu (..., N / 2).
  */
 #include <stdlib.h>
 #include <string.h>
@@ -206,7 +207,7 @@ const ort_operator ort_linear = {
             {"X", ORT_FLOAT, ORT_REQUIRED},
             {"data", ORT_UINT8, ORT_REQUIRED},
             {"low", ORT_UINT8, ORT_OPTIONAL},
-            {"scales", ORT_UINT16, ORT_REQUIRED},
+            {"scales", ORT_UINT16, ORT_OPTIONAL},
             {"zeros", ORT_UINT8, ORT_OPTIONAL},
             {"bias", ORT_FLOAT, ORT_OPTIONAL},
             {"norm", ORT_FLOAT, ORT_OPTIONAL},

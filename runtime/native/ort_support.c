@@ -185,13 +185,16 @@ OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, 
     ORT_TRY(ort_int(kernel, info, "bits", &bits));
     ORT_TRY(ort_int(kernel, info, "block_size", &block));
     ORT_TRY(ort_flag(kernel, info, "paired", &matrix->paired));
+    ORT_TRY(ort_flag(kernel, info, "inline_scales", &matrix->inline_scales));
     matrix->bits = (int32_t)(bits == (int32_t)bits ? bits : 0);
     matrix->block = (int32_t)(block == (int32_t)block ? block : 0);
     const char *fault = matrix_fault(matrix);
     if (fault) return ort_fail(kernel, "%s", fault);
     if (kernel->inputs[LOW].given != (matrix->bits == 8))
         return ort_fail(kernel, "matrices of 8 bits have a low plane, no others");
-    ORT_TRY(ort_expect(kernel, DATA, matrix_plane(matrix)));
+    if (kernel->inputs[SCALES].given == matrix->inline_scales)
+        return ort_fail(kernel, "a matrix has either inline scales or the input scales");
+    ORT_TRY(ort_expect(kernel, DATA, matrix_data(matrix)));
     ORT_TRY(ort_expect(kernel, LOW, matrix_plane(matrix)));
     ORT_TRY(ort_expect(kernel, SCALES, matrix_scales(matrix)));
     return ort_expect(kernel, ZEROS, matrix_scales(matrix));
@@ -199,11 +202,15 @@ OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, 
 
 OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix) {
     const void *data, *low, *scales, *zeros;
-    ORT_TRY(ort_read(kernel, context, DATA, matrix_plane(matrix), &data));
+    ORT_TRY(ort_read(kernel, context, DATA, matrix_data(matrix), &data));
     ORT_TRY(ort_read(kernel, context, LOW, matrix_plane(matrix), &low));
     ORT_TRY(ort_read(kernel, context, SCALES, matrix_scales(matrix), &scales));
     ORT_TRY(ort_read(kernel, context, ZEROS, matrix_scales(matrix), &zeros));
     matrix->data = data, matrix->low = low, matrix->scales = scales, matrix->zeros = zeros;
+    if (matrix->inline_scales) {
+        matrix->scales = data;
+        matrix->data += LOWBIT_TILE * sizeof(uint16_t);
+    }
     return NULL;
 }
 

@@ -87,7 +87,8 @@ OrtStatus *ort_left_out(const ort_kernel *kernel, const OrtKernelContext *contex
 OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, const ort_shape *shape,
                        const float *residual);
 
-/* Sizes of the matrix in inputs 1 to 4 (data, low, scales, zeros), from the attributes; constants are checked. */
+/* Sizes of the matrix in inputs 1 to 4 (data, low, scales, zeros), from the attributes; constants are checked. Inline
+ * scales are part of data. */
 OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, lowbit_matrix *matrix);
 /* The same matrix with its bytes. */
 OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix);

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.native.binding import ACTIVATIONS, AttentionPass, Binding, PackedMatrix
+from edgeinfer.runtime.native.binding import ACTIVATIONS, INLINE_BYTES, AttentionPass, Binding, PackedMatrix
 
 __all__ = ["agrees_with_portable", "portable_is_right"]
 
@@ -20,15 +20,16 @@ _TILE = 32
 # No whole tiles, no whole blocks, and as many rows as the paths with the largest panels take at a time.
 _N, _K, _M = 34, 100, 8
 _EPSILON = 1e-5
-# Bits, block, paired.
+# Bits, block, paired, inline scales.
 _FORMATS = (
-    (2, 32, True),
-    (4, 32, False),
-    (4, 64, True),
-    (4, 128, False),
-    (2, 128, False),
-    (8, 64, False),
-    (8, 32, True),
+    (2, 32, True, False),
+    (4, 32, False, False),
+    (4, 64, True, False),
+    (4, 128, False, False),
+    (2, 128, False, False),
+    (8, 64, False, False),
+    (8, 32, True, False),
+    (4, 32, True, True),
 )
 
 # Attention: query heads of the one kv head, sizes of a key and a value that fill no vectors, positions before the rows,
@@ -97,18 +98,22 @@ def _close(binding: Binding, case: _Case) -> bool:
 
 
 def _cases() -> Iterator[_Case]:
-    for index, (bits, block, paired) in enumerate(_FORMATS):
+    for index, (bits, block, paired, inline) in enumerate(_FORMATS):
         blocks = -(-_K // block)
         tiles = -(-(_N // 2) // (_TILE // 2)) if paired else -(-_N // _TILE)
         plane, cells = tiles * blocks * block * (8 if bits == 2 else 16), tiles * blocks * _TILE
-        scales = (_floats(cells) + np.float32(0.5)).view(np.uint32) >> 16
+        scales = ((_floats(cells) + np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
         zeros = _bytes(cells) >> np.uint8(8 - bits) if index % 2 else None
         data, low = _bytes(2 * plane).reshape(2, plane)
         x = _floats(_M * _K).reshape(_M, _K) - np.float32(0.5)
         norm = _floats(_K) if index % 3 == 0 else None
         bias = _floats(_N) if index % 3 == 1 else None
+        if inline:
+            rows = (scales.view(np.uint8).reshape(-1, INLINE_BYTES), data.reshape(tiles * blocks, -1))
+            data = np.concatenate(rows, axis=1).reshape(-1)
         for plane_below in (low, None) if bits == 8 else (None,):
-            matrix = PackedMatrix(_N, _K, bits, block, data, scales.astype(np.uint16), plane_below, zeros, paired)
+            apart = None if inline else scales
+            matrix = PackedMatrix(_N, _K, bits, block, data, apart, plane_below, zeros, paired)
             yield _Case(matrix, x, norm, bias)
 
 
@@ -142,14 +147,21 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
     block, place = k // m.block, k % m.block
     byte = (tile * blocks + block) * _TILE * span + place % span // 4 * 128 + column * 4 + place % span % 4
     shift, mask = (place // span * plane_bits).astype(np.uint8), np.uint8((1 << plane_bits) - 1)
-    values = (m.data[byte] >> shift & mask).astype(np.float32)
+    data, apart = (m.data, m.scales) if m.scales is not None else _split(m.data, _TILE * span)
+    values = (data[byte] >> shift & mask).astype(np.float32)
     if m.bits == 8:
         values = values * 16 + (np.float32(7.5) if m.low is None else m.low[byte] >> shift & mask)
     cell = (tile * blocks + block) * _TILE + column
-    scales = (m.scales.astype(np.uint32) << 16).view(np.float32)
+    scales = (apart.astype(np.uint32) << 16).view(np.float32)
     zeros = np.float32(1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
     dense: Floats = (values - zeros) * scales[cell]
     return dense
+
+
+def _split(data: NDArray[np.uint8], step: int) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+    """Values, `step` bytes of each block, and the scales that lie inline before them."""
+    rows = data.reshape(-1, INLINE_BYTES + step)
+    return rows[:, INLINE_BYTES:].reshape(-1), rows[:, :INLINE_BYTES].copy().view(np.uint16).reshape(-1)
 
 
 def _attention_cases() -> Iterator[tuple[AttentionPass, NDArray[np.uint8], float]]:

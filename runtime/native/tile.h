@@ -24,6 +24,7 @@ typedef struct {
     const float *row_scales;
     const int32_t *row_sums;
     int64_t m, blocks; /* m of all rows: the stride between blocks */
+    int64_t data_step, scale_step; /* bytes and scales from block to block */
     int32_t block;
 } tile_view;
 
@@ -34,17 +35,20 @@ INLINE int format_of(const lowbit_matrix *w) {
 }
 
 INLINE tile_view view_of(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows) {
-    int64_t blocks = lowbit_blocks(w->k, w->block), step = lowbit_step(w) * blocks;
+    const int64_t blocks = lowbit_blocks(w->k, w->block);
+    const int64_t data_step = lowbit_data_step(w), scale_step = lowbit_scale_step(w);
     const tile_view t = {
-        .data = w->data + tile * step,
-        .low = w->low ? w->low + tile * step : NULL,
+        .data = w->data + tile * blocks * data_step,
+        .low = w->low ? w->low + tile * blocks * lowbit_step(w) : NULL,
         .zeros = w->zeros ? w->zeros + tile * blocks * LOWBIT_TILE : NULL,
-        .scales = w->scales + tile * blocks * LOWBIT_TILE,
+        .scales = w->scales + tile * blocks * scale_step,
         .values = rows->values,
         .row_scales = rows->scales,
         .row_sums = rows->sums,
         .m = rows->m,
         .blocks = blocks,
+        .data_step = data_step,
+        .scale_step = scale_step,
         .block = w->block,
     };
     return t;

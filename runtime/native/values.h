@@ -22,7 +22,7 @@ static inline float lowbit_bfloat16(uint16_t bits) {
 /* Scale and zero point of column `at` = (tile * blocks + b) * 32 + c, in the units `lowbit_values` is summed in:
  * doubled values, less 15 for the middle of the low plane, where only the high plane is read. */
 static inline float lowbit_scale(const lowbit_matrix *w, int64_t at) {
-    return lowbit_bfloat16(w->scales[at]) * (lowbit_high_only(w) ? 0.5f : 1.0f);
+    return lowbit_bfloat16(w->scales[at / LOWBIT_TILE * lowbit_scale_step(w) + at % LOWBIT_TILE]) * (lowbit_high_only(w) ? 0.5f : 1.0f);
 }
 
 static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
@@ -34,13 +34,14 @@ static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
 static inline void lowbit_values(const lowbit_matrix *w, int64_t tile, int64_t b, int c, uint8_t *out) {
     int bits = w->bits == 2 ? 2 : 4, span = w->block * bits / 8;
     int64_t blocks = lowbit_blocks(w->k, w->block);
-    int64_t base = (tile * blocks + b) * LOWBIT_TILE * span;
+    const int64_t number = tile * blocks + b;
+    const uint8_t *data = w->data + number * lowbit_data_step(w);
     for (int j = 0; j < w->block; j++) {
         int r = j % span, shift = j / span * bits;
-        int64_t byte = base + r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;
-        int value = w->data[byte] >> shift & ((1 << bits) - 1);
+        int64_t byte = r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;
+        int value = data[byte] >> shift & ((1 << bits) - 1);
         if (w->e2m1) value = lowbit_e2m1[value];
-        if (w->bits == 8) value = value * 16 + (w->low ? w->low[byte] >> shift & 15 : 0);
+        if (w->bits == 8) value = value * 16 + (w->low ? w->low[number * lowbit_step(w) + byte] >> shift & 15 : 0);
         out[j] = (uint8_t)value;
     }
 }

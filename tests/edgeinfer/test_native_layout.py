@@ -31,7 +31,8 @@ def shapes(draw: st.DrawFn, most_rows: int = 100) -> QuantizedShape:
     paired = draw(st.booleans())
     n = draw(st.integers(1, most_rows // 2)) * 2 if paired else draw(st.integers(1, most_rows))
     k = draw(st.integers(1, 2 * block + 5))
-    return QuantizedShape(n, k, draw(st.sampled_from([2, 4, 8])), block, draw(st.booleans()), paired)
+    bits, zeros, inline = draw(st.sampled_from([2, 4, 8])), draw(st.booleans()), draw(st.booleans())
+    return QuantizedShape(n, k, bits, block, zeros, paired, inline_scales=inline)
 
 
 def random_matrix(shape: QuantizedShape, seed: int) -> QuantizedMatrix:
@@ -80,7 +81,10 @@ def literal(matrix: QuantizedMatrix, shape: QuantizedShape) -> NativeTiles:
         if points is not None:
             zeros[t, :, c] = points[n]
     data, low = (p.reshape(tiles, blocks, 32 * S) for p in planes)
-    return NativeTiles(data, low if shape.bits == 8 else None, scales, zeros if points is not None else None)
+    if shape.inline_scales:
+        data = np.concatenate([scales.view(np.uint8), data], axis=2)
+    own = None if shape.inline_scales else scales
+    return NativeTiles(data, low if shape.bits == 8 else None, own, zeros if points is not None else None)
 
 
 def fields(tiles: NativeTiles) -> Iterator[tuple[str, NDArray[np.generic]]]:

@@ -34,7 +34,7 @@ CAPACITY = 64
 
 
 def matrix(
-    data: Array, low: Array | None, scales: Array, zeros: Array | None, shape: QuantizedShape, planes: int = 2
+    data: Array, low: Array | None, scales: Array | None, zeros: Array | None, shape: QuantizedShape, planes: int = 2
 ) -> Array:
     """The float matrix that flat constants stand for, in the order of its rows."""
     parts = native_parts(shape)
@@ -56,9 +56,10 @@ def matrix(
 class EmbeddingLowBit(OpRun):
     op_domain = graph.NATIVE_DOMAIN
 
-    def _run(self, ids: Array, data: Array, low: Any, scales: Array, zeros: Any = None, **a: int) -> tuple[Array]:
+    def _run(self, ids: Array, data: Array, low: Any, scales: Any, zeros: Any = None, **a: int) -> tuple[Array]:
+        inline = bool(a.pop("inline_scales", 0))
         assert set(a) == {"N", "K", "bits", "block_size"}
-        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None)
+        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None, inline_scales=inline)
         return (matrix(data, low, scales, zeros, shape)[ids],)
 
 
@@ -70,7 +71,7 @@ class LinearLowBit(OpRun):
         x: Array,
         data: Array,
         low: Any,
-        scales: Array,
+        scales: Any,
         zeros: Any = None,
         bias: Any = None,
         norm: Any = None,
@@ -79,12 +80,14 @@ class LinearLowBit(OpRun):
         mask: Any = None,
         **a: Any,
     ) -> tuple[Array]:
+        inline = bool(a.pop("inline_scales", 0))
         assert set(a) == {"N", "K", "bits", "block_size", "paired", "swiglu", "norm_epsilon", "part"}
         if mask is not None and not mask[a["part"]]:
             return (
                 np.zeros((*x.shape[:-1], a["N"] // (1 + a["swiglu"])), np.float32) if residual is None else residual,
             )
-        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None, bool(a["paired"]))
+        sizes = (a["N"], a["K"], a["bits"], a["block_size"])
+        shape = QuantizedShape(*sizes, zeros is not None, bool(a["paired"]), inline_scales=inline)
         weight = matrix(data, low, scales, zeros, shape, 2 if planes is None else int(planes[0]))
         assert planes is None or planes.shape == (1,)
         y = (x if norm is None else rms_norm(x, norm, a["norm_epsilon"])) @ weight.T

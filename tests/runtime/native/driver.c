@@ -35,10 +35,10 @@ static void fail(report *r, const problem *p, const char *what, int64_t row, int
     const shape *s = &p->s;
     if (r->failures++ >= MAX_MESSAGES) return;
     fprintf(stderr,
-            "%s: %s: row %lld column %lld: %.9g, expected %.9g (bits %d%s block %d zeros %d paired %d swiglu %d "
+            "%s: %s: row %lld column %lld: %.9g, expected %.9g (bits %d%s%s block %d zeros %d paired %d swiglu %d "
             "bias %d residual %d norm %d, N %lld K %lld M %lld, values %d)\n",
             r->isa->name, what, (long long)row, (long long)column, got, want, s->bits, s->high_only ? " high" : "",
-            s->block, s->zeros, s->paired, s->swiglu, s->bias, s->residual, s->norm, (long long)s->n, (long long)s->k,
+            s->inline_scales ? " inline scales" : "", s->block, s->zeros, s->paired, s->swiglu, s->bias, s->residual, s->norm, (long long)s->n, (long long)s->k,
             (long long)s->m, p->kinds[row]);
 }
 
@@ -295,12 +295,14 @@ static void test(const shape *s) {
     release(0);
 }
 
-/* One of 4 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu or with silu. */
+/* One of 4 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu or with silu; half of them
+ * have inline scales. */
 static void try(int variant, int64_t n, int64_t k, int64_t m) {
     static const int BITS[] = {2, 4, 8, 8}, BLOCKS[] = {32, 64, 128};
     int format = variant % 4, pair = variant / 24 % 5;
     shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 4 % 3]};
-    s.zeros = variant / 12 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50), s.paired = pair > 0 && pair < 4, s.swiglu = pair == 3 ? 2 : pair > 1;
+    s.zeros = variant / 12 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
+    s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair < 4, s.swiglu = pair == 3 ? 2 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
     s.n = s.paired ? 2 * n : n, s.k = k, s.m = m;
     test(&s);

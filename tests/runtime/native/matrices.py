@@ -44,8 +44,9 @@ def make_matrix(
     zeros: bool = False,
     paired: bool = False,
     e2m1: bool = False,
+    inline: bool = False,
 ) -> RandomMatrix:
-    """Draws values, scales and zero points of all sizes, and packs them."""
+    """Draws values, scales and zero points of all sizes, and packs them, scales inline or apart."""
     blocks = -(-k // block)
     values = rng.integers(0, 1 << bits, (n, k), np.uint8)
     points = rng.integers(0, 1 << bits, (n, blocks), np.uint8)
@@ -53,13 +54,19 @@ def make_matrix(
     scales = (wide >> 16).astype(np.uint16)
     if not zeros:
         points[:] = 1 << (bits - 1)
+    data, cells = (
+        _plane(values >> np.uint8(4 if bits == 8 else 0), 2 if bits == 2 else 4, block, paired),
+        _cells(scales, paired),
+    )
+    if inline:
+        data = np.hstack([cells.view(np.uint8).reshape(-1, 2 * TILE), data.reshape(cells.size // TILE, -1)]).reshape(-1)
     packed = PackedMatrix(
         n,
         k,
         bits,
         block,
-        _plane(values >> np.uint8(4 if bits == 8 else 0), 2 if bits == 2 else 4, block, paired),
-        _cells(scales, paired),
+        data,
+        None if inline else cells,
         low=_plane(values & np.uint8(15), 4, block, paired) if bits == 8 else None,
         zeros=_cells(points, paired) if zeros else None,
         paired=paired,

@@ -18,7 +18,7 @@ static const double LOW_MIDDLE = 7.5;
 static const int DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 typedef struct {
-    int bits, e2m1, high_only, block, zeros, paired, swiglu, bias, residual, norm;
+    int bits, e2m1, high_only, inline_scales, block, zeros, paired, swiglu, bias, residual, norm;
     int64_t n, k, m;
 } shape;
 
@@ -52,24 +52,28 @@ static void locate(const shape *s, int64_t n, int64_t *tile, int64_t *lane) {
     *lane = s->paired ? n / half * 16 + n % half % 16 : n % 32;
 }
 
-/* Adds value v (of plane_bits bits) at row n, position k, to a plane: the formula of lowbit.h, spelled out. */
-static void put(const problem *p, uint8_t *plane, int64_t n, int64_t k, int v) {
+/* Adds value v (of plane_bits bits) at row n, position k, to a plane: the formula of lowbit.h, spelled out. `between`
+ * bytes of something else follow those of each block. */
+static void put(const problem *p, uint8_t *plane, int64_t between, int64_t n, int64_t k, int v) {
     int plane_bits = p->s.bits == 2 ? 2 : 4;
     int64_t t, lane, B = p->s.block, S = B * plane_bits / 8, b = k / B, j = k % B, r = j % S;
     locate(&p->s, n, &t, &lane);
-    int64_t byte = (t * p->blocks + b) * 32 * S + r / 4 * 128 + lane * 4 + r % 4;
+    int64_t byte = (t * p->blocks + b) * (32 * S + between) + r / 4 * 128 + lane * 4 + r % 4;
     plane[byte] = (uint8_t)(plane[byte] | v << (j / S * plane_bits));
 }
 
 static void make_weights(problem *p) {
     const shape *s = &p->s;
     size_t bytes = (size_t)(p->tiles * p->blocks * 2 * 16 * s->block * (s->bits == 2 ? 2 : 4) / 8);
-    size_t entries = (size_t)(p->tiles * p->blocks * 32);
-    uint8_t *data = take(bytes, 64, 0), *low = s->bits == 8 ? take(bytes, 64, 0) : NULL;
-    uint16_t *scales = take(entries * 2, 16, 2);
+    size_t entries = (size_t)(p->tiles * p->blocks * 32), all = bytes + (s->inline_scales ? entries * 2 : 0);
+    int64_t between = s->inline_scales ? 64 : 0;
+    int64_t scale_step = s->inline_scales ? (int64_t)all / (p->tiles * p->blocks) / 2 : 32;
+    uint8_t *data = take(all, 64, 0), *low = s->bits == 8 ? take(bytes, 64, 0) : NULL;
+    uint16_t *scales = s->inline_scales ? (uint16_t *)(void *)data : take(entries * 2, 16, 2);
     uint8_t *zeros = s->zeros ? take(entries, 16, 1) : NULL;
-    memset(data, 0, bytes);
-    memset(scales, 0, entries * 2);
+    if (!s->inline_scales) memset(scales, 0, entries * 2);
+    memset(data, 0, all);
+    data += between;
     if (low) memset(low, 0, bytes);
     if (zeros) memset(zeros, 0, entries);
     p->dense = take((size_t)(s->n * s->k) * sizeof(double), 16, 0);
@@ -77,23 +81,25 @@ static void make_weights(problem *p) {
     for (int64_t n = 0; n < s->n; n++) {
         int style = (int)below(6); /* 0: all greatest, 1: all least, else random */
         int64_t t, lane, entry = 0;
+        uint16_t *scale = scales;
         locate(s, n, &t, &lane);
         for (int64_t k = 0; k < s->k; k++) {
             int v = style == 0 ? top : style == 1 ? 0 : (int)below(top + 1);
             if (k % s->block == 0) {
                 entry = (t * p->blocks + k / s->block) * 32 + lane;
-                scales[entry] = random_scale();
+                scale = scales + entry / 32 * scale_step + lane;
+                *scale = random_scale();
                 if (zeros) zeros[entry] = (uint8_t)(chance(20) ? (chance(50) ? top : 0) : below(top + 1));
             }
-            put(p, data, n, k, s->bits == 8 ? v >> 4 : v);
-            if (low) put(p, low, n, k, v & 15);
+            put(p, data, between, n, k, s->bits == 8 ? v >> 4 : v);
+            if (low) put(p, low, 0, n, k, v & 15);
             double read = s->high_only ? (v >> 4) * 16 + LOW_MIDDLE : v;
             read = s->e2m1 ? DOUBLED[v] : read - (zeros ? zeros[entry] : 1 << (s->bits - 1));
-            p->dense[n * s->k + k] = read * from_bf16(scales[entry]);
+            p->dense[n * s->k + k] = read * from_bf16(*scale);
         }
     }
     p->w = (lowbit_matrix){s->n,  s->k,    s->bits, s->block, s->paired, s->e2m1,
-                           data, s->high_only ? NULL : low,   scales,    zeros};
+                           s->inline_scales, data, s->high_only ? NULL : low, scales, zeros};
 }
 
 static float element(int kind, int64_t k, int block) {

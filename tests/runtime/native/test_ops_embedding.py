@@ -31,16 +31,24 @@ def look_up(kernel: NativeKernel, matrix: RandomMatrix, ids: NDArray[np.int64], 
     half=st.integers(1, 40),
     k=st.integers(1, 300),
     paired=st.booleans(),
+    inline=st.booleans(),
     shape=st.lists(st.integers(0, 4), max_size=3),
 )
 @settings(max_examples=60, deadline=None)
 def test_gives_the_rows_of_the_matrix(
-    kernel: NativeKernel, seed: int, form: tuple[int, int, bool], half: int, k: int, paired: bool, shape: list[int]
+    kernel: NativeKernel,
+    seed: int,
+    form: tuple[int, int, bool],
+    half: int,
+    k: int,
+    paired: bool,
+    inline: bool,
+    shape: list[int],
 ) -> None:
     rng = np.random.default_rng(seed)
     bits, block, zeros = form
     n = 2 * half if paired else 2 * half - 1
-    matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired)
+    matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired, inline=inline)
     ids = rng.integers(0, n, shape)
     np.testing.assert_array_equal(look_up(kernel, matrix, ids), matrix.dense[ids])
 

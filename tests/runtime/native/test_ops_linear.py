@@ -49,6 +49,7 @@ def close(got: Floats, wanted: Floats, tolerance: float = 1e-5) -> bool:
     m=st.integers(1, 33),
     paired=st.booleans(),
     gated=st.booleans(),
+    inline=st.booleans(),
     extras=st.sets(st.sampled_from(["bias", "norm", "residual"])),
     threads=st.sampled_from([1, 2]),
 )
@@ -63,13 +64,14 @@ def test_agrees_with_numpy_and_with_the_portable_path(
     m: int,
     paired: bool,
     gated: bool,
+    inline: bool,
     extras: set[str],
     threads: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     bits, block, zeros = form
     n = 2 * half if paired else 2 * half - 1
-    matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired)
+    matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired, inline=inline)
     fused = paired and gated
     x = rng.standard_normal((m, k), np.float32)
     sizes = {"bias": (n,), "norm": (k,), "residual": (m, n // 2 if fused else n)}
@@ -216,6 +218,7 @@ def test_what_is_not_finite_reaches_only_its_row(kernel: NativeKernel) -> None:
         ({"paired": 2}, "paired must be 0 or 1"),
         ({"paired": 1, "N": 71}, "needs an even N"),
         ({"swiglu": 1}, "swiglu needs a paired matrix"),
+        ({"inline_scales": 1}, "either inline scales or the input scales"),
     ],
 )
 def test_attributes_that_do_not_fit_are_refused_at_load(

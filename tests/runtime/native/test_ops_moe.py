@@ -249,7 +249,8 @@ def test_a_directory_that_does_not_fit_is_refused(
 ) -> None:
     rng = np.random.default_rng(3)
     gate_up, down = make_matrix(rng, 40, 50, paired=True), make_matrix(rng, 50, 20)
-    parts = [array.view(np.uint8) for m in (gate_up, down) for array in (m.packed.data, m.packed.scales)]
+    arrays = [array for m in (gate_up, down) for array in (m.packed.data, m.packed.scales)]
+    parts = [array.view(np.uint8) for array in arrays if array is not None]
     a, b, c, d = np.cumsum([0, *(len(part) for part in parts)])[:4]
     directory = np.array([[20, 4, 32, a, -1, b, -1, 4, 32, c, -1, d, -1]])
     experts = Experts(50, [(gate_up, down)], np.concatenate(parts), directory)
