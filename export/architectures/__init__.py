@@ -7,6 +7,7 @@ from edgeinfer.export.architectures.cohere2_moe import COHERE2_MOE
 from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from edgeinfer.export.architectures.gemma4 import GEMMA4
 from edgeinfer.export.architectures.gpt_oss import GPT_OSS
+from edgeinfer.export.architectures.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from edgeinfer.export.architectures.latent import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from edgeinfer.export.architectures.layer_norm import COHERE, COHERE2, NEMOTRON, PHI, STABLELM, STARCODER2
 from edgeinfer.export.architectures.lfm import LFM2, LFM2_MOE, LFM3
@@ -41,6 +42,7 @@ from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, 
 
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GEMMA4, OLMO2, OLMO3, EXAONE4)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN)
+_WINDOWED = (GRANITE_SWA, GRANITE_MOE_SWA)
 _ACTIVATED = (APERTUS, BITNET)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE, COHERE2_MOE)
@@ -49,7 +51,7 @@ _LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 _HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 _MAMBA = (MAMBA2, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_HYBRID)
 _PLAIN = (*_DENSE, *_NEAR_LLAMA, *_ACTIVATED, *_LAYER_NORM)
-ARCHITECTURES = (*_PLAIN, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID, *_MAMBA)
+ARCHITECTURES = (*_PLAIN, *_WINDOWED, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *_HYBRID, *_MAMBA)
 
 
 def find_architecture(config: HFConfig) -> Architecture:

@@ -23,7 +23,7 @@ from edgeinfer.errors import BundleError, CheckpointError, UnsupportedArchitectu
 from edgeinfer.export.architectures import Architecture, HeadPadding, Source, TensorPlan
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
-from edgeinfer.export.source.packed import PACKINGS
+from edgeinfer.export.source.packed import PACKINGS, require_fp8_blocks
 
 __all__ = ["Described", "describe", "pad_heads", "pad_values", "read_spec", "require_graphs", "require_plain"]
 
@@ -66,6 +66,7 @@ def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint)
         # Before anything is made for each of what may be any number of layers.
         message = f"config.json: num_hidden_layers={layers}, but the checkpoint has only {count} tensors."
         raise CheckpointError(message, "Check that config.json belongs to these weights.")
+    require_fp8_blocks(hf_config)
     silent = hf_config.get("tie_word_embeddings") is None
     tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
     try:

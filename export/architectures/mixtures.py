@@ -12,7 +12,7 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["GRANITE_MOE", "MIXTRAL", "OLMOE", "PHIMOE"]
+__all__ = ["GRANITE_MOE", "GRANITE_MOE_NAMES", "MIXTRAL", "OLMOE", "PHIMOE", "read_granite_moe", "refine_granite_moe"]
 
 
 # Experts of a token that Phi-3.5-MoE's router chooses.
@@ -103,7 +103,7 @@ def _read_olmoe(config: HFConfig, tied: bool) -> DecoderSpec:
 OLMOE = Architecture(classes=("OlmoeForCausalLM",), model_types=("olmoe",), read=_read_olmoe)
 
 
-def _read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
+def read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     """GraniteMoE, with or without a shared expert: stacked experts, and four multipliers that go into the weights."""
     shared = config.get("shared_intermediate_size")
     moe = MoESpec(
@@ -116,7 +116,7 @@ def _read_granite_moe(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, moe=moe)
 
 
-def _refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+def refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
     embedding, residual = config.number("embedding_multiplier", 1.0), config.number("residual_multiplier", 1.0)
     factor = 1.0
     if plan.name == "embed":
@@ -133,7 +133,7 @@ def _refine_granite_moe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -
     return TensorPlan(plan.name, tuple(dataclasses.replace(s, scale=factor) for s in plan.sources))
 
 
-_GRANITE_MOE_NAMES = MixtureNaming(
+GRANITE_MOE_NAMES = MixtureNaming(
     router="block_sparse_moe.router.layer.weight",
     stacked_gate_up="block_sparse_moe.input_linear.weight",
     stacked_down="block_sparse_moe.output_linear.weight",
@@ -143,7 +143,7 @@ _GRANITE_MOE_NAMES = MixtureNaming(
 GRANITE_MOE = Architecture(
     classes=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
     model_types=("granitemoe", "granitemoeshared"),
-    read=_read_granite_moe,
-    naming=Naming(mixture=_GRANITE_MOE_NAMES),
-    refine=_refine_granite_moe,
+    read=read_granite_moe,
+    naming=Naming(mixture=GRANITE_MOE_NAMES),
+    refine=refine_granite_moe,
 )

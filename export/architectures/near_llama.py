@@ -24,6 +24,7 @@ __all__ = [
     "MINISTRAL3",
     "SEED_OSS",
     "SMOLLM3",
+    "read_granite",
     "refine_granite",
 ]
 
@@ -84,7 +85,7 @@ MINISTRAL3 = Architecture(
 )
 
 
-def _read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
+def read_granite(config: HFConfig, tied: bool) -> DecoderSpec:
     """Granite: four multipliers, of which all but the scores' go into the weights."""
     bias = config.flag("attention_bias")
     scale = config.number("attention_multiplier", 1.0)
@@ -106,7 +107,7 @@ def refine_granite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Ten
 
 
 GRANITE = Architecture(
-    classes=("GraniteForCausalLM",), model_types=("granite",), read=_read_granite, refine=refine_granite
+    classes=("GraniteForCausalLM",), model_types=("granite",), read=read_granite, refine=refine_granite
 )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.errors import CheckpointError
+from edgeinfer.export.source import fp8
 
 __all__ = ["FLOATS", "Checkpoint", "parse_object", "read_bytes"]
 
@@ -61,6 +62,8 @@ class Checkpoint:
             self._read_shards(index)
         else:
             raise _no_weights(folder)
+        eights = [name for name, tensor in self._tensors.items() if tensor.stored.dtype == fp8.E4M3]
+        self._beside = {other for name in eights for other in fp8.beside(name)}
 
     def __enter__(self) -> Self:
         return self
@@ -75,13 +78,13 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._tensors)
+        """Names of all tensors but the scales of others."""
+        return frozenset(self._tensors.keys() - self._beside)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor."""
-        return {name: tensor.stored.shape for name, tensor in self._tensors.items()}
+        return {name: self._tensors[name].stored.shape for name in self.names}
 
     def dtype(self, name: str) -> str:
         """The type a tensor is stored in, as the format spells it: F32, BF16 and so on."""
@@ -101,14 +104,21 @@ class Checkpoint:
         if stored.shape != shape:
             message = f"Tensor {name!r} in {file} has shape {stored.shape}, config.json implies {shape}."
             raise CheckpointError(message, "Check that config.json belongs to these weights.")
-        if stored.dtype not in types:
+        if stored.dtype == fp8.E4M3 and types == FLOATS and fp8.scale_name(name) in self._tensors:
+            self._require_scales(name, shape)
+        elif stored.dtype not in types:
             hint = "Export from float32, float16 or bfloat16 weights; quantized checkpoints cannot be converted."
             raise CheckpointError(f"Tensor {name!r} in {file} has type {stored.dtype}.", hint)
+
+    def _require_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        scales = fp8.scale_name(name)
+        whole = math.prod(self._tensors[scales].stored.shape) == 1
+        self.require(scales, self._tensors[scales].stored.shape if whole else fp8.scale_shape(shape))
 
     def read(
         self, name: str, start: int = 0, stop: int | None = None, *, within: int | None = None
     ) -> NDArray[np.float32]:
-        """Rows `start` to `stop` of a tensor as float32; `require` must have accepted the tensor.
+        """Rows `start` to `stop` of a tensor as float32, a single number as (1,); `require` must have accepted it.
 
         Args:
             within: rows are those of the tensor with this index along the first axis.
@@ -117,13 +127,26 @@ class Checkpoint:
             CheckpointError: the file ended early, or cannot be read.
         """
         tensor = self._tensors[name]
-        shape = tensor.stored.shape if within is None else tensor.stored.shape[1:]
+        shape = (tensor.stored.shape or (1,)) if within is None else tensor.stored.shape[1:]
         stop = shape[0] if stop is None else stop
+        if tensor.stored.dtype == fp8.E4M3:
+            return self._read_scaled(name, start, stop, within)
         row_items = math.prod(shape[1:])
         values = np.empty((stop - start, *shape[1:]), np.float32)
         start += 0 if within is None else within * shape[0]
         with _reading(tensor.file):
             self._read_into(values.reshape(-1), tensor, start * row_items)
+        return values
+
+    def _read_scaled(self, name: str, start: int, stop: int, within: int | None) -> NDArray[np.float32]:
+        """As `read`, of 8-bit floats and their scales."""
+        values = fp8.numbers(self.read_packed(name, start, stop, within=within))
+        scales = self._tensors[fp8.scale_name(name)].stored.shape
+        if math.prod(scales) == 1:
+            values *= self.read(fp8.scale_name(name)).reshape(())
+            return values
+        first, last = start // fp8.BLOCK, -(-stop // fp8.BLOCK)
+        fp8.multiply_blocks(values, self.read(fp8.scale_name(name), first, last, within=within), start)
         return values
 
     def read_packed(self, name: str, start: int, stop: int, *, within: int | None = None) -> NDArray[np.uint8]:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.bfloat16 import round_nearest
 from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize_e2m1, midpoint, pack
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.export.source import fp8
 from edgeinfer.export.source.checkpoint import FLOATS, Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.quant.policy import QuantScheme, effective_block
 
-__all__ = ["MXFP4", "PACKINGS", "PackedSource", "Packing", "mxfp4_tensors", "ternary_packing"]
+__all__ = ["MXFP4", "PACKINGS", "PackedSource", "Packing", "mxfp4_tensors", "require_fp8_blocks", "ternary_packing"]
 
 MXFP4 = "mxfp4"
 Floats = NDArray[np.float32]
@@ -252,3 +253,18 @@ def ternary_packing(config: HFConfig) -> str:
     if given.get("linear_class", "bitlinear") == "bitlinear":
         return "ternary-divided"
     return "ternary-rounded" if given.get("quantization_mode") == "online" else "ternary"
+
+
+def require_fp8_blocks(config: HFConfig) -> None:
+    """Refuses a checkpoint of 8-bit floats whose scales are of other blocks, which their shapes need not show.
+
+    Raises:
+        UnsupportedArchitectureError: they are.
+    """
+    given = config.get("quantization_config")
+    if not isinstance(given, dict) or given.get("quant_method") != "fp8":
+        return
+    blocks = given.get("weight_block_size")
+    if blocks is not None and blocks != [fp8.BLOCK, fp8.BLOCK]:
+        message = f"FP8 weights with scales of blocks of {blocks!r} are not supported."
+        raise UnsupportedArchitectureError(message, f"Choose a checkpoint with blocks of {[fp8.BLOCK] * 2}.")

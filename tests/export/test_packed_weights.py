@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Layout, open_bundle
-from edgeinfer.errors import CheckpointError, UsageError
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
@@ -103,6 +103,80 @@ def test_damaged_mxfp4_is_refused(name: str, spoilt: torch.Tensor | None, says: 
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
     assert "\n" not in caught.value.message
     assert not (tmp_path / "bundle").exists()
+
+
+def make_fp8(folder: Path, whole: bool) -> Any:
+    """A random DeepSeek-V3 whose matrices are 8-bit floats with scales, as published; returns what these are.
+
+    Args:
+        whole: a matrix has one scale instead of one for each block of 128 x 128.
+    """
+    model = make_checkpoint(
+        folder, "DeepseekV3", hidden_size=160, intermediate_size=288, num_hidden_layers=2, n_routed_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=136, first_k_dense_replace=1, n_group=1, topk_group=1,
+        kv_lora_rank=144, q_lora_rank=40, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=40,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    file, places = folder / "model.safetensors", dict(model.named_parameters())
+    tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
+    for name, values in list(tensors.items()):
+        if values.ndim != 2 or "_proj" not in name:
+            continue
+        rows, columns = ((size + 127) // 128 for size in values.shape)
+        scales = torch.full((), 0.004) if whole else 0.002 + 0.004 * torch.rand(rows, columns)
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1) if scales.ndim else scales.expand_as(values)
+        wide = wide[: values.shape[0], : values.shape[1]]
+        tensors[name] = (values / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        if whole:
+            tensors[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(1.0)
+        read = tensors[name].float() * wide
+        if name in places:
+            places[name].data = read
+        else:
+            place, expert, part = (part for part in name.replace(".weight", "").rsplit(".", 2))
+            experts = model.get_submodule(place)
+            if part == "down_proj":
+                experts.down_proj.data[int(expert)] = read
+            else:
+                half = 0 if part == "gate_proj" else len(read)
+                experts.gate_up_proj.data[int(expert), half : half + len(read)] = read
+    save_file(tensors, file)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None if whole else [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_fp8_is_read_with_its_scales(whole: bool, tmp_path: Path) -> None:
+    model = make_fp8(tmp_path / "checkpoint", whole)
+    bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))
+    found = ReferenceBackend(bundle, 16).forward(ForwardInput(TOKENS, ROWS, ROWS)).logits
+    assert np.abs(found - expected_logits(model, TOKENS)).max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "says"),
+    [
+        (torch.ones((2, 1)), r"has shape \(2, 1\)"),
+        (None, "type F8_E4M3"),
+        (torch.full((3, 2), torch.nan), "not finite"),
+    ],
+)
+def test_damaged_fp8_is_refused(spoilt: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    make_fp8(tmp_path / "checkpoint", False)
+    spoil(tmp_path / "checkpoint", "model.layers.0.mlp.gate_proj.weight_scale_inv", spoilt)
+    with pytest.raises(CheckpointError, match=says):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
+
+
+def test_fp8_of_other_blocks_is_refused(tmp_path: Path) -> None:
+    make_fp8(tmp_path / "checkpoint", False)
+    config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedArchitectureError, match=r"blocks of \[64, 64\]"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=4))
 
 
 def make_bitnet(folder: Path, kind: str) -> Any:

@@ -167,6 +167,12 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     _family("Granite", "Granite", _GRANITE, _TIED | _BIASES),
+    _family(
+        "Granite SWA",
+        "GraniteSWA",
+        _GRANITE | _WINDOWS | {"layer_rope_theta": [1e4, 0, 1e3]},
+        _TIED | _BIASES | {"layer_rope_theta": None, "sliding_window": 128, "layer_types": None},
+    ),
     _family("GLM", "Glm", {"attention_bias": True, "head_dim": 32, **_default(partial_rotary_factor=0.5)}),
     _family("GLM 4", "Glm4", {"attention_bias": True, "head_dim": 32, **_default(partial_rotary_factor=0.5)}),
     _family("ERNIE 4.5", "Ernie4_5", {}, _TIED | {"use_bias": True, "head_dim": 32}),
@@ -289,6 +295,12 @@ FAMILIES: tuple[Family, ...] = (
     _known("OLMoE", "Olmoe"),
     _known("Granite 3 MoE", "GraniteMoe"),
     _known("Granite 3 MoE with a shared expert", "GraniteMoeShared"),
+    _family(
+        "Granite MoE SWA",
+        "GraniteMoeSWA",
+        _GRANITE | _WINDOWS | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 64},
+        _TIED | {"shared_intermediate_size": 0, "layer_rope_theta": [0, 1e3, 1e4]},
+    ),
     _family(
         "gpt-oss",
         "GptOss",
