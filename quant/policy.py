@@ -37,8 +37,9 @@ _LARGE_MODEL = 1 << 26
 # Zero points lower the error of 8 bits by a few percent and cost a third of the speed, which counts above this size.
 _LARGE_WEIGHTS = 1 << 20
 # A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
-# So do the gates of a delta rule, which say how long every token is remembered.
+# So do the gates of a delta rule, which say how long every token is remembered, and what predicts and corrects streams.
 _ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate", ".mixer.gates")
+_ALWAYS_FLOAT += (".streams.router", ".streams.predict", ".streams.correct")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.arithmetic import silu
 from edgeinfer.bundle.spec import Activation
 
-__all__ = ["gate_up", "inner_values"]
+__all__ = ["cut_off", "deviations", "gate_up", "inner_values"]
 
 Floats = NDArray[np.float32]
 # Source: transformers' GptOssExperts.
@@ -76,4 +77,18 @@ def gate_up(
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     # silu(a x) / a is x times the logistic function of a x.
     result: Floats = silu(np.float32(_OAI_ALPHA) * gate) / np.float32(_OAI_ALPHA) * (up + 1)
+    return result
+
+
+def deviations(share: float) -> float:
+    """How many standard deviations above the mean a share of normally distributed values ends."""
+    return NormalDist().inv_cdf(share)
+
+
+def cut_off(gate: Floats, share: float) -> Floats:  # (..., F) -> (..., F)
+    """What a row has above its cutoff, if its values were normally distributed, of which a share is cut off."""
+    if not share:
+        return gate
+    cutoff = gate.mean(axis=-1, keepdims=True) + np.float32(deviations(share)) * gate.std(axis=-1, keepdims=True)
+    result: Floats = np.maximum(gate - cutoff, np.float32(0))
     return result

@@ -11,7 +11,7 @@ from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "check_heads", "with_sources"]
+__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "StreamsSpec", "check_heads", "with_sources"]
 
 
 @dataclass(frozen=True)
@@ -112,3 +112,31 @@ class PerLayerSpec:
 
     def __post_init__(self) -> None:
         _require(self.size > 0 and self.vocab_size > 0, "per-layer embeddings need a size and a vocabulary")
+
+
+@dataclass(frozen=True)
+class StreamsSpec:
+    """Hidden states in several streams, of which a layer computes with the first and predicts the others (AltUp).
+
+    A router makes a number for each stream of the first one's hidden states, between -1 and 1. A layer's streams are
+    first predicted: each is itself plus a sum of all, weighted by a product of these numbers. What attention and MLP
+    then change of the first stream is added to each, times one plus another product of the numbers that the router
+    makes of it. A per-layer embedding is added to all streams but the first. Embeddings enter the other streams by a
+    matrix for each, and the head reads the mean of all after another, which both keep the magnitude of the first.
+
+    What a layer's attention reads, and up(down(x)) of that, of `laurel_rank`, normed, is added to the hidden states
+    behind attention, and their sum divided by the root of two.
+
+    Attributes:
+        count: of streams.
+        laurel_rank: inner width of the augmented residual.
+        scaled: the first stream is multiplied by a vector before it meets the per-layer embedding.
+    """
+
+    count: int
+    laurel_rank: int
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.count <= 64, "there must be 2 to 64 streams")
+        _require(self.laurel_rank > 0, "laurel_rank must be positive")

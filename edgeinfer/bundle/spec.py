@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
-from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec, check_heads
+from edgeinfer.bundle.mixture import MoESpec, Router
+from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec, StreamsSpec, check_heads
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 from edgeinfer.records import dataclass
@@ -29,87 +30,7 @@ __all__ = [
 # gelu_tanh is the tanh approximation; relu2 squares what is positive; swiglu_oai is gpt-oss's clamped SwiGLU.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu", "swiglu_oai"]
 NormKind = Literal["rms", "layer"]
-Router = Literal["softmax", "relu", "sigmoid", "sparsemixer"]
 OutputGate = Literal["", "channel", "head"]
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """The mixture of experts that stands in for a layer's MLP.
-
-    A token's scores are the router's product with its normed hidden state, and a bias where there is one. They become
-    shares by "softmax" over all experts or by "sigmoid" of each; the `top_k` experts of highest share, plus a bias that
-    is for choosing alone, are used, and their results multiplied by their shares, divided by the chosen ones' sum where
-    `renormalize`, times `scale`. "relu": every expert whose score is positive, weighted by the RMS norm of the
-    rectified scores (BlockFFN); `top_k` is the number of experts then. "sparsemixer" (Phi-3.5-MoE): experts are chosen
-    by falling score, and each weighted by its share of a softmax over those that are not chosen before it and whose
-    score lies at most 2 `jitter` below its own, relative to the larger magnitude of theirs and its own score.
-
-    Attributes:
-        experts: of a layer.
-        top_k: the most a token uses.
-        expert_size: inner width of one.
-        shared_size: inner width of the expert that every token uses; 0 where there is none.
-        shared_gate: its result is multiplied by the logistic function of a product of its own (Qwen2-MoE).
-        gated: experts, the shared one too, are down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        dense_layers: layers that have an ordinary MLP of `intermediate_size`, ascending.
-        router_bias: is added to the scores (gpt-oss).
-        choice_bias: is added to the shares when experts are chosen, and not to what they are weighted by (DeepSeek-V3).
-        expert_bias: the experts' matrices have biases (gpt-oss).
-        groups, group_top_k: experts are chosen among the best groups alone (DeepSeek); 1 group is all of them. A
-            group's rank is its best share, or with a choice bias the sum of its two best.
-        scale: of the chosen experts' weights.
-        jitter: of a "sparsemixer"; 0 for other routers.
-    """
-
-    experts: int
-    top_k: int
-    expert_size: int
-    shared_size: int = 0
-    shared_gate: bool = False
-    router: Router = "softmax"
-    renormalize: bool = True
-    gated: bool = True
-    dense_layers: tuple[int, ...] = ()
-    router_bias: bool = False
-    choice_bias: bool = False
-    expert_bias: bool = False
-    groups: int = 1
-    group_top_k: int = 1
-    scale: float = 1.0
-    jitter: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("experts", "top_k", "expert_size"):
-            _require(getattr(self, name) > 0, f"{name} must be positive")
-        _require(self.experts <= 4096, f"{self.experts} experts are impossible")
-        _require(self.top_k <= self.experts, f"top_k {self.top_k} exceeds {self.experts} experts")
-        _require(self.shared_size >= 0, "shared_size must be 0 or positive")
-        _require(self.shared_size > 0 or not self.shared_gate, "a shared gate needs a shared expert")
-        _require(self.router in get_args(Router), f"router {self.router!r} is unknown")
-        every = self.router != "relu" or self.top_k == self.experts
-        _require(every, "a relu router chooses among all experts")
-        ascending = self.dense_layers == tuple(sorted(set(self.dense_layers)))
-        _require(ascending and min(self.dense_layers, default=0) >= 0, "dense_layers must ascend")
-        _require(1 <= self.group_top_k <= self.groups, "group_top_k must be from 1 to groups")
-        _require(self.experts % self.groups == 0, "groups must divide the experts")
-        enough = self.top_k <= self.experts // self.groups * self.group_top_k
-        _require(enough, "the groups chosen have fewer experts than top_k")
-        _require(self.scale > 0, "the scale of the experts must be positive")
-        mixes = self.router == "sparsemixer"
-        _require(self.jitter > 0 if mixes else not self.jitter, "jitter is of a sparsemixer router, and positive")
-        plain = self.groups == 1 and not self.choice_bias and not self.renormalize
-        _require(not mixes or plain, "a sparsemixer has weights of its own, and chooses by scores alone")
-
-    @property
-    def by_shares(self) -> bool:
-        """Whether weights are shares that were made before experts are chosen, by something else than these shares."""
-        return self.router == "sigmoid" or self.choice_bias or (self.groups > 1 and not self.renormalize)
-
-    @property
-    def draft_count(self) -> int:
-        """Experts of a token in a cheap pass, where an operator cannot have any number of them."""
-        return max(1, self.top_k // 2)
 
 
 @dataclass(frozen=True)
@@ -152,6 +73,9 @@ class DecoderSpec:
         mlp_sizes: inner width of each layer's MLP; empty where all have `intermediate_size`.
         layer_scales: the hidden states after each layer are multiplied by a number of its own (Gemma 4).
         per_layer: of per-layer embeddings.
+        streams: of hidden states in several streams (Gemma 3n).
+        sparsity: share of what enters each layer's activation that is cut off, as if it were normally distributed, so
+            that what is left is counted from there; 0 cuts nothing. Empty where no layer cuts.
     """
 
     vocab_size: int
@@ -201,6 +125,8 @@ class DecoderSpec:
     mlp_sizes: tuple[int, ...] = ()
     layer_scales: bool = False
     per_layer: PerLayerSpec | None = None
+    streams: StreamsSpec | None = None
+    sparsity: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
@@ -225,9 +151,14 @@ class DecoderSpec:
         kinds = {"conv": self.conv, "delta": self.delta, "mamba2": self.mamba2}
         check_mixers(self.mixers, self.num_layers, kinds, self.no_mlp)
         self._check_latent()
-        for name in ("mlp_sizes", "kv_sources"):
+        for name in ("mlp_sizes", "kv_sources", "sparsity"):
             _require(len(getattr(self, name)) in (0, self.num_layers), f"{name} must name every layer or none")
         _require(min(self.mlp_sizes, default=1) > 0, "mlp_sizes must be positive")
+        _require(all(0 <= share < 1 for share in self.sparsity), "sparsity must be in [0, 1)")
+        _require(not self.sparsity or self.gated, "what is cut is a gate")
+        plain = self.pre_norm and self.post_norm and not (self.parallel or self.mixers or self.moe or self.latent)
+        alone = self.per_layer is not None and plain and not self.layer_scales and not self.norm_bias
+        _require(self.streams is None or alone, "streams are combined with per-layer embeddings and norms alone")
         check_heads([self.heads(layer) for layer in range(len(self.kv_sources or self.windows or (0,)))])
 
     def _check_latent(self) -> None:
@@ -286,8 +217,9 @@ class DecoderSpec:
 
     @property
     def native_only(self) -> bool:
-        """Whether only our own operators compute it: those of recurrences, latent attention and shared caches."""
-        return bool(self.mixers or self.kv_sources) or self.latent is not None
+        """Whether only our own operators compute it: those of recurrences, latent attention, shared caches and
+        streams."""
+        return bool(self.mixers or self.kv_sources or self.streams or self.sparsity) or self.latent is not None
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""
@@ -317,6 +249,15 @@ class DecoderSpec:
     def mlp_size(self, layer: int) -> int:
         """Inner width of a layer's MLP."""
         return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+
+    @property
+    def carried_size(self) -> int:
+        """Width of what a layer hands to the next: the hidden states of all streams."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
+
+    def cut(self, layer: int) -> float:
+        """Share of what enters a layer's activation that is cut off."""
+        return self.sparsity[layer] if self.sparsity else 0.0
 
     def parts_of(self, layer: int) -> tuple[Mixer, ...]:
         """What a layer has of attention and recurrences."""
@@ -362,7 +303,7 @@ class DecoderSpec:
         """The sizes a runtime drives the decoder by."""
         return Geometry(
             vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
+            hidden_size=self.carried_size,
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

@@ -266,6 +266,9 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     hidden, per_layer = decoder.hidden_size, decoder.per_layer
     if per_layer is not None:
         yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)
+    if (streams := decoder.streams) is not None:
+        yield "streams.enter", ((streams.count - 1) * hidden, hidden)
+        yield "streams.leave", ((streams.count - 1) * hidden, hidden)
     for layer in range(decoder.num_layers):
         mixer, conv, delta, scan = decoder.mixer(layer), decoder.conv, decoder.delta, decoder.mamba2
         if (latent := decoder.latent) is not None:

@@ -33,6 +33,8 @@ CONVERTED = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Gemma3nForConditionalGeneration",
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
     "GemmaForCausalLM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.cohere2_moe import COHERE2_MOE
 from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from edgeinfer.export.architectures.gemma3n import GEMMA3N
 from edgeinfer.export.architectures.gemma4 import GEMMA4
 from edgeinfer.export.architectures.gpt_oss import GPT_OSS
 from edgeinfer.export.architectures.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
@@ -40,7 +41,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
 from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GEMMA4, OLMO2, OLMO3, EXAONE4)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, OLMO2, OLMO3, EXAONE4)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN)
 _WINDOWED = (GRANITE_SWA, GRANITE_MOE_SWA)
 _ACTIVATED = (APERTUS, BITNET)

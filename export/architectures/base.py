@@ -13,6 +13,7 @@ from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
+from edgeinfer.export.architectures.streams import layer_streams, model_streams
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
 
@@ -39,6 +40,7 @@ class Naming:
         layer_scale: what a layer's output is multiplied by.
         per_layer_table, per_layer_projection, per_layer_norm: of per-layer embeddings, in all; and of each layer:
         per_layer_gate, per_layer_out, per_layer_post_norm.
+        streams: what precedes the names of the matrices by which streams are entered and left.
 
     A norm's bias is named after its weight.
     """
@@ -79,11 +81,12 @@ class Naming:
     per_layer_gate: str = "per_layer_input_gate.weight"
     per_layer_out: str = "per_layer_projection.weight"
     per_layer_post_norm: str = "post_per_layer_input_norm.weight"
+    streams: str = "model."
     mixture: MixtureNaming = field(default_factory=MixtureNaming)
 
 
 # Names outside of the layers, and what precedes those inside.
-_PLACED = ("embed", "final_norm", "layer", "per_layer_table", "per_layer_projection", "per_layer_norm")
+_PLACED = ("embed", "final_norm", "layer", "streams", "per_layer_table", "per_layer_projection", "per_layer_norm")
 # The matrices that a checkpoint of ternary weights packs.
 _TERNARY = (".attn.qkv", ".attn.out", ".mlp.gate_up", ".mlp.up", ".mlp.down")
 
@@ -129,6 +132,7 @@ class Architecture:
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
         plans = [plan("embed", (names.embed, (vocab, hidden))), *_model_plans(spec, names)]
+        plans += model_streams(spec, names.streams)
         for layer in range(spec.num_layers):
             plans += self._layer(spec, layer, stored)
         plans += _norm_plans(spec, "final_norm", names.final_norm)
@@ -157,6 +161,7 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
+        plans += layer_streams(spec, layer, root)
         plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)

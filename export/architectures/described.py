@@ -88,7 +88,8 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         UnsupportedArchitectureError: it has one.
     """
     if spec.native_only and layout == PORTABLE:
-        part = "layers that share keys and values" if spec.kv_sources else "latent attention"
+        part = "layers that share keys and values" if spec.kv_sources else "hidden states in streams"
+        part = "latent attention" if spec.latent is not None else part
         part = "recurrent layers" if spec.mixers else part
         message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")

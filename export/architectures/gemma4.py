@@ -12,11 +12,11 @@ from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, 
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["GEMMA4", "HEARING_IGNORABLE", "kv_sources", "per_layer", "refine_per_layer"]
+__all__ = ["GEMMA4", "HEARING_IGNORABLE", "SHARED_IGNORABLE", "kv_sources", "per_layer", "refine_gemma4"]
 
 # Of models that hear as well: their other tensors; and keys and values of layers that read those of others.
 HEARING_IGNORABLE = (*SEEING_IGNORABLE, "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
-_SHARED_IGNORABLE = ("*.self_attn.k_proj.weight", "*.self_attn.v_proj.weight", "*.self_attn.k_norm.weight")
+SHARED_IGNORABLE = ("*.self_attn.k_proj.weight", "*.self_attn.v_proj.weight", "*.self_attn.k_norm.weight")
 _PATTERN = 6  # layers of which the last sees everything, where config.json does not say
 _FULL_HEAD_DIM, _WINDOW = 512, 512  # likewise
 _HINT = "Check that config.json is complete and belongs to this model."
@@ -44,7 +44,7 @@ def per_layer(config: HFConfig) -> PerLayerSpec | None:
     return PerLayerSpec(size, config.integer("vocab_size_per_layer_input", config.integer("vocab_size")))
 
 
-def refine_per_layer(spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+def _refine_per_layer(spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
     """A vector is the mean of both its parts, times a root of two; the table's rows grow by the root of their width."""
     half = math.sqrt(0.5)
     if spec.per_layer is None:
@@ -116,14 +116,15 @@ def _read(config: HFConfig, tied: bool) -> DecoderSpec:
     )
 
 
-def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+def refine_gemma4(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """Embeddings grow by the root of their width, and per-layer embeddings are made of what the checkpoint has."""
     root = math.sqrt(spec.hidden_size)
     if plan.name == "embed":
         return plan.changed(scale=root)
     if plan.name == "final_norm" and spec.tied:
         # A tied head has grown with the embedding.
         return plan.changed(scale=1 / root)
-    return refine_per_layer(spec, plan)
+    return _refine_per_layer(spec, plan)
 
 
 GEMMA4 = Architecture(
@@ -131,7 +132,7 @@ GEMMA4 = Architecture(
     model_types=("gemma4_text", "gemma4"),
     read=_read,
     naming=Naming(mlp_norm="pre_feedforward_layernorm.weight"),
-    refine=_refine,
+    refine=refine_gemma4,
     roots=SEEING_ROOTS,
-    ignorable=(*HEARING_IGNORABLE, *_SHARED_IGNORABLE),
+    ignorable=(*HEARING_IGNORABLE, *SHARED_IGNORABLE),
 )

@@ -30,7 +30,6 @@ class _Refused:
 
 # By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
 _FAMILIES = {
-    "gemma3n": _Refused("Gemma 3n"),
     "mamba": _Refused("Mamba", "recurrent layers", gguf=False),
 }
 

@@ -89,6 +89,12 @@ class GraphBuilder:
         self._root._initializers.setdefault(name, numpy_helper.from_array(np.ones(count, np.float32), name))
         return name
 
+    def column(self, name: str, values: Sequence[float]) -> str:
+        """Some float32 numbers (N, 1), stored in the main graph under their name."""
+        array = np.asarray(values, np.float32)[:, None]
+        self._root._initializers.setdefault(name, numpy_helper.from_array(array, name))
+        return name
+
     def table(self, name: str, rows: Sequence[Sequence[int]]) -> str:
         """A table of int64, stored in the main graph under its name."""
         self._root._initializers.setdefault(name, numpy_helper.from_array(np.asarray(rows, np.int64), name))

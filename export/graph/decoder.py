@@ -24,6 +24,7 @@ from edgeinfer.export.graph.layer_ends import LayerEnds
 from edgeinfer.export.graph.mixture import NO_EXPERTS, Entering, declare_choice, mixture, runs_few, runs_many
 from edgeinfer.export.graph.operators import Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
+from edgeinfer.export.graph.streams import Streams
 
 __all__ = ["build_decoder_graph", "decoder_graphs"]
 
@@ -82,6 +83,7 @@ class _DecoderGraph:
         self._ops = operators
         self._attend = attention
         self._ends = LayerEnds(spec, operators)
+        self._streams = None if spec.streams is None else Streams(spec, operators)
         self._ids: list[str] = []
 
     def build(self) -> onnx.ModelProto:
@@ -96,7 +98,8 @@ class _DecoderGraph:
         hidden = self._enter()
         for layer in range(spec.num_layers):
             last, parts = layer == spec.num_layers - 1, (runs[2 * layer], runs[2 * layer + 1])
-            hidden = self._layer(layer, hidden, parts, io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
+            add = self._layer if self._streams is None else self._layer_of_streams
+            hidden = add(layer, hidden, parts, io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
         self._head(hidden)
         if spec.moe is not None:
             graph.op("Concat", self._ids, io.EXPERT_IDS, axis=0)
@@ -118,7 +121,7 @@ class _DecoderGraph:
             for name in io.rotary_names(index):
                 graph.input(name, "float32", ("P", rope.dim // 2))
         graph.input(io.LAYER_MASK, "bool", (2 * spec.num_layers,))
-        graph.input(io.HIDDEN_IN, "float32", (1, "Sh", spec.hidden_size))
+        graph.input(io.HIDDEN_IN, "float32", (1, "Sh", spec.carried_size))
         graph.input(io.USE_HIDDEN, "bool", (1,))
         graph.input(io.LOGIT_ROWS, "int64", ("R",))
         if any(rope.query_beta for rope in spec.ropes):
@@ -129,7 +132,7 @@ class _DecoderGraph:
     def _declare_outputs(self) -> None:
         spec, graph = self._spec, self._graph
         graph.output(io.LOGITS, "float32", ("R", spec.vocab_size))
-        graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.hidden_size))
+        graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.carried_size))
         for layer in range(spec.num_layers):
             for each in self._attend.carried(layer):
                 graph.output(each.name, each.dtype, each.shape)
@@ -143,14 +146,17 @@ class _DecoderGraph:
 
     def _enter(self) -> str:
         """Embeds the tokens, or takes the hidden states that were handed in."""
-        resume, embed = self._graph.branch(), self._graph.branch()
-        resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", self._hidden_shape)
+        resume, embed, carried = self._graph.branch(), self._graph.branch(), (1, "S", self._spec.carried_size)
+        resume.output(resume.op("Identity", [io.HIDDEN_IN], "resumed"), "float32", carried)
         if self._spec.per_layer is None:
             begun = self._ops.embed(embed)
         else:
             # Layers need the embeddings wherever a pass begins.
             begun = embed.op("Identity", [self._ops.embed(self._graph)], "begun")
-        embed.output(begun, "float32", self._hidden_shape)
+        if self._streams is not None:
+            self._streams.declare(self._graph)
+            begun = self._streams.enter(embed, begun)
+        embed.output(begun, "float32", carried)
         self._ends.enter(self._graph, "embedded")
         self._graph.choose(io.USE_HIDDEN, resume, embed, ["hidden"])
         return "hidden"
@@ -175,6 +181,18 @@ class _DecoderGraph:
         if not self._ends.there:
             return self._mlp(layer, into, runs[1], result)
         return self._end(layer, self._mlp(layer, into, runs[1], f"layers.{layer}.mlp.hidden"), runs[1], result)
+
+    def _layer_of_streams(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
+        """A layer that computes with the first of its streams, between their prediction and correction."""
+        assert self._streams is not None, "only such decoders have streams"
+        graph, prefix = self._graph, f"layers.{layer}"
+        begun = self._streams.predict(graph, layer, hidden)
+        normed = self._ops.norm(graph, begun.first, self._norm(layer, "attn"))
+        mixed = self._mixer(layer, "attention", begun.first, _Value(normed, ""), runs[0], f"{prefix}.attn.hidden")
+        mixed = self._streams.augment(graph, layer, normed, mixed)
+        into = Entering(mixed, self._norm(layer, "mlp"), mixed, self._norm(layer, "mlp", after=True))
+        made = self._mlp(layer, into, runs[1], f"{prefix}.mlp.hidden")
+        return self._streams.correct(graph, layer, begun, made, self._ends, result)
 
     def _end(self, layer: int, hidden: str, runs: str, result: str) -> str:
         if self._ops.masked:
@@ -277,7 +295,8 @@ class _DecoderGraph:
         self, graph: GraphBuilder, layer: int, entering: Entering, result: str, part: int | None = None
     ) -> str:
         prefix = f"layers.{layer}.mlp"
-        product = self._ops.inner(graph, entering.value, prefix, entering.norm, part)
+        cut = self._spec.cut(layer)
+        product = self._ops.inner(graph, entering.value, prefix, entering.norm, part, cut=cut)
         if self._spec.inner_norms:
             product = self._ops.norm(graph, product, f"{prefix}.inner_norm")
         return self._leave(graph, product, f"{prefix}.down", entering.residual, entering.post_norm, result, part)
@@ -313,6 +332,8 @@ class _DecoderGraph:
         graph = self._graph
         flat = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
         wanted = graph.op("Gather", [flat, io.LOGIT_ROWS], "wanted", axis=0)
+        if self._streams is not None:
+            wanted = self._streams.leave(graph, wanted)
         cap = self._spec.logit_softcap
         logits = self._ops.linear(graph, wanted, "head", "uncapped" if cap else io.LOGITS, norm="final_norm")
         if cap:

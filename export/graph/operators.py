@@ -45,9 +45,13 @@ class Operators:
         entry = self._tensors.get(name)
         return "" if entry is None else graph.weight(name, entry.data)
 
-    def norm(self, graph: GraphBuilder, value: str, name: str) -> str:
-        """Normalisation over the last axis, of the kind that the decoder has."""
-        inputs, result = [value, self.vector(graph, name)], f"{name}.out"
+    def norm(self, graph: GraphBuilder, value: str, name: str, result: str = "") -> str:
+        """Normalisation over the last axis, of the kind that the decoder has.
+
+        Args:
+            result: name of the outcome, where a norm is there more than once.
+        """
+        inputs, result = [value, self.vector(graph, name)], result or f"{name}.out"
         attributes: dict[str, Any] = {"axis": -1, "epsilon": self._spec.norm_eps, "stash_type": 1}
         if self._spec.norm == "layer":
             return graph.op("LayerNormalization", [*inputs, self.vector(graph, f"{name}_bias")], result, **attributes)
@@ -103,16 +107,18 @@ class Operators:
         part: int | None = None,
         *,
         gated: bool | None = None,
+        cut: float = 0.0,
     ) -> str:
         """The first half of an MLP: act(gate) * up of the value, or act(up), normalised before where a norm is named.
 
         Args:
             gated: None is what the decoder's own MLPs are.
+            cut: see DecoderSpec.sparsity.
         """
         gated = self._spec.gated if gated is None else gated
         name = f"{prefix}.gate_up" if gated else f"{prefix}.up"
         product = self.linear(graph, value, name, f"{name}.result", norm=norm, part=part)
-        return self._activated(graph, product, prefix, gated=gated)
+        return self._activated(graph, product, prefix, gated=gated, cut=cut)
 
     def activation(self, graph: GraphBuilder, name: str, value: str, result: str, times: str = "") -> str:
         """An activation function of all values, "sigmoid" is one, and what its results multiply."""
@@ -133,8 +139,9 @@ class Operators:
         """cap * tanh(value / cap)."""
         return add_softcap(graph, value, cap, result)
 
-    def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool) -> str:
+    def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool, cut: float) -> str:
         """The activation of what the first matrix of an MLP gives."""
+        assert not cut, "rows are cut by our own operators"
         activation, constants = self._spec.activation, self.vector(graph, f"{prefix}.xielu")
         if not gated:
             return add_activation(graph, activation, product, f"{prefix}.product", constants)

@@ -15,7 +15,8 @@ LinearFloat, attributes N, K, by_output (the weight is (N, K), otherwise (K, N))
 the same bits in any company, which those of MatMul and Gemm do not
   0 X (..., K) · 1 weight · 2 bias (N) · 3 norm (K) · 4 residual · 5 layer_mask, as of LinearLowBit, all optional
 Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F values that go through the function, and
-F that they multiply), cap (of softcap); rows have the same bits in any company
+F that they multiply), cap (of softcap), cut and deviations (what is that many of a row's standard deviations above its
+mean goes through the function, and 0 for the rest); rows have the same bits in any company
   0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
 MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clamped: gpt-oss's SwiGLU, otherwise
 down(silu(gate(x)) * up(x))
@@ -29,9 +30,11 @@ down(silu(gate(x)) * up(x))
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from edgeinfer.bundle import Blob, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.activations import deviations
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 from edgeinfer.export.graph.experts import Experts, Mixing, quantized_experts
 from edgeinfer.export.graph.operators import Operators
@@ -104,12 +107,13 @@ class NativeOperators(Operators):
         part: int | None = None,
         *,
         gated: bool | None = None,
+        cut: float = 0.0,
     ) -> str:
         """See `Operators.inner`: SwiGLU of a quantized matrix is part of its product."""
         name = f"{prefix}.gate_up"
-        fuses = name in self._tensors and self._tensors[name].bits < 32 and self._spec.activation == "silu"
+        fuses = name in self._tensors and self._tensors[name].bits < 32 and self._spec.activation == "silu" and not cut
         if not fuses:
-            return super().inner(graph, value, prefix, norm, part, gated=gated)
+            return super().inner(graph, value, prefix, norm, part, gated=gated, cut=cut)
         value, norm = self._entering(graph, value, norm)
         return self._fused(graph, value, name, f"{prefix}.product", norm=norm, swiglu=True, part=part)
 
@@ -125,14 +129,24 @@ class NativeOperators(Operators):
         """See `Operators.softcap`."""
         return self._activation(graph, "softcap", [value], result, cap=cap)
 
-    def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool) -> str:
+    def _activated(self, graph: GraphBuilder, product: str, prefix: str, *, gated: bool, cut: float) -> str:
         constants, result = self.vector(graph, f"{prefix}.xielu"), f"{prefix}.product"
-        return self._activation(graph, self._spec.activation, [product, "", constants], result, gated=gated)
+        return self._activation(graph, self._spec.activation, [product, "", constants], result, gated=gated, cut=cut)
 
     def _activation(
-        self, graph: GraphBuilder, name: str, inputs: list[str], result: str, *, gated: bool = False, cap: float = 0.0
+        self,
+        graph: GraphBuilder,
+        name: str,
+        inputs: list[str],
+        result: str,
+        *,
+        gated: bool = False,
+        cap: float = 0.0,
+        cut: float = 0.0,
     ) -> str:
-        attributes = {"kind": _KINDS.index(name), "paired": int(gated), "cap": cap}
+        attributes: dict[str, Any] = {"kind": _KINDS.index(name), "paired": int(gated), "cap": cap}
+        if cut:
+            attributes |= {"cut": 1, "deviations": deviations(cut)}
         return graph.op("Activation", inputs, result, domain=io.NATIVE_DOMAIN, **attributes)
 
     def _entering(self, graph: GraphBuilder, value: str, norm: str) -> tuple[str, str]:

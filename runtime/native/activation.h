@@ -1,7 +1,7 @@
 /* Activation functions of rows: the contract between the kernels of every instruction set and their callers.
  *
- * Knows nothing of ONNX Runtime, threads or files. A value's result depends on that value alone, the same in every path
- * to the last bit.
+ * Knows nothing of ONNX Runtime, threads or files. A value's result depends on that value and its row's
+ * cutoff alone, the same in every path to the last bit.
  */
 #ifndef EDGEINFER_ACTIVATION_H
 #define EDGEINFER_ACTIVATION_H
@@ -36,6 +36,7 @@ typedef struct {
     int64_t stride;
     const float *times;   /* (rows, width repeat) or NULL: each result multiplies `repeat` of these */
     int64_t repeat, times_stride;
+    const float *cutoffs; /* (rows) or NULL: what a row has above its own goes through, and 0 for the rest */
     float *y;             /* (rows, width repeat), without gaps */
 } activation;
 

@@ -53,7 +53,7 @@ static void activate_run(const activation *a, const float *x, const float *up, i
 /* Computes pieces first..last-1: all of the first row, then all of the next. */
 static void activate(const activation *a, int64_t first, int64_t last) {
     const int64_t per_row = (a->width + ACTIVATION_PIECE - 1) / ACTIVATION_PIECE;
-    float values[ACTIVATION_RUN];
+    float values[ACTIVATION_RUN], above[ACTIVATION_RUN];
     for (int64_t piece = first; piece < last; piece++) {
         const int64_t row = piece / per_row, start = piece % per_row * ACTIVATION_PIECE;
         const int64_t stop = smaller(start + ACTIVATION_PIECE, a->width), repeat = a->repeat;
@@ -62,7 +62,12 @@ static void activate(const activation *a, int64_t first, int64_t last) {
         for (int64_t at = start; at < stop; at += ACTIVATION_RUN) {
             const int64_t n = smaller(stop - at, ACTIVATION_RUN);
             const int inside = a->kind == ACTIVATION_SWIGLU;
-            activate_run(a, x + at, inside ? times + at : NULL, n, values);
+            const float *given = x + at;
+            if (a->cutoffs) {
+                for (int64_t i = 0; i < n; i++) above[i] = given[i] <= a->cutoffs[row] ? 0.0f : given[i] - a->cutoffs[row];
+                given = above;
+            }
+            activate_run(a, given, inside ? times + at : NULL, n, values);
             if (!times || inside)
                 memcpy(y + at, values, (size_t)n * sizeof(float));
             else if (repeat == 1)

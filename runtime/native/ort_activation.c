@@ -3,22 +3,27 @@
  * inputs: X (..., F) float | times (..., F r): each result multiplies r of these, one after the other | constants (2): of
  * xielu.
  * attributes: kind: see activation.h; paired: X (..., 2 F) holds F values that go through the function and then F that
- * these multiply; cap: of softcap. Output: (..., F), or as times.
+ * these multiply; cap: of softcap; cut: of a row's F values only what is above their mean plus `deviations` of their
+ * standard deviations goes through the function, and 0 for the rest (Gemma 3n). Output: (..., F), or as times.
  */
+#include <math.h>
 #include <stdlib.h>
 
 #include "attention.h"
 #include "ort_support.h"
+#include "scratch.h"
 
 enum { X, TIMES, CONSTANTS };
 /* A value takes the time of reading some ten bytes. */
 enum { VALUE_BYTES = 10 };
+/* Sums of a row that are made side by side. */
+enum { SUMS = 8 };
 
 typedef struct {
     ort_kernel base;
     int64_t kind;
-    int32_t paired;
-    float cap;
+    int32_t paired, cut;
+    float cap, deviations;
 } node;
 
 /* One pass, as its jobs see it. */
@@ -26,6 +31,7 @@ typedef struct {
     const attention_path *path;
     activation a;
     int64_t pieces, jobs;
+    float deviations, *cutoffs;
 } pass;
 
 static OrtStatus *open_node(node *op, const OrtKernelInfo *info) {
@@ -33,6 +39,8 @@ static OrtStatus *open_node(node *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_int(base, info, "kind", &op->kind));
     ORT_TRY(ort_flag(base, info, "paired", &op->paired));
     op->cap = ort_float_or_zero(base, info, "cap");
+    ORT_TRY(ort_flag(base, info, "cut", &op->cut));
+    op->deviations = ort_float_or_zero(base, info, "deviations");
     if (op->kind < 0 || op->kind >= ACTIVATION_KINDS) return ort_fail(base, "there is no kind %lld", (long long)op->kind);
     if (op->paired && base->inputs[TIMES].given) return ort_fail(base, "paired values come with what they multiply");
     if (op->kind == ACTIVATION_SWIGLU && !op->paired) return ort_fail(base, "swiglu needs paired values");
@@ -55,6 +63,25 @@ static void activate_job(void *data, size_t index) {
     const pass *p = data;
     int64_t job = (int64_t)index;
     p->path->activate(&p->a, p->pieces * job / p->jobs, p->pieces * (job + 1) / p->jobs);
+}
+
+/* The mean of a row plus some of its standard deviations, the same on every path. */
+static void cutoff_job(void *data, size_t row) {
+    const pass *p = data;
+    const activation *a = &p->a;
+    const float *x = a->x + (int64_t)row * a->stride;
+    double sums[SUMS] = {0}, squares[SUMS] = {0}, sum = 0, square = 0;
+    const int64_t whole = a->width / SUMS * SUMS;
+    for (int64_t at = 0; at < whole; at += SUMS)
+        for (int i = 0; i < SUMS; i++) {
+            double value = x[at + i];
+            sums[i] += value, squares[i] += value * value;
+        }
+    for (int64_t at = whole; at < a->width; at++) sums[0] += x[at], squares[0] += (double)x[at] * x[at];
+    for (int i = 0; i < SUMS; i++) sum += sums[i], square += squares[i];
+    const double mean = sum / (double)a->width;
+    const double variance = square / (double)a->width - mean * mean;
+    p->cutoffs[row] = (float)(mean + p->deviations * sqrt(variance > 0 ? variance : 0));
 }
 
 /* What the results multiply, and how many of them each; `shape` becomes that of the output. */
@@ -94,7 +121,17 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     ORT_TRY(ort_write(base, context, &shape, &a->y));
     p.pieces = activation_pieces(a);
     p.jobs = ort_jobs(p.pieces, a->rows * a->width * VALUE_BYTES);
-    return p.pieces ? ort_parallel(base, context, activate_job, p.jobs, &p) : NULL;
+    if (!p.pieces) return NULL;
+    OrtStatus *status = NULL;
+    if (op->cut) {
+        p.deviations = op->deviations, p.cutoffs = scratch_take((size_t)a->rows * sizeof(float));
+        if (!p.cutoffs) return ort_fail(base, "out of memory for %lld rows", (long long)a->rows);
+        status = ort_parallel(base, context, cutoff_job, a->rows, &p);
+        a->cutoffs = p.cutoffs;
+    }
+    if (!status) status = ort_parallel(base, context, activate_job, p.jobs, &p);
+    scratch_give(p.cutoffs);
+    return status;
 }
 
 static void ORT_CALL destroy(void *kernel) { free(kernel); }

@@ -28,12 +28,14 @@ SHARING: dict[str, Any] = {
     **{"layer_types": ["sliding_attention", "full_attention"] * 3, "use_double_wide_mlp": True},
     **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320},
 }
+STREAMS = {name: value for name, value in SHARING.items() if name not in ("global_head_dim", "use_double_wide_mlp")}
+STREAMS |= {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.0, 0.0], "laurel_rank": 32}
 PROMPT = "Once upon a time there was a little dog. Once upon a time there was"
 TOKENS = np.arange(40, dtype=np.int64) * 37 % 300
 DRAFTERS = ("ngram", "exit", "skip", "bits", "recycle")
 
 
-MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING}
+MODELS = {"Lfm2": LAYERS, "Gemma4": SHARING, "Gemma3n": STREAMS}
 BOTH = pytest.mark.parametrize("bundle", MODELS, indirect=True)
 
 
@@ -112,7 +114,7 @@ def test_what_recurrent_layers_cannot_do_is_refused_by_name(bundle: Bundle, tmp_
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=8, layout="portable"))
 
 
-@pytest.mark.parametrize("bundle", ["Gemma4"], indirect=True)
+@pytest.mark.parametrize("bundle", ["Gemma4", "Gemma3n"], indirect=True)
 def test_a_layer_whose_cache_is_read_attends_with_its_readers(bundle: Bundle) -> None:
     spec = bundle.manifest.decoder
     assert spec is not None and spec.kv_sources == (0, 1, 2, 1, 2, 1)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec
-from edgeinfer.bundle.activations import gate_up, inner_values
+from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
     normed,
@@ -29,19 +30,38 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.parts import with_sources
 from edgeinfer.bundle.recurrence import Mixer
 from edgeinfer.bundle.spec import LatentSpec
-from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference import recurrent
+from edgeinfer.runtime.backends.reference.layer_ends import LayerEnds
 from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
 from edgeinfer.runtime.paging.pool import PagePool
 
 __all__ = ["ReferenceBackend"]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What the layers of a pass share.
+
+    Attributes:
+        seen: which cached rows each row sees (S, T), by window.
+        mask: whether attention and MLP of each layer run (L, 2).
+        vectors: of per-layer embeddings (S, L, P).
+        used: the experts of each layer that has any, filled in as they are chosen.
+    """
+
+    positions: Ints  # (S,)
+    seen: dict[int, NDArray[np.bool_]]
+    mask: NDArray[np.bool_]
+    vectors: Floats | None
+    experts: ExpertChoice | None
+    used: dict[int, Ints]
 
 
 class ReferenceBackend:
@@ -72,6 +92,7 @@ class ReferenceBackend:
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._whole |= expert_bias_weights(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
+        self._ends = LayerEnds(self._spec, self._linear, self._norm, lambda name: self._weights[name])
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
         self.rotates_long = self.rotation_border is not None
@@ -122,33 +143,39 @@ class ReferenceBackend:
         self._weights = self._whole if batch.planes == 2 else self._halved
         self._reserve(size)
         embedded = self._weights["embed"][tokens]
-        x = embedded if batch.hidden is None else batch.hidden  # (S, D)
-        vectors = self._per_layer(tokens, embedded)
-        mask = batch.layer_mask
-        if mask is not None and batch.hidden is None:
+        x = self._ends.entered(embedded) if batch.hidden is None else batch.hidden  # (S, D), or of all streams
+        mask = np.ones(2 * self._spec.num_layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
+        if batch.hidden is None:
             mask = with_sources(self._spec.kv_sources, mask)
-        seen = {
-            window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows
-        }  # (S, T) each
-        used: dict[int, Ints] = {}
+        seen = {window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows}
+        run = _Pass(positions, seen, mask.reshape(-1, 2), self._ends.vectors(tokens, embedded), batch.experts, {})
         for layer in range(self._spec.num_layers):
-            before = x
-            mixes, feeds = bool(self._spec.parts_of(layer)), layer not in self._spec.no_mlp
-            if mixes and (mask is None or mask[2 * layer]):
-                given = self._mixed(layer, self._entering(layer, "attn", before), positions, seen)
-                x = x + self._leaving(layer, "attn", given)
-            if feeds and (mask is None or mask[2 * layer + 1]):
-                entering = self._entering(layer, "mlp", before if self._spec.parallel else x)
-                moe = self._spec.experts_of(layer)
-                if moe is None:
-                    given = self._mlp(f"layers.{layer}.mlp", entering)
-                else:
-                    given, used[layer] = self._mixture(layer, moe, entering, batch.experts)
-                x = self._ended(layer, x + self._leaving(layer, "mlp", given), vectors)
+            x = self._layer(layer, x, run)
         self.cache.length = start + size
-        logits = softcapped(self._linear("head", self._norm("final_norm", x[rows])), self._spec.logit_softcap)
+        last = self._norm("final_norm", self._ends.left(x[rows]))
+        logits = softcapped(self._linear("head", last), self._spec.logit_softcap)
         self.run_ns = time.perf_counter_ns() - started
-        return ForwardOutput(logits, x, self._choices(used, size, batch.experts))
+        return ForwardOutput(logits, x, self._choices(run.used, size, batch.experts))
+
+    def _layer(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D), or of all streams -> likewise
+        """The hidden states after a layer."""
+        spec, (mixes, feeds) = self._spec, run.mask[layer].tolist()
+        begun = None if spec.streams is None else self._ends.predicted(layer, x, feeds)
+        before = x = x if begun is None else begun[:, 0]
+        if mixes and spec.parts_of(layer):
+            x = x + self._leaving(layer, "attn", self._mixed(layer, self._entering(layer, "attn", before), run))
+        if begun is not None and feeds:
+            x = self._ends.augmented(layer, self._entering(layer, "attn", before), x)
+        if feeds and layer not in spec.no_mlp:
+            entering = self._entering(layer, "mlp", before if spec.parallel else x)
+            moe = spec.experts_of(layer)
+            if moe is None:
+                given = self._mlp(f"layers.{layer}.mlp", entering, cut=spec.cut(layer))
+            else:
+                given, run.used[layer] = self._mixture(layer, moe, entering, run.experts)
+            x = x + self._leaving(layer, "mlp", given)
+            x = x if begun is not None else self._ends.ended(layer, x, run.vectors)
+        return x if begun is None else self._ends.corrected(layer, begun, x, run.vectors, feeds)
 
     @cached_property
     def _halved(self) -> dict[str, Floats]:
@@ -169,33 +196,14 @@ class ReferenceBackend:
         """What is added to the hidden states of what attention or MLP gives."""
         return self._norm(f"layers.{layer}.{part}_post_norm", given) if self._spec.post_norm else given
 
-    def _per_layer(self, tokens: Ints, embedded: Floats) -> Floats | None:  # (S,), (S, D) -> (S, L, P)
-        """The vectors of per-layer embeddings, where the decoder has any."""
-        spec = self._spec
-        if spec.per_layer is None:
-            return None
-        rows = tokens[:, None] * spec.num_layers + np.arange(spec.num_layers)
-        product = self._linear("per_layer.projection", embedded).reshape(*rows.shape, spec.per_layer.size)
-        vectors: Floats = self._norm("per_layer.norm", product) + self._weights[PER_LAYER_TABLE][rows]
-        return vectors
-
-    def _ended(self, layer: int, x: Floats, vectors: Floats | None) -> Floats:  # (S, D), (S, L, P) -> (S, D)
-        """The hidden states after a layer: with its per-layer embedding, and scaled, where the decoder has that."""
-        prefix = f"layers.{layer}.per_layer"
-        if vectors is not None:
-            gate = inner_values(self._spec.activation, self._linear(f"{prefix}.gate", x))
-            x = x + self._norm(f"{prefix}.norm", self._linear(f"{prefix}.out", gate * vectors[:, layer]))
-        return x * self._weights["layer_scales"][layer] if self._spec.layer_scales else x
-
     def _linear(self, name: str, x: Floats) -> Floats:  # (S, K) -> (S, N)
         y = x @ self._weights[name].T
         bias = self._weights.get(f"{name}_bias")
         return y if bias is None else y + bias
 
-    def _mixed(
-        self, layer: int, x: Floats, positions: Ints, seen: dict[int, NDArray[np.bool_]]
-    ) -> Floats:  # (S, D), (S,), (S, T) by window -> (S, D)
+    def _mixed(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D) -> (S, D)
         """What a layer's attention, what stands in for it, or both make of hidden states."""
+        positions, seen = run.positions, run.seen
         if self._spec.latent is not None:
             return self._latent_attention(layer, self._spec.latent, x, positions, seen[self._spec.window(layer)])
         given = np.zeros_like(x)
@@ -324,12 +332,12 @@ class ReferenceBackend:
         scale, cap = spec.attention_scale, spec.attention_softcap
         return attend(queries, keys, values, visible, scale=scale, softcap=cap, sinks=by_group)
 
-    def _mlp(self, prefix: str, x: Floats, *, gated: bool | None = None) -> Floats:  # (S, D) -> (S, D)
-        """An MLP; `gated` is the decoder's own unless an expert says otherwise."""
+    def _mlp(self, prefix: str, x: Floats, *, gated: bool | None = None, cut: float = 0.0) -> Floats:  # (S, D) -> same
+        """An MLP; `gated` is the decoder's own unless an expert says otherwise, `cut` as DecoderSpec.sparsity."""
         activation, xielu = self._spec.activation, self._weights.get(f"{prefix}.xielu")
         if self._spec.gated if gated is None else gated:
             gate, up = np.split(self._linear(f"{prefix}.gate_up", x), 2, axis=1)
-            inner = gate_up(activation, gate, up, xielu)
+            inner = gate_up(activation, cut_off(gate, cut), up, xielu)
         else:
             inner = inner_values(activation, self._linear(f"{prefix}.up", x), xielu)
         if f"{prefix}.inner_norm" in self._weights:

@@ -135,6 +135,14 @@ FAMILIES: tuple[Family, ...] = (
         {"query_pre_attn_scalar": 24},
     ),
     _native(
+        "Gemma 3n",
+        "Gemma3n",
+        _SHARING | _TIED | {"laurel_rank": 16, "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0, 0.9, 0.0]},
+        {"num_kv_shared_layers": 3, "intermediate_size": [96, 64, 96, 128, 96, 64], "altup_correct_scale": False}
+        | {"vocab_size_per_layer_input": 128, "tie_word_embeddings": False, "altup_num_inputs": 3},
+        {"num_kv_shared_layers": 0, "sliding_window": 200, "num_key_value_heads": 2, "final_logit_softcapping": 20.0},
+    ),
+    _native(
         "Gemma 4 E2B, E4B",
         "Gemma4",
         _SHARING | _TIED | {"use_double_wide_mlp": True, "final_logit_softcapping": 30.0},

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.activations import gate_up, inner_values
+from edgeinfer.bundle.activations import cut_off, deviations, gate_up, inner_values
 from edgeinfer.runtime.native.binding import ACTIVATIONS, Binding
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel
 from tests.runtime.native.graphs import make_model, open_session, run
@@ -22,11 +22,18 @@ Floats = NDArray[np.float32]
 
 
 def activated(
-    kernel: NativeKernel, name: str, x: Floats, times: Floats | None = None, *, gated: bool = False
+    kernel: NativeKernel,
+    name: str,
+    x: Floats,
+    times: Floats | None = None,
+    *,
+    gated: bool = False,
+    cut: float = 0.0,
 ) -> Floats:
     given = {"x": x} | ({} if times is None else {"times": times})
     known = {"constants": ALPHAS} if name == "xielu" else {}
     attributes: dict[str, Any] = {"kind": ACTIVATIONS.index(name), "paired": int(gated), "cap": CAP}
+    attributes |= {"cut": 1, "deviations": deviations(cut)} if cut else {}
     result: Floats = run(open_session(kernel, make_model("Activation", NAMES, given, known, **attributes), 2), **given)
     return result
 
@@ -58,6 +65,18 @@ def test_gated_values_multiply_the_others(kernel: NativeKernel, name: Any) -> No
     np.testing.assert_allclose(
         activated(kernel, name, x, gated=True), gate_up(name, x[:, :1030], x[:, 1030:], ALPHAS), atol=2e-5, rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("share", [0.95, 0.5, 0.02])
+def test_what_is_cut_off_a_row_goes_by_its_own_values(kernel: NativeKernel, binding: Binding, share: float) -> None:
+    x = np.arange(1, 6, dtype=np.float32)[:, None] * values(5, 2 * 1499)
+    whole = activated(kernel, "gelu_tanh", x, gated=True, cut=share)
+    wanted = gate_up("gelu_tanh", cut_off(x[:, :1499], share), x[:, 1499:])
+    np.testing.assert_allclose(whole, wanted, atol=2e-3, rtol=1e-4)
+    assert abs((whole == 0).mean() - share) < 0.02
+    for isa in binding.isas():
+        one = activated(load_kernel(kernel.path, isa), "gelu_tanh", x[2:3], gated=True, cut=share)
+        assert np.array_equal(one, whole[2:3])
 
 
 def test_each_result_multiplies_several_of_a_row(kernel: NativeKernel) -> None:
