@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.activations import gate_up, inner_values
-from edgeinfer.bundle.arithmetic import attend, normed, query_factors, rms_norm, rope_tables, rotate, route
+from edgeinfer.bundle.arithmetic import attend, logistic, normed, query_factors, rms_norm, rope_tables, rotate, route
 from edgeinfer.bundle.experts import expert_biases
 from edgeinfer.bundle.spec import Activation, DecoderSpec, LatentSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
@@ -95,7 +95,8 @@ class LayerWalk:
         *,
         hessian: bool,
     ) -> None:
-        for name in (name for name in _UNCOMPUTED if getattr(spec, name)):
+        beside = ["experts beside an MLP"] if spec.moe is not None and spec.moe.beside else []
+        for name in (*beside, *(name for name in _UNCOMPUTED if getattr(spec, name))):
             what = f"Calibration of a decoder with {name}"
             raise UnsupportedArchitectureError(f"{what} is not supported yet.", "Export it without a calibration text.")
         self.spec = spec
@@ -173,7 +174,7 @@ class LayerWalk:
         if spec.output_gate:
             gates = self.linear(f"{prefix}.gate", entering, False)
             each = spec.heads(layer).size if spec.output_gate == "head" else 1
-            mixed = tuple(x * np.repeat(_logistic(g), each, axis=1) for x, g in zip(mixed, gates, strict=True))
+            mixed = tuple(x * np.repeat(logistic(g), each, axis=1) for x, g in zip(mixed, gates, strict=True))
         if spec.inner_norms:
             mixed = self.norm(f"{prefix}.inner_norm", mixed)
         return self.linear(f"{prefix}.out", mixed, spec.output_bias)
@@ -346,7 +347,7 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
         columns = tuple(np.ones(len(x), np.float32) for x in normed)
         if moe.shared_gate:
             gate = walk.tensors(f"{prefix}.shared.gate")
-            columns = tuple(_logistic(multiply(x, gate)[:, 0]) for x in normed)
+            columns = tuple(logistic(multiply(x, gate)[:, 0]) for x in normed)
         _add_expert(walk, f"{prefix}.shared", "gate_up", normed, columns, mixed)
     return mixed
 
@@ -369,11 +370,6 @@ def _shares(scores: Floats, moe: MoESpec, eps: float, given: dict[str, Any]) -> 
     shares = np.zeros_like(scores)
     np.put_along_axis(shares, chosen, weights, axis=1)
     return shares
-
-
-def _logistic(x: Floats) -> Floats:
-    result: Floats = 0.5 * (1 + np.tanh(0.5 * x))
-    return result
 
 
 def _add_expert(

@@ -38,8 +38,14 @@ _LARGE_MODEL = 1 << 26
 _LARGE_WEIGHTS = 1 << 20
 # A router decides which weights are read at all, and is tiny: it stays float32 whatever is asked for.
 # So do the gates of a delta rule, which say how long every token is remembered, and what predicts and corrects streams.
-_ALWAYS_FLOAT = (".mlp.router", ".mlp.shared.gate", ".mixer.gates")
-_ALWAYS_FLOAT += (".streams.router", ".streams.predict", ".streams.correct")
+_ALWAYS_FLOAT = (
+    ".mlp.router",
+    ".mlp.shared.gate",
+    ".mixer.gates",
+    ".streams.router",
+    ".streams.predict",
+    ".streams.correct",
+)
 
 
 @dataclass(frozen=True)

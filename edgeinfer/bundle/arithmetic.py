@@ -16,6 +16,7 @@ from edgeinfer.bundle.spec import MoESpec, NormKind, RopeSpec
 __all__ = [
     "attend",
     "inverse_frequencies",
+    "logistic",
     "normed",
     "query_factors",
     "rms_norm",
@@ -65,7 +66,7 @@ def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
 
 def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)
     """x times its logistic function, written so that exp never overflows."""
-    return x * _logistic(x)
+    return x * logistic(x)
 
 
 def attend(
@@ -117,7 +118,7 @@ def route(
     if moe.router == "sparsemixer":
         return _sparse_mixer(scores if bias is None else scores + bias, moe, count or moe.top_k)
     logits = moe.router == "relu" or (moe.router == "softmax" and moe.renormalize and not moe.choice_bias)
-    shares = scores if logits else _logistic(scores) if moe.router == "sigmoid" else softmax(scores)
+    shares = scores if logits else logistic(scores) if moe.router == "sigmoid" else softmax(scores)
     assert moe.choice_bias == (choice_bias is not None), "the description says whether there is a choice bias"
     judged = shares if choice_bias is None else shares + choice_bias
     biased = judged if bias is None else judged + bias
@@ -153,10 +154,10 @@ def _sparse_mixer(judged: Floats, moe: MoESpec, count: int) -> tuple[Ints, Float
     return np.concatenate(chosen, axis=-1), np.concatenate(weights, axis=-1)
 
 
-def _logistic(x: Floats) -> Floats:  # (..., E) -> (..., E)
-    """Written so that exp never overflows."""
-    logistic: Floats = 0.5 * (1 + np.tanh(0.5 * x))
-    return logistic
+def logistic(x: Floats) -> Floats:  # (..., E) -> (..., E)
+    """1 / (1 + exp(-x)), written so that exp never overflows."""
+    result: Floats = np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * x))
+    return result
 
 
 def _best_groups(judged: Floats, moe: MoESpec) -> Floats:  # (S, E) -> (S, E)

@@ -217,9 +217,11 @@ class DecoderSpec:
 
     @property
     def native_only(self) -> bool:
-        """Whether only our own operators compute it: those of recurrences, latent attention, shared caches and
-        streams."""
-        return bool(self.mixers or self.kv_sources or self.streams or self.sparsity) or self.latent is not None
+        """Whether only our own operators compute it: those of recurrences, latent attention, shared caches,
+        streams, and experts with GELU."""
+        own = self.mixers or self.kv_sources or self.streams or self.sparsity or self.latent is not None
+        # ONNX Runtime's gated experts have these two activations.
+        return bool(own or (self.moe and self.moe.gated and self.activation not in ("silu", "swiglu_oai")))
 
     def experts_of(self, layer: int) -> MoESpec | None:
         """The mixture of experts of a layer; None where it has an ordinary MLP, or none."""

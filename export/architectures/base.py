@@ -193,7 +193,9 @@ class Architecture:
             plans += _per_layer_plans(spec, spec.per_layer.size, names, prefix, root)
         moe = spec.experts_of(layer)
         if moe is not None:
-            return plans + mixture_plans(names.mixture, moe, hidden, layer, root, stored)
+            plans += mixture_plans(names.mixture, moe, hidden, layer, root, stored)
+        if moe is not None and not moe.beside:
+            return plans
         wide = spec.mlp_size(layer)
         if spec.gated:
             linear("mlp.gate_up", names.gate_up, (wide, wide), hidden, spec.mlp_bias)

@@ -88,14 +88,19 @@ def require_graphs(spec: DecoderSpec, layout: Layout) -> None:
         UnsupportedArchitectureError: it has one.
     """
     if spec.native_only and layout == PORTABLE:
-        part = "layers that share keys and values" if spec.kv_sources else "hidden states in streams"
-        part = "latent attention" if spec.latent is not None else part
-        part = "recurrent layers" if spec.mixers else part
+        parts = {
+            "recurrent layers": bool(spec.mixers),
+            "latent attention": spec.latent is not None,
+            "layers that share keys and values": bool(spec.kv_sources),
+            "hidden states in streams": spec.streams is not None,
+            f"experts of the activation {spec.activation}": True,
+        }
+        part = next(name for name, there in parts.items() if there)
         message = f"Portable bundles of a decoder with {part} are not supported."
         raise UnsupportedArchitectureError(message, "Leave --portable out: the native kernel computes them.")
     # Of those without a gate ONNX Runtime's operators have silu alone.
     squared = ("relu2",) if spec.mixers else ()
-    known = ("silu", "swiglu_oai") if spec.moe is None or spec.moe.gated else ("silu", *squared)
+    known = ("silu", "swiglu_oai", "gelu_tanh") if spec.moe is None or spec.moe.gated else ("silu", *squared)
     if spec.moe is not None and spec.activation not in known:
         message = f"Experts with the activation {spec.activation} are not supported yet."
         raise UnsupportedArchitectureError(message, OPTIMUM_HINT)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec
+from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
 from edgeinfer.bundle.parts import HeadsSpec, PerLayerSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, Architecture, Naming, common_spec
+from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
@@ -84,11 +85,19 @@ def _ropes(config: HFConfig, slides: list[bool], full_head_dim: int) -> dict[str
     return {"rope": full, "more_ropes": (local,), "rope_layers": tuple(map(int, slides))}
 
 
+def _experts(config: HFConfig) -> MoESpec:
+    """Experts that stand beside the MLP of every layer."""
+    return MoESpec(
+        experts=config.integer("num_experts"),
+        top_k=config.integer("top_k_experts"),
+        expert_size=config.integer("moe_intermediate_size"),
+        beside=True,
+    )
+
+
 def _read(config: HFConfig, tied: bool) -> DecoderSpec:
     if config.get("use_bidirectional_attention") == "all":
         raise UnsupportedArchitectureError("Attention to later tokens is not supported.", OPTIMUM_HINT)
-    if config.flag("enable_moe_block"):
-        raise UnsupportedArchitectureError("Gemma 4 with experts is not supported yet.", OPTIMUM_HINT)
     slides = config.slides(_PATTERN)
     slides[-1] = False
     full, window = _full_heads(config, slides), config.integer("sliding_window", _WINDOW)
@@ -112,6 +121,7 @@ def _read(config: HFConfig, tied: bool) -> DecoderSpec:
         mlp_sizes=tuple(wide * (1 + (s != i)) for i, s in enumerate(sources)) if doubled else (),
         layer_scales=True,
         per_layer=per_layer(config),
+        moe=_experts(config) if config.flag("enable_moe_block") else None,
         **_ropes(config, slides, full.head_dim),
     )
 
@@ -124,6 +134,8 @@ def refine_gemma4(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tens
     if plan.name == "final_norm" and spec.tied:
         # A tied head has grown with the embedding.
         return plan.changed(scale=1 / root)
+    if plan.name.endswith(".router_input_norm"):
+        return plan.changed(scale=1 / root)
     return _refine_per_layer(spec, plan)
 
 
@@ -131,7 +143,15 @@ GEMMA4 = Architecture(
     classes=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_types=("gemma4_text", "gemma4"),
     read=_read,
-    naming=Naming(mlp_norm="pre_feedforward_layernorm.weight"),
+    naming=Naming(
+        mlp_norm="pre_feedforward_layernorm.weight",
+        mixture=MixtureNaming(
+            router="router.proj.weight",
+            gate_up=(),
+            stacked_gate_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+        ),
+    ),
     refine=refine_gemma4,
     roots=SEEING_ROOTS,
     ignorable=(*HEARING_IGNORABLE, *SHARED_IGNORABLE),

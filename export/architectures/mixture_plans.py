@@ -13,6 +13,9 @@ from edgeinfer.export.source.packed import MXFP4, mxfp4_tensors
 
 __all__ = ["MixtureNaming", "mixture_plans"]
 
+# Of experts beside an MLP.
+_BESIDE_NORMS = ("router_input_norm", "experts_norm", "experts_post_norm", "dense_post_norm")
+
 
 @dataclass(frozen=True)
 class MixtureNaming:
@@ -31,6 +34,9 @@ class MixtureNaming:
         turned: stacked floats have columns for rows.
         by_turns: the rows of gate and up that are stacked take turns.
         shared_gate_up: tensors whose rows, in this order, are gate and up of the shared expert.
+        router_input_norm, experts_norm, experts_post_norm, dense_post_norm: of experts beside an MLP: norms of what
+            the router reads, of what enters and leaves the experts, and of what leaves the MLP.
+        expert_scale: likewise, what each expert's results are multiplied by.
     """
 
     router: str = "mlp.gate.weight"
@@ -47,6 +53,11 @@ class MixtureNaming:
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
     shared_down: str = "mlp.shared_expert.down_proj.weight"
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    router_input_norm: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2.weight"
+    experts_post_norm: str = "post_feedforward_layernorm_2.weight"
+    dense_post_norm: str = "post_feedforward_layernorm_1.weight"
 
 
 def mixture_plans(
@@ -66,6 +77,9 @@ def mixture_plans(
     if moe.choice_bias:
         bias = Source(root + names.choice_bias, (experts,), stacked=names.choice_bias_stacked)
         plans.append(TensorPlan(f"{prefix}.choice_bias", (bias,)))
+    if moe.beside:
+        for name, size in (("expert_scale", experts), *((norm, hidden) for norm in _BESIDE_NORMS)):
+            plans.append(plan(f"{prefix}.{name}", (root + getattr(names, name), (size,))))
     if moe.router == "relu":
         plans.append(plan(f"{prefix}.router_norm", (root + names.router_norm, (experts,))))
     inner = "gate_up" if moe.gated else "up"

@@ -10,6 +10,7 @@ from typing import Any
 from edgeinfer.bundle import Blob, MoESpec, TensorEntry
 from edgeinfer.bundle.experts import expert_biases, expert_tensor
 from edgeinfer.bundle.spec import Activation
+from edgeinfer.export.graph.activations import add_activation
 from edgeinfer.export.graph.builder import MICROSOFT, GraphBuilder
 
 __all__ = ["Experts", "Mixing", "Routing", "float_experts", "quantized_experts"]
@@ -53,7 +54,12 @@ class Experts:
     def counts(self) -> tuple[int, ...]:
         """Numbers of experts of a token that there are operators for where an operator has a number of its own."""
         counts = {self.moe.draft_count, self.moe.top_k}
-        return tuple(sorted(counts)) if self.moe.gated or self.quantized else (self.moe.top_k,)
+        return tuple(sorted(counts)) if self.chosen or self.quantized else (self.moe.top_k,)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether ONNX Runtime's operator computes the chosen ones of float32; otherwise all are computed."""
+        return self.moe.gated and self.activation in ("silu", "swiglu_oai")
 
     @property
     def into(self) -> str:
@@ -115,14 +121,14 @@ class Mixing:
 
 
 def float_experts(graph: GraphBuilder, mixing: Mixing) -> str:
-    """Experts of float32: ONNX Runtime's MoE where they are gated, else all of them, multiplied by their weights.
+    """Experts of float32: ONNX Runtime's MoE where it can, else all of them, multiplied by their weights.
 
     MoE takes what its own softmax makes weights of: their logarithms, which give them divided by their sum.
     """
     experts, routing = mixing.experts, mixing.routing
     prefix = f"layers.{experts.layer}.mlp.experts"
     dense = _dense_weights(graph, routing, prefix)
-    if not experts.moe.gated:
+    if not experts.chosen:
         mixed = _all_experts(graph, experts, mixing.value, dense)
     else:
         logarithms = graph.op("Log", [dense], f"{prefix}.logarithms")
@@ -151,17 +157,21 @@ def _dense_weights(graph: GraphBuilder, routing: Routing, prefix: str) -> str:
 
 
 def _all_experts(graph: GraphBuilder, experts: Experts, value: str, dense: str) -> str:
-    """The results of all experts, which are not gated, times their weights (S, E)."""
+    """The results of all experts times their weights (S, E)."""
     prefix, moe = f"layers.{experts.layer}.mlp.experts", experts.moe
-    up, down = experts.stacked(graph, "up"), experts.stacked(graph, "down")
+    up, down = experts.stacked(graph, experts.into), experts.stacked(graph, "down")
     tokens = graph.op("Squeeze", [value, graph.constant([0])], f"{prefix}.tokens")
     columns = graph.op("Transpose", [tokens], f"{prefix}.columns", perm=[1, 0])
-    inner = graph.op("MatMul", [up, columns], f"{prefix}.inner")  # (E, F, S)
-    if experts.activation == "relu2":
-        positive = graph.op("Relu", [inner], f"{prefix}.positive")
-        activated = graph.op("Mul", [positive, positive], f"{prefix}.activated")
+    inner = graph.op("MatMul", [up, columns], f"{prefix}.inner")  # (E, F, S), or of gate and up by turns (E, 2 F, S)
+    if moe.gated:
+        pairs = graph.op("Reshape", [inner, graph.constant([moe.experts, moe.expert_size, 2, -1])], f"{prefix}.pairs")
+        halves = [f"{prefix}.gate", f"{prefix}.up"]
+        graph.ops("Split", [pairs], halves, axis=2, num_outputs=2)
+        gate, factors = (graph.op("Squeeze", [h, graph.constant([2])], f"{h}.alone") for h in halves)
+        share = add_activation(graph, experts.activation, gate, f"{prefix}.share")
+        activated = graph.op("Mul", [share, factors], f"{prefix}.activated")
     else:
-        activated = graph.op("QuickGelu", [inner], f"{prefix}.activated", domain=MICROSOFT, alpha=1.0)
+        activated = add_activation(graph, experts.activation, inner, f"{prefix}.activated")
     turned = graph.op("Transpose", [dense], f"{prefix}.turned", perm=[1, 0])
     each = graph.op("Reshape", [turned, graph.constant([moe.experts, 1, -1])], f"{prefix}.each")
     weighted = graph.op("Mul", [activated, each], f"{prefix}.weighted")

@@ -86,6 +86,8 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
         Names of the sum (1, S, D) and of the chosen experts' ids (1, S, K).
     """
     prefix, moe = f"layers.{experts.layer}.mlp", experts.moe
+    if moe.beside:
+        return _beside(ops, graph, experts, count, entering)
     normed = ops.norm(graph, entering.value, entering.norm) if entering.norm else entering.value
     routing = _route(ops, graph, experts, normed)
     residual = "" if entering.post_norm else entering.residual
@@ -96,6 +98,19 @@ def mixture(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, e
     if entering.post_norm:
         mixed = ops.add_normed(graph, entering.residual, mixed, entering.post_norm, f"{prefix}.added")
     return mixed, routing.ids
+
+
+def _beside(ops: Operators, graph: GraphBuilder, experts: Experts, count: int, entering: Entering) -> tuple[str, str]:
+    """Adds what a mixture and the MLP beside it give; as `mixture` otherwise."""
+    prefix, value = f"layers.{experts.layer}.mlp", entering.value
+    inner = ops.inner(graph, value, prefix, entering.norm)
+    dense = ops.norm(graph, ops.linear(graph, inner, f"{prefix}.down", f"{prefix}.dense"), f"{prefix}.dense_post_norm")
+    routing = _route(ops, graph, experts, ops.norm(graph, value, f"{prefix}.router_input_norm"))
+    normed = ops.norm(graph, value, f"{prefix}.experts_norm")
+    mixed = ops.experts(graph, Mixing(experts, count, normed, routing, "", f"{prefix}.mixed_experts"))
+    both = ops.add_normed(graph, dense, mixed, f"{prefix}.experts_post_norm", f"{prefix}.both")
+    added = ops.add_normed(graph, entering.residual, both, entering.post_norm, f"{prefix}.added")
+    return added, routing.ids
 
 
 def _shared(ops: Operators, graph: GraphBuilder, experts: Experts, residual: str, normed: str) -> str:
@@ -120,6 +135,10 @@ def _route(ops: Operators, graph: GraphBuilder, experts: Experts, normed: str) -
     chosen, weights = rules[moe.router](ops, graph, experts, scores)
     if moe.scale != 1:
         weights = graph.op("Mul", [weights, graph.scalar("experts_scale", moe.scale)], f"{prefix}.scaled")
+    if moe.beside:
+        scales = ops.vector(graph, f"layers.{experts.layer}.mlp.expert_scale")
+        each = graph.op("Gather", [scales, chosen], f"{prefix}.expert_scales")
+        weights = graph.op("Mul", [weights, each], f"{prefix}.by_expert")
     used = graph.op("Cast", [weights], f"{prefix}.used", to=graph.type("bool"))
     ids = graph.op("Where", [used, chosen, graph.constant([-1])], f"{prefix}.ids")
     return Routing(ids, chosen, weights, scores)

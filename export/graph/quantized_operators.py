@@ -18,8 +18,8 @@ Activation, attributes kind (an index into _KINDS), paired (X is (..., 2 F): F v
 F that they multiply), cap (of softcap), cut and deviations (what is that many of a row's standard deviations above its
 mean goes through the function, and 0 for the rest); rows have the same bits in any company
   0 X (..., F) · 1 times (..., F r) (optional): each result multiplies r of these · 2 constants (2) of xielu (optional)
-MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clamped: gpt-oss's SwiGLU, otherwise
-down(silu(gate(x)) * up(x))
+MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clamped: gpt-oss's SwiGLU, gelu: with GELU by
+tanh in the place of silu, otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
   offsets of data, low, scales, zero points, -1 for what a matrix does not have; bits are -4 for codes of E2M1
@@ -175,7 +175,7 @@ class NativeOperators(Operators):
         biases = [experts.biases(graph, part) for part in (experts.into, "down")]
         inputs = [mixing.value, routing.ids, routing.weights, data, directory, mixing.residual, planes, *biases]
         attributes = {"D": self._spec.hidden_size, "ungated": int(not moe.gated)}
-        named = {"swiglu_oai": "clamped", "relu2": "squared"}
+        named = {"swiglu_oai": "clamped", "relu2": "squared", "gelu_tanh": "gelu"}
         attributes |= {named[self._spec.activation]: 1} if self._spec.activation in named else {}
         return graph.op("MoELowBit", inputs, mixing.result, domain=io.NATIVE_DOMAIN, **attributes)
 

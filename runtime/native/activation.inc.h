@@ -40,8 +40,7 @@ static void activate_run(const activation *a, const float *x, const float *up, i
     switch (a->kind) {
         case ACTIVATION_SILU: VALUES(swish(x[i], 1.0f)); break;
         case ACTIVATION_GELU: VALUES(0.5f * x[i] * (1.0f + error_function(x[i] * 0.70710678118654752f))); break;
-        /* 0.5 (1 + tanh(u)) is the logistic function of 2 u. */
-        case ACTIVATION_GELU_TANH: VALUES(swish(x[i], 1.5957691216057308f * fmaf(0.044715f, x[i] * x[i], 1.0f))); break;
+        case ACTIVATION_GELU_TANH: VALUES(gelu_tanh(x[i])); break;
         case ACTIVATION_RELU2: VALUES(x[i] <= 0.0f ? 0.0f : x[i] * x[i]); break;
         case ACTIVATION_XIELU: VALUES(xielu(x[i], first, second)); break;
         case ACTIVATION_SWIGLU: VALUES(clamped_swiglu(x[i], up[i])); break;

@@ -96,6 +96,9 @@ static inline float exponential(float x) {
 /* x times the logistic function of `steep` x. */
 static inline float swish(float x, float steep) { return x / (1.0f + exponential(-(x * steep))); }
 
+/* GELU by tanh, whose 0.5 (1 + tanh(u)) is the logistic function of 2 u. */
+static inline float gelu_tanh(float x) { return swish(x, 1.5957691216057308f * fmaf(0.044715f, x * x, 1.0f)); }
+
 static inline float bounded(float x, float low, float high) {
     x = x > high ? high : x;
     return x < low ? low : x;

@@ -55,6 +55,8 @@ static void finish_swiglu(const float *sums, const lowbit_output *out, int64_t r
         }
     if (out->swiglu == 2)
         for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = clamped_swiglu(gate[c], up[c]);
+    else if (out->swiglu == 4)
+        for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gelu_tanh(gate[c]) * up[c];
     else
         for (int c = 0; c < LOWBIT_GROUP; c++) gate[c] = gate[c] / (1.0f + exponential(-gate[c])) * up[c];
     lowbit_output rest = {out->y, NULL, out->residual, 0};

@@ -64,7 +64,7 @@ typedef struct {
     const float *bias;     /* (n) or NULL */
     const float *residual; /* (m, width) or NULL: added last; may be y itself */
     int32_t swiglu;        /* silu(gate) * up of paired matrices, silu(y) of others; 2: gpt-oss's, of paired ones;
-                            * 3: the square of what is positive, of others */
+                            * 3: the square of what is positive, of others; 4: gelu_tanh(gate) * up of paired ones */
 } lowbit_output;
 
 /* How rows become activations. */

@@ -3,12 +3,12 @@
  * inputs: X (..., D) float | expert_ids (..., k) int64 | expert_weights (..., k) float | experts: the bytes of all
  * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
  * high plane alone, 2 both | biases of gate_up (E, 2 F), or of up (E, F), and of down (E, D). attributes: D, ungated,
- * clamped, squared. Output: as X.
+ * clamped, squared, gelu. Output: as X.
  * A row of the directory: F | bits (-4 for codes of E2M1), block, data, low, scales, zeros of gate_up, paired (2 F, D),
  * or of up (F, D) where experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even
  * for scales; -1 where a matrix has no low plane or zero points.
  * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))), or with gpt-oss's clamped SwiGLU, or with squared ReLU
- * in the place of silu where it is not gated. A token's results are added in the order of its k
+ * in the place of silu where it is not gated, or with GELU by tanh where it is. A token's results are added in the order of its k
  * slots, each times its weight, so a row does not depend on the others. A slot whose weight is zero is skipped, whatever
  * its id. Bytes of experts that nobody chose are not touched.
  */
@@ -27,7 +27,7 @@ enum { VALUE_BYTES = 8, FREE_ROWS = 8 };
 typedef struct {
     ort_kernel base;
     int64_t width; /* D */
-    int32_t ungated, clamped, squared;
+    int32_t ungated, clamped, squared, gelu;
 } moe;
 
 /* The pairs of a token and a slot that chose the same expert: rows first..first+m-1 of all rows in that order. */
@@ -100,6 +100,8 @@ static OrtStatus *open_moe(moe *op, const OrtKernelInfo *info) {
     ORT_TRY(ort_flag(base, info, "ungated", &op->ungated));
     ORT_TRY(ort_flag(base, info, "clamped", &op->clamped));
     ORT_TRY(ort_flag(base, info, "squared", &op->squared));
+    ORT_TRY(ort_flag(base, info, "gelu", &op->gelu));
+    if (op->gelu && (op->ungated || op->clamped)) return ort_fail(base, "experts with gelu are gated, and not clamped");
     if (op->clamped && op->ungated) return ort_fail(base, "clamped experts are gated");
     if (op->squared && !op->ungated) return ort_fail(base, "squared experts are not gated");
     ORT_TRY(ort_expect(base, PLANES, 1));
@@ -305,7 +307,7 @@ static OrtStatus *mix(const moe *op, const OrtKernelContext *context, mixture *m
 static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const moe *op = kernel;
     const ort_kernel *base = &op->base;
-    mixture m = {.isa = base->isa, .width = op->width, .swiglu = op->squared ? 3 : op->clamped ? 2 : 1};
+    mixture m = {.isa = base->isa, .width = op->width, .swiglu = op->gelu ? 4 : op->squared ? 3 : op->clamped ? 2 : 1};
     const void *x, *ids, *weights, *bytes, *directory, *residual, *planes;
     ort_shape shape, choices, blob, rows;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));

@@ -13,17 +13,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, MoESpec
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales
 from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
+    logistic,
     normed,
     query_factors,
     rms_norm,
     rope_tables,
     rotate,
     rotation_border,
-    route,
     softcapped,
 )
 from edgeinfer.bundle.kv_types import FLOAT32
@@ -37,6 +37,7 @@ from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference import recurrent
 from edgeinfer.runtime.backends.reference.layer_ends import LayerEnds
+from edgeinfer.runtime.backends.reference.mixture import Mixture
 from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
@@ -167,12 +168,14 @@ class ReferenceBackend:
         if begun is not None and feeds:
             x = self._ends.augmented(layer, self._entering(layer, "attn", before), x)
         if feeds and layer not in spec.no_mlp:
-            entering = self._entering(layer, "mlp", before if spec.parallel else x)
-            moe = spec.experts_of(layer)
+            moe, entering = spec.experts_of(layer), before if spec.parallel else x
+            if moe is None or not moe.beside:
+                entering = self._entering(layer, "mlp", entering)
             if moe is None:
                 given = self._mlp(f"layers.{layer}.mlp", entering, cut=spec.cut(layer))
             else:
-                given, run.used[layer] = self._mixture(layer, moe, entering, run.experts)
+                mixture = Mixture(spec, layer, moe, self._weights, self._linear, self._norm, self._mlp)
+                given, run.used[layer] = mixture.of(entering, run.experts)
             x = x + self._leaving(layer, "mlp", given)
             x = x if begun is not None else self._ends.ended(layer, x, run.vectors)
         return x if begun is None else self._ends.corrected(layer, begun, x, run.vectors, feeds)
@@ -315,7 +318,7 @@ class ReferenceBackend:
         """What heads give, times the logistic function of the gate where there is one."""
         if not self._spec.output_gate:
             return heads
-        gate = _logistic(self._linear(f"layers.{layer}.attn.gate", x))
+        gate = logistic(self._linear(f"layers.{layer}.attn.gate", x))
         return heads * (np.repeat(gate, self._spec.head_dim, axis=1) if self._spec.output_gate == "head" else gate)
 
     def _mix(
@@ -332,7 +335,7 @@ class ReferenceBackend:
         scale, cap = spec.attention_scale, spec.attention_softcap
         return attend(queries, keys, values, visible, scale=scale, softcap=cap, sinks=by_group)
 
-    def _mlp(self, prefix: str, x: Floats, *, gated: bool | None = None, cut: float = 0.0) -> Floats:  # (S, D) -> same
+    def _mlp(self, prefix: str, x: Floats, gated: bool | None = None, cut: float = 0.0) -> Floats:  # (S, D) -> same
         """An MLP; `gated` is the decoder's own unless an expert says otherwise, `cut` as DecoderSpec.sparsity."""
         activation, xielu = self._spec.activation, self._weights.get(f"{prefix}.xielu")
         if self._spec.gated if gated is None else gated:
@@ -343,29 +346,6 @@ class ReferenceBackend:
         if f"{prefix}.inner_norm" in self._weights:
             inner = self._norm(f"{prefix}.inner_norm", inner)
         return self._linear(f"{prefix}.down", inner)
-
-    def _mixture(
-        self, layer: int, moe: MoESpec, x: Floats, choice: ExpertChoice | None
-    ) -> tuple[Floats, Ints]:  # (S, D) -> (S, D), (S, k)
-        """What the chosen experts of every token and the shared one make of it, and which were used."""
-        prefix = f"layers.{layer}.mlp"
-        bias = None if choice is None or choice.bias is None else choice.bias[layer]
-        scores, norm = self._linear(f"{prefix}.router", x), self._weights.get(f"{prefix}.router_norm")
-        count = None if choice is None else choice.count
-        judging = self._weights.get(f"{prefix}.choice_bias")
-        chosen, weights = route(
-            scores, moe, count=count, bias=bias, choice_bias=judging, norm=norm, eps=self._spec.norm_eps
-        )
-        used = np.where(weights != 0, chosen, -1)
-        mixed = np.zeros_like(x)
-        for expert in np.unique(used[used >= 0]).tolist():
-            tokens, slots = np.nonzero(used == expert)
-            given = self._mlp(f"{prefix}.experts.{expert}", x[tokens], gated=moe.gated)
-            mixed[tokens] += weights[tokens, slots, None] * given
-        if moe.shared_size:
-            shared = self._mlp(f"{prefix}.shared", x, gated=moe.gated)
-            mixed += shared * _logistic(self._linear(f"{prefix}.shared.gate", x)) if moe.shared_gate else shared
-        return mixed, used
 
     def _choices(self, used: dict[int, Ints], size: int, choice: ExpertChoice | None) -> Ints | None:  # (L, S, k)
         """The experts used in every layer, -1 where none were."""
@@ -393,8 +373,3 @@ class ReferenceBackend:
         """Drops the weights and the cache."""
         self._whole.clear()
         del self.cache
-
-
-def _logistic(x: Floats) -> Floats:
-    # Half of 1 + tanh(x / 2) is the logistic function of x, and never overflows.
-    return np.float32(0.5) * (1 + np.tanh(x / 2))

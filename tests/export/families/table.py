@@ -157,6 +157,17 @@ FAMILIES: tuple[Family, ...] = (
         | {"num_global_key_value_heads": 1, "layer_types": ["full_attention", *_SLIDING[:2]]},
         {"attention_k_eq_v": False, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320} | _TIED,
     ),
+    _native(
+        "Gemma 4 with experts",
+        "Gemma4",
+        _WINDOWS
+        | _TIED
+        | _EXPERTS
+        | {"enable_moe_block": True, "top_k_experts": 2, "num_experts_per_tok": None}
+        | {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+        {"top_k_experts": 1, "moe_intermediate_size": 40, "tie_word_embeddings": False},
+    ),
     _family("OLMo 2", "Olmo2", {}, {"attention_bias": True}, {"rope_parameters": _YARN}),
     _family(
         "OLMo 3", "Olmo3", _WINDOWS | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": _LOCAL}}, _TIED

@@ -207,10 +207,11 @@ static estimate expected(const trial *t, int64_t row, int64_t column, const doub
     } else if (p->s.swiglu) {
         estimate up = product(t, row, p->width + column, x, exact);
         double steep = p->s.swiglu == 2 ? 1.702 : 1.0, most = p->s.swiglu == 2 ? 7.0 : INFINITY;
+        if (p->s.swiglu == 4) steep = 1.5957691216057308 * (1.0 + 0.044715 * e.value * e.value);
         double value = fmin(e.value, most), gate = value / (1.0 + exp(-value * steep));
         double factor = fmax(fmin(up.value, most), -most) + (p->s.swiglu == 2 ? 1.0 : 0.0);
-        /* The slope of silu is below 1.1. */
-        e.slack = 1.1 * e.slack * (fabs(factor) + up.slack) + fabs(gate) * up.slack;
+        /* The slopes of silu and gelu are below 1.2. */
+        e.slack = 1.2 * e.slack * (fabs(factor) + up.slack) + fabs(gate) * up.slack;
         /* Where exp(-gate) leaves the range of float the kernel divides by the greatest instead. */
         e.slack += fabs(e.value) * 1e-38 * fabs(factor);
         e.value = gate * factor;
@@ -295,20 +296,21 @@ static void test(const shape *s) {
     release(0);
 }
 
-/* One of 4 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu or with silu; half of them
- * have inline scales. */
+/* One of 4 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu, with gelu or with silu; half
+ * of them have inline scales. */
 static void try(int variant, int64_t n, int64_t k, int64_t m) {
     static const int BITS[] = {2, 4, 8, 8}, BLOCKS[] = {32, 64, 128};
-    int format = variant % 4, pair = variant / 24 % 5;
+    int format = variant % 4, pair = variant / 24 % 6;
     shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 4 % 3]};
     s.zeros = variant / 12 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
-    s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair < 4, s.swiglu = pair == 3 ? 2 : pair > 1;
+    s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair != 4;
+    s.swiglu = pair == 3 ? 2 : pair == 5 ? 4 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
     s.n = s.paired ? 2 * n : n, s.k = k, s.m = m;
     test(&s);
 }
 
-enum { FORMATS = 12, VARIANTS = 120, ROUNDS = 10 };
+enum { FORMATS = 12, VARIANTS = 144, ROUNDS = 10 };
 
 static int any_of(int format) { return format + FORMATS * (int)below(VARIANTS / FORMATS); }
 

@@ -84,12 +84,15 @@ def make_experts(
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
 
 
-def expected(experts: Experts, given: Given, *, clamped: bool = False, squared: bool = False) -> Floats:
+def expected(
+    experts: Experts, given: Given, *, clamped: bool = False, squared: bool = False, gelu: bool = False
+) -> Floats:
     """The mixture, token by token and slot by slot."""
     high = given.get("planes", np.array([2]))[0] == 1
     x, ids, weights = given["x"], given["expert_ids"], given["expert_weights"]
     y = np.zeros_like(x)
     alone = partial(inner_values, "relu2") if squared else silu
+    paired = clamped_swiglu if clamped else gated_gelu if gelu else swiglu
     for token in range(len(x)):
         for slot in range(ids.shape[1]):
             if weights[token, slot] == 0:
@@ -98,7 +101,7 @@ def expected(experts: Experts, given: Given, *, clamped: bool = False, squared: 
             gate_up, down = experts.matrices[expert]
             into, out = (m.high if high and m.packed.bits == 8 else m.dense for m in (gate_up, down))
             inner = linear(x[token : token + 1], into, gate_up.packed.block) + bias_of(given, "up_bias", expert)
-            hidden = (clamped_swiglu if clamped else swiglu)(inner) if experts.gated else alone(inner)
+            hidden = paired(inner) if experts.gated else alone(inner)
             result = linear(hidden, out, down.packed.block) + bias_of(given, "down_bias", expert)
             y[token] += weights[token, slot] * result[0]
     return y + given.get("residual", np.float32(0))
@@ -110,6 +113,10 @@ def bias_of(given: Given, name: str, expert: int) -> Any:
 
 def clamped_swiglu(inner: Floats) -> Floats:  # (M, 2 F) -> (M, F)
     return gate_up("swiglu_oai", *np.split(inner, 2, axis=1))
+
+
+def gated_gelu(inner: Floats) -> Floats:  # (M, 2 F) -> (M, F)
+    return gate_up("gelu_tanh", *np.split(inner, 2, axis=1))
 
 
 def draw(rng: np.random.Generator, experts: Experts, tokens: int, slots: int) -> Given:
@@ -131,7 +138,7 @@ def model_of(experts: Experts, given: Given, **more: Any) -> onnx.ModelProto:
     tokens=st.integers(1, 20),
     slots=st.integers(1, 4),
     residual=st.booleans(),
-    kind=st.sampled_from(["gated", "silu", "relu2"]),
+    kind=st.sampled_from(["gated", "gelu", "silu", "relu2"]),
     planes=st.sampled_from([0, 1, 2]),
     threads=st.sampled_from([1, 3]),
 )
@@ -148,15 +155,16 @@ def test_agrees_with_numpy(
     planes: int,
     threads: int,
 ) -> None:
-    rng, squared = np.random.default_rng(seed), kind == "relu2"
-    experts = make_experts(rng, width, inner, gated=kind == "gated")
+    rng, kinds = np.random.default_rng(seed), {"squared": kind == "relu2", "gelu": kind == "gelu"}
+    experts = make_experts(rng, width, inner, gated=kind in ("gated", "gelu"))
     given = draw(rng, experts, tokens, slots)
     if planes:
         given["planes"] = np.array([planes], np.int32)
     if residual:
         given["residual"] = rng.standard_normal(given["x"].shape, np.float32)
-    got = run(open_session(kernel, model_of(experts, given, squared=int(squared)), threads), **given)
-    wanted = expected(experts, given, squared=squared)
+    model = model_of(experts, given, **{name: int(chosen) for name, chosen in kinds.items()})
+    got = run(open_session(kernel, model, threads), **given)
+    wanted = expected(experts, given, **kinds)
     # A hidden value a rounding apart may be quantized to the neighbouring integer.
     assert np.abs(got - wanted).max() <= 2e-2 * max(1, np.abs(wanted).max())
 
