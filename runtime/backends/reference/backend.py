@@ -36,8 +36,8 @@ from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, Forw
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference import recurrent
-from edgeinfer.runtime.backends.reference.layer_ends import LayerEnds
-from edgeinfer.runtime.backends.reference.mixture import Mixture
+from edgeinfer.runtime.backends.reference.layer_ends import ReferenceEnds
+from edgeinfer.runtime.backends.reference.mixture import ReferenceMixture
 from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
 from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.paging.layout import PageLayout, pages_for
@@ -93,7 +93,7 @@ class ReferenceBackend:
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
         self._whole |= expert_bias_weights(self._spec, self._whole)
         self._weights = self._whole  # what the pass that runs reads
-        self._ends = LayerEnds(self._spec, self._linear, self._norm, lambda name: self._weights[name])
+        self._ends = ReferenceEnds(self._spec, self._linear, self._norm, lambda name: self._weights[name])
         self._capacity = capacity
         self.rotation_border = rotation_border(self._spec.ropes, capacity)
         self.rotates_long = self.rotation_border is not None
@@ -174,7 +174,7 @@ class ReferenceBackend:
             if moe is None:
                 given = self._mlp(f"layers.{layer}.mlp", entering, cut=spec.cut(layer))
             else:
-                mixture = Mixture(spec, layer, moe, self._weights, self._linear, self._norm, self._mlp)
+                mixture = ReferenceMixture(spec, layer, moe, self._weights, self._linear, self._norm, self._mlp)
                 given, run.used[layer] = mixture.of(entering, run.experts)
             x = x + self._leaving(layer, "mlp", given)
             x = x if begun is not None else self._ends.ended(layer, x, run.vectors)

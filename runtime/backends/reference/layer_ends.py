@@ -13,14 +13,14 @@ from edgeinfer.bundle.activations import inner_values
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.runtime.arrays import Floats, Ints
 
-__all__ = ["LayerEnds"]
+__all__ = ["ReferenceEnds"]
 
 # Source: transformers' Gemma3nTextModel: the least mean square that a stream is divided by the root of.
 _LEAST_SQUARE = np.float32(1e-5)
 
 
 @dataclass(frozen=True)
-class LayerEnds:
+class ReferenceEnds:
     """The ends of a decoder's layers.
 
     Attributes:

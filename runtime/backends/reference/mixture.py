@@ -12,11 +12,11 @@ from edgeinfer.bundle.arithmetic import logistic, route
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
 
-__all__ = ["Mixture"]
+__all__ = ["ReferenceMixture"]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class ReferenceMixture:
     """The mixture of a layer.
 
     Attributes:
