@@ -161,8 +161,7 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
-        plans += layer_streams(spec, layer, root)
-        plans += recurrent_tensors(spec, layer, f"{root}{names.mixer}.")
+        plans += (*layer_streams(spec, layer, root), *recurrent_tensors(spec, layer, f"{root}{names.mixer}."))
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
         elif spec.attends(layer):
@@ -192,8 +191,7 @@ class Architecture:
         if spec.per_layer is not None:
             plans += _per_layer_plans(spec, spec.per_layer.size, names, prefix, root)
         moe = spec.experts_of(layer)
-        if moe is not None:
-            plans += mixture_plans(names.mixture, moe, hidden, layer, root, stored)
+        plans += [] if moe is None else mixture_plans(names.mixture, moe, hidden, layer, root, stored)
         if moe is not None and not moe.beside:
             return plans
         wide = spec.mlp_size(layer)

@@ -58,7 +58,7 @@ class Streams:
         others = self._ops.linear(graph, embedded, "streams.enter", "streams.entered")
         apart = self._alike(graph, "streams.enter", embedded, others)
         joined = graph.op("Reshape", [apart, graph.constant([0, 0, -1])], "streams.enter.joined")
-        return graph.op("Concat", [embedded, joined], "streams.begun", axis=-1)
+        return graph.op("Concat", [embedded, joined], "streams.started", axis=-1)
 
     def leave(self, graph: GraphBuilder, wanted: str) -> str:  # (R, A D) -> (R, D)
         """The mean of the streams, each but the first after a matrix of its own."""
@@ -126,16 +126,16 @@ class Streams:
         return graph.op("Add", [kept, added], f"{prefix}.hidden")
 
     def correct(
-        self, graph: GraphBuilder, layer: int, begun: Predicted, hidden: str, ends: LayerEnds, result: str
+        self, graph: GraphBuilder, layer: int, start: Predicted, hidden: str, ends: LayerEnds, result: str
     ) -> str:
         """The streams after a layer.
 
         Args:
-            begun: those that it began with.
+            start: those that it began with.
             hidden: what it made of the first (1, S, D).
         """
         spec, prefix = self._spec, f"layers.{layer}.streams"
-        change = graph.op("Sub", [hidden, begun.first], f"{prefix}.innovation")
+        change = graph.op("Sub", [hidden, start.first], f"{prefix}.innovation")
         routed = self._routed(graph, layer, hidden, "after")
         weights = self._ops.linear(graph, routed, f"{prefix}.correct", f"{prefix}.corrections")
         shares = graph.op("Add", [weights, graph.scalar("one", 1.0)], f"{prefix}.shares")
@@ -143,7 +143,7 @@ class Streams:
         spread = graph.op(
             "Mul", [graph.op("Unsqueeze", [change, graph.constant([2])], f"{prefix}.wide"), each], f"{prefix}.spread"
         )
-        corrected = graph.op("Add", [begun.apart, spread], f"{prefix}.corrected")
+        corrected = graph.op("Add", [start.apart, spread], f"{prefix}.corrected")
         lead = graph.op("Slice", [corrected, *map(graph.constant, ([0], [1], [2]))], f"{prefix}.corrected_lead")
         value = graph.op("Squeeze", [lead, graph.constant([2])], f"{prefix}.corrected_first")
         if self._streams.scaled:

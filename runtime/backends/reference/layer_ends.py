@@ -107,18 +107,18 @@ class ReferenceEnds:
         return (x + normed + self.norm(f"{prefix}.norm", given)) * np.float32(math.sqrt(0.5))
 
     def corrected(
-        self, layer: int, begun: Floats, x: Floats, vectors: Floats | None, runs: bool
+        self, layer: int, start: Floats, x: Floats, vectors: Floats | None, runs: bool
     ) -> Floats:  # (S, A, D), (S, D), (S, L, P) -> (S, A D)
         """The streams after a layer.
 
         Args:
-            begun: those that it began with.
+            start: those that it began with.
             x: what it made of the first.
             runs: see `predicted`.
         """
         prefix = f"layers.{layer}.streams"
         shares = 1 + self.linear(f"{prefix}.correct", self._routed(layer, x, runs))  # (S, A)
-        streams = begun + shares[:, :, None] * (x - begun[:, 0])[:, None]
+        streams = start + shares[:, :, None] * (x - start[:, 0])[:, None]
         if runs and vectors is not None:
             first = streams[:, 0]
             assert self.spec.streams is not None, "only such decoders have streams"
