@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["check_recorded"]
+__all__ = ["check_recorded", "sums"]
 
 FOLDER = Path(__file__).with_name("recorded")
 # Floats are kept with so many digits.
@@ -38,6 +39,12 @@ def check_recorded(
         path.write_text(_written(plain), "utf-8")
     differences = list(_differences(plain, json.loads(path.read_text("utf-8")), rel, least, ""))
     assert not differences, f"{len(differences)} differences from {path.name}: " + "; ".join(differences[:8])
+
+
+def sums(values: NDArray[Any]) -> list[float]:
+    """Three figures that tell an array from others: means of its values, of their squares, and weighted by place."""
+    wide = values.astype(np.float64).ravel()
+    return [float(wide.mean()), float(np.square(wide).mean()), float((wide * np.linspace(-1, 1, wide.size)).mean())]
 
 
 def _plain(value: object, without: Collection[str]) -> Any:

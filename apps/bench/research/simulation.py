@@ -36,6 +36,8 @@ __all__ = ["CODEBOOK_BITS", "FORMS", "CodebookMatrix", "Form", "grid_bytes", "ma
 
 Floats = NDArray[np.float32]
 CODEBOOK_BITS = (2, 3, 4)
+# Widths that quantizers know steps for.
+_UNIFORM_BITS = (2, 3, 4, 8)
 _ROUNDS = 50
 # Scales, values of codebooks (bfloat16) and the places of rows take two bytes each; more rows need four for a place.
 _SHORT, _LONG = 2, 4
@@ -186,10 +188,10 @@ class Form:
     head_bits: int = 8
 
     def __post_init__(self) -> None:
-        widths = CODEBOOK_BITS if self.kind == "codebook" else range(2, 9)
+        widths = CODEBOOK_BITS if self.kind == "codebook" else _UNIFORM_BITS
         known = self.kind in FORMS and self.method in METHODS
-        if not known or self.bits not in widths or self.head_bits not in range(2, 9) or self.group < 1:
-            hint = "Choose 2 to 8 bits, of codebooks 2 to 4, and a method of edgeinfer export."
+        if not known or self.bits not in widths or self.head_bits not in _UNIFORM_BITS or self.group < 1:
+            hint = "Choose 2, 3, 4 or 8 bits, of codebooks 2 to 4, and a method of edgeinfer export."
             raise UsageError(f"There is no form {self}.", hint)
 
     def apply(self, name: str, weight: Floats, statistics: InputStatistics | None) -> tuple[Floats, int]:

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgeinfer.apps.bench.cost_expanded import TrainedCheckpoint, expand_checkpoint, expanded_shape, final_norms
+from edgeinfer.apps.bench.cost_expanded import (
+    TrainedCheckpoint,
+    expand_checkpoint,
+    expanded_shape,
+    final_norms,
+    grown,
+)
 from edgeinfer.apps.bench.model_files import TrainedArtifacts, write_q4_0
 from edgeinfer.apps.bench.synthetic import SHAPES, Shape
 from edgeinfer.errors import CheckpointError, UsageError
@@ -21,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 from tests.apps.bench.here import read_tensors  # noqa: E402
 from tests.factories import make_checkpoint  # noqa: E402 (needs torch)
+from tests.recorded import check_recorded, sums  # noqa: E402
 
 # Grown in every way at once: other numbers of KV heads and of heads that share one, and layers in groups of two.
 MODEST = Shape("modest", "llama", 288, 6, 12, 3, 16, 160, 1000, 1000, 128, 1e4, 1e-6)
@@ -122,6 +129,14 @@ def test_norms_within_the_layers_do_not_hear_the_added_vocabulary(large: Path) -
 def test_tokenizer_and_template_are_kept(small: Path, large: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (large / name).read_bytes() == (small / name).read_bytes()
+
+
+def test_an_expansion_is_what_it_was(small: Path, large: Path) -> None:
+    """Where each weight of the small model lies, and what the added ones are drawn as."""
+    found = {name: (values.shape, *sums(values)) for name, values in read_tensors(large).items()}
+    norms = final_norms(TrainedCheckpoint(small), np.arange(0, 320, 64))
+    shapes = [grown(MODEST, factor) for factor in (2, 3)]
+    check_recorded("bench-expanded", found | {"norms": norms, "shapes": shapes}, rel=1e-3, least=1e-6)
 
 
 def test_expansion_is_deterministic(small: Path, large: Path, tmp_path: Path) -> None:

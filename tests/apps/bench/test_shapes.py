@@ -23,6 +23,8 @@ from edgeinfer.apps.bench.synthetic import (
     write_tokenizer,
 )
 from edgeinfer.errors import UsageError
+from tests.apps.bench.here import read_tensors
+from tests.recorded import check_recorded, sums
 from tests.tables import each_row
 
 safetensors = pytest.importorskip("safetensors")
@@ -129,3 +131,19 @@ def test_model_files_are_built_once_and_left_whole(tmp_path: Path) -> None:
     before = artifacts.checkpoint().stat().st_mtime_ns
     assert Artifacts(tmp_path, TINY).checkpoint().stat().st_mtime_ns == before
     assert not list((tmp_path / "tiny").glob("*.partial"))
+
+
+def test_what_is_made_is_what_it_was(tmp_path: Path) -> None:
+    """Sizes and settings of all shapes; words, tokens and weights that figures of former runs were taken with."""
+    shapes = {
+        name: [shape.parameters, len(shape.tensors()), shape.config("bfloat16")] for name, shape in SHAPES.items()
+    }
+    vocabulary, merges = synthesize_vocabulary(400, 2)
+    words = [pseudo_text(12), list(vocabulary)[::25], merges[::25]]
+    written = {}
+    for dtype in ("float32", "float16", "bfloat16"):
+        folder = tmp_path / dtype
+        write_random_checkpoint(folder, TINY, dtype, seed=3)
+        written[dtype] = {name: (str(v.dtype), v.shape, *sums(v)) for name, v in read_tensors(folder).items()}
+    check_recorded("bench-shapes", shapes | {"words": words} | written, rel=1e-3)
+    assert len(pseudo_text(12).split(" ")) == 12

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgeinfer.apps.bench.research.simulation import Form, main, quantize_codebook, simulate
+from edgeinfer.apps.bench.research.simulation import CODEBOOK_BITS, FORMS, Form, main, quantize_codebook, simulate
 from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig
+from edgeinfer.quant import InputStatistics
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.recorded import check_recorded, sums
 from tests.tables import each_row
 
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it? " * 20
@@ -63,6 +66,24 @@ def test_codebooks_are_those_of_the_quantizer(floats: Path, tmp_path: Path) -> N
     np.testing.assert_array_equal(made.tensor("final_norm"), source.tensor("final_norm"))
 
 
+def test_forms_take_and_lose_what_they_did(floats: Path) -> None:
+    """Bytes and what is left of values, for every kind of form; rows that are all zero or end a group among them."""
+    weight = np.random.default_rng(7).standard_normal((37, 80), np.float32) * np.geomspace(1e-3, 3, 37)[:, None]
+    weight[5] = 0
+    weight = weight.astype(np.float32)
+    found: dict[str, list[object]] = {}
+    for kind, bits, group, symmetric in product(FORMS, (2, 3, 4), (8, 32, 48), (True, False)):
+        form = Form(kind, bits, group, symmetric=symmetric, head_bits={2: 3, 3: 4, 4: 8}[bits])
+        for name in ("layers.0.mlp.down", "embed"):
+            values, size = form.apply(name, weight, None)
+            lost = np.square(values - weight).mean(1) / (np.square(weight).mean(1) + 1e-12)
+            found[f"{kind} {bits} {group} {symmetric} {name}"] = [size, lost.mean(), np.abs(values[5]).max()]
+    squares = np.linspace(0.1, 3, 80, dtype=np.float32)
+    seen = InputStatistics(9, squares, np.zeros(80, np.float32))
+    found["seen"] = [sums(quantize_codebook(weight, bits, 16, seen).dequantize()) for bits in CODEBOOK_BITS]
+    check_recorded("bench-forms", found, rel=2e-2)
+
+
 def test_a_text_changes_what_is_kept(floats: Path, tmp_path: Path) -> None:
     made = []
     for text in (None, floats.parent / "text"):
@@ -87,6 +108,6 @@ def test_only_float_bundles_are_made_into_others(floats: Path, tmp_path: Path) -
     with pytest.raises(UsageError, match="--bits 32"):
         simulate(small, tmp_path / "out", Form("uniform", 3))
     assert not (tmp_path / "out").exists()
-    for wrong in ({"kind": "odd"}, {"bits": 9}, {"method": "magic"}, {"group": 0}, {"head_bits": 1}):
+    for wrong in ({"kind": "odd"}, {"bits": 5}, {"head_bits": 6}, {"method": "magic"}, {"group": 0}, {"head_bits": 1}):
         with pytest.raises(UsageError, match="no form"):
             Form(**({"kind": "uniform", "bits": 3} | wrong))  # type: ignore[arg-type]
