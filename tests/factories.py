@@ -25,6 +25,7 @@ __all__ = [
     "make_bigram_bundle",
     "make_block_ffn_checkpoint",
     "make_checkpoint",
+    "make_config",
     "make_tokenizer",
     "randomise",
 ]
@@ -133,6 +134,15 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def make_config(arch: str, **overrides: Any) -> Any:
+    """The configuration of a checkpoint, whose arguments are as `make_checkpoint`'s."""
+    name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
+    config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
+    config = config_class(**(COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
+    config.architectures = [f"{name}ForCausalLM"]
+    return config
+
+
 def make_checkpoint(
     folder: Path,
     arch: str,
@@ -150,11 +160,8 @@ def make_checkpoint(
         dtype: type of the stored tensors; the returned model holds the same rounded values.
         overrides: fields of the model's configuration.
     """
-    name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
-    config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
-    config = config_class(**(COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
-    config.architectures = [f"{name}ForCausalLM"]
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    config = make_config(arch, **overrides)
+    model = getattr(transformers, config.architectures[0])(config).eval()
     randomise(model, seed)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
