@@ -16,6 +16,10 @@ from edgeinfer.apps.bench.speed import SpeedConfig, SpeedTest
 from edgeinfer.apps.desktop.settings import AppSettings
 from edgeinfer.apps.server.security import Security
 from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.geometry import KVLayer, StateLayer
+from edgeinfer.bundle.packing import QuantizedShape
+from edgeinfer.bundle.parts import HeadsSpec
+from edgeinfer.bundle.recurrence import ConvSpec
 from edgeinfer.config import Cache, GenerationConfig, LoadConfig
 from edgeinfer.drafting import Speculation
 from edgeinfer.reply_options import Sampling
@@ -37,7 +41,8 @@ SOUND: tuple[Any, ...] = (
         SpecOptions(),
         QualityOptions(),
         ComputeBenchOptions(),
-        Security(),
+        *(Security(), KVLayer(2, 16, 32), KVLayer(2, 0, 16), KVLayer(0, 0, 0), StateLayer(4, 2, 8, 16, 96, 4)),
+        *(ConvSpec(4), HeadsSpec(2, 16), QuantizedShape(6, 70, 4, 32, True)),
     ),
 )
 
@@ -60,7 +65,8 @@ def parts(value: Any) -> Iterator[Any]:
 
 
 def test_options_one_step_away_are_refused_as_they_were() -> None:
-    check_recorded("bounds-config", {f"{n} {type(each).__name__}": bounds(each) for n, each in enumerate(SOUND)})
+    found = {f"{n} {type(each).__name__}": [bounds(each), facts(each)] for n, each in enumerate(SOUND)}
+    check_recorded("bounds-config", found)
 
 
 def test_manifests_one_step_away_are_refused_as_they_were(small_bundle: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,16 @@ def test_options_one_step_away_are_refused_as_they_were() -> None:
         DrafterOptions(StudentSize(64, 2, 96, 4, 2), nested=True),
     )
     check_recorded("bounds-options", {f"{n} {type(each).__name__}": bounds(each) for n, each in enumerate(sound)})
+
+
+def test_static_graphs_fit_a_decoder_or_are_refused() -> None:
+    """A decoder of 3 layers and 128 positions: contexts, chunks and layers up to these and beyond."""
+    spec, *_ = read(make_config("Llama").to_dict())
+    found = {}
+    for context, chunk, layers in product((None, 64, 127, 128, 129), (None, 8, 64), ((), (1,), (2,), (3,))):
+        try:
+            said = told(StaticOptions(context, chunk, layers=layers).graphs(spec))
+        except EdgeInferError as error:
+            said = str(error)
+        found[f"{context} {chunk} {layers}"] = said
+    check_recorded("static-graphs", found)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.quant import Grid, approximate, output_error
+from edgeinfer.quant import Grid, approximate, output_error, rtn
 from edgeinfer.quant.awq import scale_search
 from edgeinfer.quant.policy import QuantScheme
 from tests.quant.samples import correlated_inputs, random_matrix, statistics_of
@@ -63,6 +63,11 @@ def test_matrices_of_every_kind_are_approximated_as_they_were() -> None:
                 np.median(rows),
             ]
     check_recorded("quantized", found, rel=2e-2)
+
+
+def test_matrices_are_quantized_in_pieces_of_a_few_megabytes() -> None:
+    found = {f"{k} {size}": rtn.solver(Grid(4, size, False), k).rows for k in (5, 896, 4864) for size in (32, 128)}
+    check_recorded("quant-pieces", found)
 
 
 def test_channel_scales_are_what_they_were() -> None:

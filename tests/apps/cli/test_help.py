@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from edgeinfer.apps.cli.help_layout import help_text, usage
 from edgeinfer.apps.cli.main import COMMANDS, build_parser, main
 from edgeinfer.apps.cli.options import GENERATION, LOADING
 from edgeinfer.apps.cli.parser import Parser
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import ConfigOption, options_of
 from tests.cli import TIME_LIMIT, command, edgeinfer, environment, refuses
+from tests.recorded import check_recorded
 
 SCREEN_LINES, SCREEN_COLUMNS = 45, 80
 DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
@@ -58,6 +60,26 @@ def test_short_help_fits_a_screen_and_the_long_one_shows_all(parsers: list[Parse
             for flag in action.option_strings:
                 assert flag in long, f"{parser.prog} --help-all leaves out {flag}"
                 assert action.help, f"{parser.prog} {flag} has no help"
+
+
+def test_arguments_of_every_kind_are_laid_out_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser("tool", description="Does it.\n\n" + "word " * 40, epilog="example:\n  tool a b")
+    parser.add_argument("place", help="where " * 20)
+    parser.add_argument("maybe", nargs="?", metavar="MAYBE", help="or not")
+    parser.add_argument("some", nargs="*")
+    parser.add_argument("more", nargs="+", choices=["a", "b"])
+    group = parser.add_argument_group("numbers")
+    brief = group.add_argument("-n", "--number", type=int, required=True, help="a long text about a number " * 4)
+    group.add_argument("--pair", nargs=2, metavar=("A", "B"), help="two of them")
+    left = group.add_argument("--hidden", help="not shown here")
+    parser.add_argument("--flag", action="store_true", help="on or off")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    commands.add_parser("run", help="runs")
+    found = {}
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        found[str(columns)] = help_text(parser, {left}, {brief: "a number"}).splitlines()
+    check_recorded("help", found | {"usage": usage(parser)})
 
 
 def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from edgeinfer.runtime.text import allowance
 from edgeinfer.runtime.text.rendering import RenderError, Rendering
+from edgeinfer.runtime.text.template_values import MAX_WIDTH
 from tests.runtime.text.hostile_templates import ESCAPES, EXAMPLES, FAST_LOOPS, HOSTILE
 
 NAMES: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -102,6 +103,14 @@ def test_what_is_not_listed_is_refused_by_name() -> None:
     for source, name in refused.items():
         with pytest.raises(RenderError, match=name):
             Rendering(source).render(NAMES, 0, {})
+
+
+def test_fields_are_as_wide_as_allowed_and_no_wider() -> None:
+    for field in ("'{:%d}'.format(1)", "'%%%dd' %% 1", "'a\nb' | indent(%d, true)", "'{:.%df}'.format(1.5)"):
+        Rendering("{{ " + field % MAX_WIDTH + " }}").render(NAMES, 4000, {})
+        for width in (MAX_WIDTH + 1, 10 * MAX_WIDTH, 10_000 * MAX_WIDTH):
+            with pytest.raises(RenderError, match=str(MAX_WIDTH)):
+                Rendering("{{ " + field % width + " }}").render(NAMES, 4000, {})
 
 
 def test_what_is_listed_gives_what_jinja2_gives() -> None:
