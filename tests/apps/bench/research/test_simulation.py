@@ -68,9 +68,9 @@ def test_codebooks_are_those_of_the_quantizer(floats: Path, tmp_path: Path) -> N
 
 def test_forms_take_and_lose_what_they_did(floats: Path) -> None:
     """Bytes and what is left of values, for every kind of form; rows that are all zero or end a group among them."""
-    weight = np.random.default_rng(7).standard_normal((37, 80), np.float32) * np.geomspace(1e-3, 3, 37)[:, None]
-    weight[5] = 0
-    weight = weight.astype(np.float32)
+    drawn = np.random.default_rng(7).standard_normal((37, 80)) * np.geomspace(1e-3, 3, 37)[:, None]
+    drawn[5] = 0
+    weight = drawn.astype(np.float32)
     found: dict[str, list[object]] = {}
     for kind, bits, group, symmetric in product(FORMS, (2, 3, 4), (8, 32, 48), (True, False)):
         form = Form(kind, bits, group, symmetric=symmetric, head_bits={2: 3, 3: 4, 4: 8}[bits])
