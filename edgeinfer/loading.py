@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import read_heads
-from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig
-from edgeinfer.drafting import NO_DRAFT_MODEL, drafters_in
+from edgeinfer.drafting import NO_DRAFT_MODEL
 from edgeinfer.errors import BackendError, DeviceError, ModelError, StorageError
 from edgeinfer.hub.cache import ready
 from edgeinfer.hub.last_use import note_use
@@ -44,7 +43,7 @@ from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
-from edgeinfer.runtime.speculation.assembly import make_draft_backend, make_speculator
+from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
@@ -105,8 +104,9 @@ class Bundles:
             make_table(target)
         given = config.draft_model not in (None, NO_DRAFT_MODEL)
         drafter = open_bundle(_located(config.draft_model, LoadConfig(), progress)) if given else None
-        if config.draft_model is None and "model" in drafters_in(config.speculation):
-            drafter = nested_drafter(target)
+        if config.draft_model is None:
+            drafter = bundled_drafter(target, config)
+        require_models(target, drafter if given else None)
         if drafter is not None:
             check_same_vocabulary(target, drafter)
         choice = choose_backend(target, config)
@@ -337,7 +337,7 @@ def _reduced(
         heads = read_heads(subject.bundle, "routers")
         return None if heads is None else (heads.arrays["weight"], heads.arrays["bias"])
 
-    backend, model = engine.backend, speculator.parts.model
+    backend, model = engine.backend, speculator.parts.whole_model
     parts = ReducedComputeParts(
         engine=engine,
         small=None if model is None else ModelDrafter(model, engine.chunk, backend.geometry.vocab_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from edgeinfer.bundle import (
 )
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS
 from edgeinfer.bundle.manifest import capabilities_in
+from edgeinfer.bundle.nesting import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.drafters.opening import open_module
+from edgeinfer.export.drafters.writing import ModuleTarget, write_module
 from edgeinfer.export.graph.decoder import decoder_graphs
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -74,17 +78,20 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
     hf_config = read_config(source)
     family = find_architecture(hf_config)
     sidecar = read_sidecar(source, hf_config)
-    with Checkpoint(source) as checkpoint:
+    with ExitStack() as opened:
+        checkpoint = opened.enter_context(Checkpoint(source))
         family = family.placed(checkpoint.names)
         spec = read_spec(hf_config, family, checkpoint)
         require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)
+        module = opened.enter_context(open_module(config, spec))
+        taps = () if module is None else module.described.taps
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans
         config = resolve(config, plans)
         planned = PlannedTensors(checkpoint, plans)
         weights = plan_weights(config, sidecar, described, planned, stored.parameters, progress)
-        tensors, layout = _table(described, weights.quant, config.layout)
+        tensors, layout = _table(described, weights.quant, config.layout, native=module is not None)
         manifest = Manifest(
             name=config.name or source.resolve().name,
             architecture=hf_config.architecture or hf_config.model_type,
@@ -98,23 +105,33 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             layout_version=LAYOUT_VERSIONS[layout],
             paged=True,
             exits=tuple(range(1, spec.num_layers + 1)),
+            drafters=() if module is None else (NESTED,),
             export=config.options,
             plan=weights.record(),
+            taps=taps,
         )
         with write_bundle(out, replace_existing=config.force) as work:
             sidecar.write(work)
             with (work / WEIGHTS).open("wb") as file:
                 write_weights(file, spec, planned, tensors[: len(plans)], weights, progress)
-            for name, graph in decoder_graphs(spec, tensors, layout).items():
+            for name, graph in decoder_graphs(spec, tensors, layout, taps).items():
                 (work / name).write_bytes(graph)
+            if module is not None:
+                write_module(work, ModuleTarget(manifest, plans, checkpoint, sidecar), module, config, progress)
             seal(work, manifest)
     return out
 
 
-def _table(described: Described, quant: QuantPlan, requested: Layout) -> tuple[tuple[TensorEntry, ...], Layout]:
-    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written."""
+def _table(
+    described: Described, quant: QuantPlan, requested: Layout, *, native: bool
+) -> tuple[tuple[TensorEntry, ...], Layout]:
+    """The tensor table and its layout; what has no quantized matrix counts as portable if that graph can be written.
+
+    Args:
+        native: it counts as native nevertheless, as it has a drafter that runs beside that graph alone.
+    """
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in described.plans]
-    native = any(o.quantized for o in outlines) or described.spec.native_only
+    native = native or any(o.quantized for o in outlines) or described.spec.native_only
     layout = requested if native else PORTABLE
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))

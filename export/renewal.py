@@ -50,11 +50,11 @@ def renew_bundle(bundle: Bundle, out: Path, *, replace_existing: bool = False) -
 
 
 def _graphs_of_today(bundle: Bundle) -> dict[str, bytes]:
-    """What an export would write, by name; nothing for bundles whose graphs are not ours, or of fixed shapes."""
+    """What an export would write, by name; nothing for bundles that have others, and for draft modules."""
     manifest = bundle.manifest
-    if manifest.decoder is None or not manifest.tensors or manifest.layout == STATIC:
+    if manifest.decoder is None or not manifest.tensors or manifest.layout == STATIC or manifest.module is not None:
         return {}
-    return decoder_graphs(manifest.decoder, manifest.tensors, manifest.layout)
+    return decoder_graphs(manifest.decoder, manifest.tensors, manifest.layout, manifest.taps)
 
 
 def _has(bundle: Bundle, graphs: dict[str, bytes]) -> bool:

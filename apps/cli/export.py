@@ -73,11 +73,13 @@ def add_parser(commands: Subparsers) -> None:
     text = "print the bits of each kind of matrix; edgeinfer inspect shows them later"
     parser.add_argument("--show-plan", action="store_true", help=text)
     _add_static(parser)
+    text = "EAGLE-1, -2 or -3 head for this model, a directory or a hub id, which then drafts for it"
+    parser.add_argument("--drafter", metavar="HEAD", help=text)
     parser.add_argument("--name", metavar="NAME", help="name of the model in results (default: from SOURCE)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
     parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
-    parser.advanced("--kv-calibration", "--no-kv-scales", "--show-plan")
+    parser.advanced("--kv-calibration", "--no-kv-scales", "--show-plan", "--drafter")
     parser.advanced("--static-context", "--static-chunk", "--static-widths", "--static-layers")
     add_json_option(parser)
 
@@ -194,6 +196,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     given |= args.prune_layers | _static_options(args)
+    if args.drafter is not None:
+        given["drafter"] = hub.find_checkpoint(args.drafter)
     if args.format == "gguf":
         types = tuple((pattern, _BITS_TYPES.get(said, said)) for pattern, said in args.bits_for)
         return given | {"format": args.format} | ({"types_for": types} if types else {})

@@ -43,6 +43,9 @@ inputs of a paged graph whose decoder has states (Geometry.states); a state slot
   state_layout           int64   (2 + L,)        bytes of a state slot, rows of a ring, where each layer begins in one
   state_rows             int64   (N, 2)          of each sequence its state slot, and after how many tokens the states
                                                  stand at most when the pass is done
+inputs of a draft module
+  tapped                 float32 (1, St, W)      what it reads of the target, DraftModule.width wide; read unless
+                                                 use_hidden is true, when hidden_in has its own states of rows before
 inputs of a graph that is not paged
   attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
   window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
@@ -55,6 +58,8 @@ inputs of a graph that is not paged
 outputs
   logits                 float32 (R, V)
   hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
+  tapped                 float32 (1, S, W)       hidden states that enter each of Manifest.taps, side by side; an output
+                                                 only of bundles with a draft module inside
   expert_ids             int64   (L, S, K)       experts of each token by falling score; -1 in layers that have none
                                                  or are masked, and for weights of zero; an output only of models
                                                  with a mixture of experts
@@ -92,6 +97,7 @@ __all__ = [
     "STATE_LAYOUT",
     "STATE_POOL",
     "STATE_ROWS",
+    "TAPPED",
     "TOTAL_LENGTH",
     "TREE_ROWS",
     "USE_HIDDEN",
@@ -129,6 +135,7 @@ EXPERT_BIAS = "expert_bias"
 EXPERT_IDS = "expert_ids"
 LOGITS = "logits"
 HIDDEN_OUT = "hidden_out"
+TAPPED = "tapped"
 # Operators of the native layout, version 1.
 NATIVE_DOMAIN = "edgeinfer"
 # Slots of a page.

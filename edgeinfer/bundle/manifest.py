@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import field
 from typing import Any
 
+from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
@@ -285,6 +286,8 @@ class Manifest:
         plan: how the bits of the weights were chosen; None in bundles that do not say.
         static: the graphs of an "onnx-static" bundle; None in all others.
         paged: the native graph reads pages; not so in bundles made before there were such graphs.
+        taps: layers before which a pass also gives the hidden states, for the draft module inside; L is after the last.
+        module: how a bundle's decoder reads its target, where it is a draft module.
     """
 
     name: str
@@ -305,6 +308,8 @@ class Manifest:
     plan: PlanRecord | None = None
     static: StaticGraphs | None = None
     paged: bool = False
+    taps: tuple[int, ...] = ()
+    module: DraftModule | None = None
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors]
@@ -312,6 +317,7 @@ class Manifest:
         require(self.parameters > 0, "parameters must be positive")
         require(self.exits == tuple(sorted(set(self.exits))), "exits must ascend")
         require(all(0 < e <= self.geometry.num_layers for e in self.exits), "exits must be layers")
+        require(all(0 <= tap <= self.geometry.num_layers for tap in self.taps), "taps must be layers")
         consistent = self.decoder is None or self.decoder.geometry == self.geometry
         require(consistent, "decoder and geometry disagree")
         known = LAYOUT_VERSIONS[self.layout]
@@ -365,6 +371,8 @@ class Manifest:
             # Older programs know no such fields.
             for added in [name for name in ("e2m1", "inline_scales") if not tensor[name]]:
                 del tensor[added]
+        for added in [name for name in ("taps", "module") if not data[name]]:
+            del data[added]
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"

@@ -36,6 +36,8 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
         StorageError: `out` exists, or cannot be written.
     """
     ours, theirs = open_bundle(target), open_bundle(drafter)
+    if theirs.manifest.module is not None:
+        raise UsageError(f"{drafter} is made for one model.", "Export that with it: edgeinfer export --drafter HEAD.")
     for bundle in (ours, theirs):
         if bundle.header is not None:
             hint = "Load it beside the model with " + Setting("draft_model") + "."

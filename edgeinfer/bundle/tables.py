@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 
+from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
 from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
@@ -228,10 +229,9 @@ def check_tensors(manifest: Manifest) -> None:
     decoder = manifest.decoder
     if decoder is None:
         raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
-    vocabulary = (decoder.vocab_size, decoder.hidden_size)
     wanted = itertools.chain(
-        (("embed", vocabulary), ("head", vocabulary)),
-        _mixer_shapes(decoder),
+        _vocabulary_shapes(decoder, manifest.module),
+        _mixer_shapes(decoder, beside=manifest.module is not None and manifest.module.beside),
         itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
     )
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
@@ -261,8 +261,20 @@ def check_graphs(manifest: Manifest) -> None:
         raise BundleError(f"{message}; the decoder has {decoder.num_layers} and {decoder.max_positions}.", _AGAIN)
 
 
-def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it."""
+def _vocabulary_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of embedding and head, as far as they are the bundle's own."""
+    drafted = decoder.vocab_size if module is None else module.vocab_size or decoder.vocab_size
+    for name, tokens in (("embed", decoder.vocab_size), ("head", drafted)):
+        if module is None or name not in module.shares:
+            yield name, (tokens, decoder.hidden_size)
+
+
+def _mixer_shapes(decoder: DecoderSpec, *, beside: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the first product of each layer's mixer, and of what a recurrence has beside it.
+
+    Args:
+        beside: the first layer's reads embeddings beside the hidden states.
+    """
     hidden, per_layer = decoder.hidden_size, decoder.per_layer
     if per_layer is not None:
         yield PER_LAYER_TABLE, (per_layer.vocab_size * decoder.num_layers, per_layer.size)
@@ -276,7 +288,8 @@ def _mixer_shapes(decoder: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
             yield f"layers.{layer}.attn.k_b", (decoder.num_heads * latent.rank, latent.plain_size)
             yield f"layers.{layer}.attn.v_b", (decoder.heads_size, latent.rank)
         elif decoder.attends(layer):
-            yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), hidden)
+            entering = 2 * hidden if beside and layer == 0 else hidden
+            yield f"layers.{layer}.attn.qkv", (sum(decoder.heads(layer).products), entering)
         if conv is not None and mixer == "conv":
             yield f"layers.{layer}.mixer.in", (3 * hidden, hidden)
             yield f"layers.{layer}.mixer.conv", (hidden, 1, conv.width)

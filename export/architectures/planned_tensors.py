@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,10 +154,19 @@ def _places(source: Source, start: int, stop: int) -> Ints:  # (stop - start,)
 
 
 class PlannedTensors:
-    """All planned tensors by canonical name; see `quant.calibration.ModelReader`."""
+    """All planned tensors by canonical name; see `quant.calibration.ModelReader`.
 
-    def __init__(self, checkpoint: Checkpoint, plans: Iterable[TensorPlan]) -> None:
-        self._rows = {plan.name: PlannedRows(checkpoint, plan) for plan in plans}
+    Args:
+        borrowed: those that another checkpoint has.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plans: Iterable[TensorPlan],
+        borrowed: Mapping[str, PlannedRows] | None = None,
+    ) -> None:
+        self._rows = {plan.name: PlannedRows(checkpoint, plan) for plan in plans} | dict(borrowed or {})
 
     def __contains__(self, name: str) -> bool:
         return name in self._rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,17 @@ class GraphBuilder:
     Args:
         weights: name of the file, beside the model, that external initializers point into.
         opset: of the standard operators, 21 or 23.
+        elsewhere: files of tensors that lie in others, by the tensors' names.
     """
 
-    def __init__(self, weights: str, parent: GraphBuilder | None = None, opset: int = OPSET) -> None:
-        self._weights, self._opset = weights, opset
+    def __init__(
+        self,
+        weights: str,
+        parent: GraphBuilder | None = None,
+        opset: int = OPSET,
+        elsewhere: Mapping[str, str] | None = None,
+    ) -> None:
+        self._weights, self._opset, self._elsewhere = weights, opset, elsewhere or {}
         self._root: GraphBuilder = self if parent is None else parent._root
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
@@ -66,7 +73,8 @@ class GraphBuilder:
         numbers of another type."""
         proto = TensorProto(name=name, data_type=_TYPES[dtype or blob.dtype], dims=shape or blob.shape)
         proto.data_location = TensorProto.EXTERNAL
-        location = {"location": self._weights, "offset": str(blob.offset), "length": str(blob.nbytes)}
+        file = self._root._elsewhere.get(name.split(".")[0], self._weights)
+        location = {"location": file, "offset": str(blob.offset), "length": str(blob.nbytes)}
         for key, value in location.items():
             proto.external_data.add(key=key, value=value)
         self._root._initializers.setdefault(name, proto)

@@ -26,13 +26,17 @@ from edgeinfer.export.graph.operators import Operators
 from edgeinfer.export.graph.quantized_operators import NativeOperators, PortableOperators
 from edgeinfer.export.graph.streams import Streams
 
-__all__ = ["build_decoder_graph", "decoder_graphs"]
+__all__ = ["OPERATORS", "BlockInput", "DecoderGraph", "build_decoder_graph", "decoder_graphs"]
 
-_OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
+OPERATORS: dict[Layout, type[Operators]] = {NATIVE: NativeOperators, PORTABLE: PortableOperators}
 
 
 def build_decoder_graph(
-    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], weights: str, layout: Layout
+    spec: DecoderSpec,
+    tensors: Mapping[str, TensorEntry],
+    weights: str,
+    layout: Layout,
+    taps: tuple[int, ...] = (),
 ) -> onnx.ModelProto:
     """Builds the graph of a decoder.
 
@@ -40,35 +44,49 @@ def build_decoder_graph(
         tensors: the tensor table by canonical name; complete for the spec.
         weights: name of the file the tensors lie in.
         layout: of the quantized ones, which decides about attention too.
+        taps: as `Manifest.taps`.
     """
-    operators = _OPERATORS[layout](spec, tensors)
+    operators = OPERATORS[layout](spec, tensors)
     attention = ATTENTIONS[layout](spec, tensors, operators)
-    return _DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention).build()
+    return DecoderGraph(spec, GraphBuilder(weights), tensors, operators, attention, taps).build()
 
 
-def decoder_graphs(spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout) -> dict[str, bytes]:
+def decoder_graphs(
+    spec: DecoderSpec, tensors: tuple[TensorEntry, ...], stored: Layout, taps: tuple[int, ...] = ()
+) -> dict[str, bytes]:
     """The graphs of a bundle as files, by their names: one that reads each layout.
 
     Args:
         tensors: the table of the stored layout.
+        taps: as `Manifest.taps`.
     """
     graphs, quantized = {}, any(t.bits < 32 for t in tensors)
     for layout in (NATIVE,) if spec.native_only else LAYOUTS:
         table = tensors if layout == stored else convert_table(tensors, layout)
         weights = weights_name(stored, layout, quantized=quantized)
-        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout)
+        graph = build_decoder_graph(spec, {t.name: t for t in table}, weights, layout, taps)
         graphs[model_name(stored, layout)] = graph.SerializeToString(deterministic=True)
     return graphs
 
 
-class _Value(NamedTuple):
+class BlockInput(NamedTuple):
     """A value that products read, and the norm that each of them applies to it; empty where there is none."""
 
     name: str
     norm: str
 
 
-class _DecoderGraph:
+class DecoderGraph:
+    """The graph of a decoder while it is built, part by part.
+
+    `edgeinfer.export.graph.draft_module` has what is otherwise in a draft module.
+
+    Args:
+        tensors: the tensor table by canonical name; complete for the spec.
+        operators, attention: of the layout.
+        taps: as `Manifest.taps`.
+    """
+
     def __init__(
         self,
         spec: DecoderSpec,
@@ -76,6 +94,7 @@ class _DecoderGraph:
         tensors: Mapping[str, TensorEntry],
         operators: Operators,
         attention: Attention,
+        taps: tuple[int, ...] = (),
     ) -> None:
         self._spec = spec
         self._graph = graph
@@ -84,9 +103,12 @@ class _DecoderGraph:
         self._attend = attention
         self._ends = LayerEnds(spec, operators)
         self._streams = None if spec.streams is None else Streams(spec, operators)
+        self._taps = taps
         self._ids: list[str] = []
+        self._last_norm = "final_norm"
 
     def build(self) -> onnx.ModelProto:
+        """The whole model."""
         spec, graph = self._spec, self._graph
         self._declare_inputs()
         runs = [f"runs.{i}" for i in range(2 * spec.num_layers)]
@@ -96,10 +118,14 @@ class _DecoderGraph:
             several = any(len(self._ops.expert_counts(e)) > 1 for e in self._experts())
             declare_choice(graph, spec, spec.moe, by_count=several)
         hidden = self._enter()
+        states = [hidden]
         for layer in range(spec.num_layers):
             last, parts = layer == spec.num_layers - 1, (runs[2 * layer], runs[2 * layer + 1])
             add = self._layer if self._streams is None else self._layer_of_streams
             hidden = add(layer, hidden, parts, io.HIDDEN_OUT if last else f"layers.{layer}.hidden")
+            states.append(hidden)
+        if self._taps:
+            graph.op("Concat", [states[tap] for tap in self._taps], io.TAPPED, axis=-1)
         self._head(hidden)
         if spec.moe is not None:
             graph.op("Concat", self._ids, io.EXPERT_IDS, axis=0)
@@ -131,8 +157,10 @@ class _DecoderGraph:
 
     def _declare_outputs(self) -> None:
         spec, graph = self._spec, self._graph
-        graph.output(io.LOGITS, "float32", ("R", spec.vocab_size))
+        graph.output(io.LOGITS, "float32", ("R", self._tensors["head"].shape[0]))
         graph.output(io.HIDDEN_OUT, "float32", (1, "S", spec.carried_size))
+        if self._taps:
+            graph.output(io.TAPPED, "float32", (1, "S", len(self._taps) * spec.hidden_size))
         for layer in range(spec.num_layers):
             for each in self._attend.carried(layer):
                 graph.output(each.name, each.dtype, each.shape)
@@ -163,9 +191,9 @@ class _DecoderGraph:
 
     def _layer(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
         """A layer's blocks, one after the other, or side by side over one norm."""
-        entering, mixed = _Value(hidden, self._norm(layer, "attn")), hidden
+        entering, mixed = self._entering(layer, hidden), hidden
         if self._shares_norm(layer):
-            entering = _Value(self._ops.norm(self._graph, hidden, entering.norm), "")
+            entering = BlockInput(self._ops.norm(self._graph, hidden, entering.norm), "")
         parts = self._spec.parts_of(layer)
         for part in parts:
             last = part == parts[-1] and layer in self._spec.no_mlp
@@ -188,11 +216,15 @@ class _DecoderGraph:
         graph, prefix = self._graph, f"layers.{layer}"
         begun = self._streams.predict(graph, layer, hidden)
         normed = self._ops.norm(graph, begun.first, self._norm(layer, "attn"))
-        mixed = self._mixer(layer, "attention", begun.first, _Value(normed, ""), runs[0], f"{prefix}.attn.hidden")
+        mixed = self._mixer(layer, "attention", begun.first, BlockInput(normed, ""), runs[0], f"{prefix}.attn.hidden")
         mixed = self._streams.augment(graph, layer, normed, mixed)
         into = Entering(mixed, self._norm(layer, "mlp"), mixed, self._norm(layer, "mlp", after=True))
         made = self._mlp(layer, into, runs[1], f"{prefix}.mlp.hidden")
         return self._streams.correct(graph, layer, begun, made, self._ends, result)
+
+    def _entering(self, layer: int, hidden: str) -> BlockInput:
+        """What enters a layer's mixers."""
+        return BlockInput(hidden, self._norm(layer, "attn"))
 
     def _end(self, layer: int, hidden: str, runs: str, result: str) -> str:
         if self._ops.masked:
@@ -215,7 +247,7 @@ class _DecoderGraph:
         there = self._spec.post_norm if after else self._spec.pre_norm
         return f"layers.{layer}.{part}{'_post' if after else ''}_norm" if there else ""
 
-    def _mixer(self, layer: int, part: Mixer, hidden: str, entering: _Value, runs: str, result: str) -> str:
+    def _mixer(self, layer: int, part: Mixer, hidden: str, entering: BlockInput, runs: str, result: str) -> str:
         """Adds what attention or a recurrence makes of what enters to the hidden states."""
         carried = self._attend.carried(layer)
         blocks = {"attention": self._attention_block, "conv": self._conv_block}
@@ -233,7 +265,7 @@ class _DecoderGraph:
         return result
 
     def _attention_block(
-        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: BlockInput, result: str, part: int | None = None
     ) -> str:
         prefix, ops = f"layers.{layer}.attn", self._ops
         value, norm = entering.name, entering.norm
@@ -250,7 +282,7 @@ class _DecoderGraph:
         return self._leave(graph, heads, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
     def _conv_block(
-        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: BlockInput, result: str, part: int | None = None
     ) -> str:
         prefix, ops = f"layers.{layer}.mixer", self._ops
         read = ops.linear(graph, entering.name, f"{prefix}.in", f"{prefix}.in.result", norm=entering.norm, part=part)
@@ -258,7 +290,7 @@ class _DecoderGraph:
         return self._leave(graph, mixed, f"{prefix}.out", hidden, self._norm(layer, "attn", after=True), result, part)
 
     def _recurrent_block(
-        self, graph: GraphBuilder, layer: int, hidden: str, entering: _Value, result: str, part: int | None = None
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: BlockInput, result: str, part: int | None = None
     ) -> str:
         prefix, ops = f"layers.{layer}.mixer", self._ops
         names = [f"{prefix}.{name}" for name in ("in", "gates") if f"{prefix}.{name}" in self._tensors]
@@ -335,6 +367,6 @@ class _DecoderGraph:
         if self._streams is not None:
             wanted = self._streams.leave(graph, wanted)
         cap = self._spec.logit_softcap
-        logits = self._ops.linear(graph, wanted, "head", "uncapped" if cap else io.LOGITS, norm="final_norm")
+        logits = self._ops.linear(graph, wanted, "head", "uncapped" if cap else io.LOGITS, norm=self._last_norm)
         if cap:
             self._ops.softcap(graph, logits, cap, io.LOGITS)

@@ -177,4 +177,4 @@ class Operators:
 
     def _table(self, entry: TensorEntry) -> str:
         """Name of a matrix's initializers: a tied head shares the embedding's, so that its bytes are mapped once."""
-        return "embed" if entry.name == "head" and entry.data == self._tensors["embed"].data else entry.name
+        return "embed" if entry.name == "head" and self._spec.tied else entry.name

@@ -32,7 +32,7 @@ _GROUP_SIZES = (32, 64, 128)
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
 _UNRECORDED = (
     *("name", "layout", "force", "calibration", "calibration_tokens"),
-    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static"),
+    *("format", "gguf_type", "types_for", "prune_layers", "prune_count", "static", "drafter"),
 )
 
 
@@ -123,6 +123,7 @@ class ExportConfig:
         prune_layers: of a GGUF file, layers to leave out, for a drafter.
         prune_count: of a GGUF file, how many layers to leave out that the model misses least.
         static: fixed shapes, for devices that run no others; None makes an ordinary bundle.
+        drafter: a checkpoint of an EAGLE head, which goes into the bundle.
         name: name in the manifest; None takes the folder's.
         force: replace a bundle that is already there.
     """
@@ -146,6 +147,7 @@ class ExportConfig:
     prune_layers: tuple[int, ...] = ()
     prune_count: int = 0
     static: StaticOptions | None = None
+    drafter: Path | None = None
     name: str | None = None
     force: bool = False
 
@@ -164,6 +166,8 @@ class ExportConfig:
             _choice("bits_for", bits, _BITS)
             if not pattern:
                 raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
+        if self.drafter is not None:
+            self._check_drafter()
         if self.exporter != "native":
             self._check_opaque()
         if self.static is not None:
@@ -204,6 +208,18 @@ class ExportConfig:
             if is_asked:
                 message = f"{name} is not supported by the {self.exporter} exporter."
                 raise UsageError(message, "Leave it out, or use the native exporter.")
+
+    def _check_drafter(self) -> None:
+        """Refuses bundles without the native graph, which alone shows a drafter the states that it reads."""
+        asked = {
+            f"format={self.format!r}": self.format != "onnx",
+            f"exporter={self.exporter!r}": self.exporter != "native",
+            f"layout={self.layout!r}": self.layout != NATIVE,
+            "static": self.static is not None,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise UsageError(f"{name} is not supported with a drafter.", "Leave it out, or leave --drafter out.")
 
     def _check_gguf(self) -> None:
         """Refuses options that llama.cpp's types decide by themselves."""

@@ -25,6 +25,7 @@ from edgeinfer.export.source import fp8
 __all__ = ["FLOATS", "Checkpoint", "parse_object", "read_bytes"]
 
 FLOATS = ("F32", "F16", "BF16")
+_INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -160,6 +161,23 @@ class Checkpoint:
             file.seek(tensor.stored.offset + first)
             read_into(file, values)
         return values
+
+    def read_integers(self, name: str) -> NDArray[np.int64]:
+        """A whole tensor of integers, or of booleans as 0 and 1, in its shape.
+
+        Raises:
+            CheckpointError: it is not there or of another type, the file ended early, or cannot be read.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.stored.dtype not in _INTEGERS:
+            found = "no" if tensor is None else f"a {tensor.stored.dtype}"
+            raise CheckpointError(f"{self.folder} has {found} tensor {name!r}, which must be integers.", _AGAIN)
+        values: NDArray[Any] = np.empty(tensor.stored.shape, _INTEGERS[tensor.stored.dtype])
+        with _reading(tensor.file):
+            file = self._open(tensor.file)
+            file.seek(tensor.stored.offset)
+            read_into(file, values)
+        return values.astype(np.int64)
 
     def _read_into(self, flat: NDArray[np.float32], tensor: _Tensor, start: int) -> None:
         """Fills a flat array with a tensor's numbers from number `start` on, piece by piece."""

@@ -6,7 +6,7 @@ them. Arrays returned by a pass are views that the next pass overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,7 +25,9 @@ __all__ = [
     "ExpertChoice",
     "ForwardInput",
     "ForwardOutput",
+    "ObservedBackend",
     "PassCancelledError",
+    "PassObserver",
     "PreemptedError",
     "RotatingBackend",
     "TogetherBackend",
@@ -69,6 +71,7 @@ class ForwardInput:
         planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
         experts: None leaves the choice to the routers: the whole model.
         visibility: what the rows see, in place of a tree; None is all of the cache.
+        tapped: what a draft module reads of its target for each row, where `hidden` does not give it states of its own.
     """
 
     tokens: Ints  # (S,)
@@ -81,6 +84,7 @@ class ForwardInput:
     planes: int = 2
     experts: ExpertChoice | None = None
     visibility: Visibility | None = None
+    tapped: Floats | None = None  # (S, W)
 
     @property
     def is_chain(self) -> bool:
@@ -111,11 +115,13 @@ class ForwardOutput:
         hidden: (S, D) after the last layer that ran, before the final norm; None where the backend has none.
         experts: (L, S, k) chosen for each token, -1 in layers without experts, in those that did not run, and for
             experts that were not used; None where the model has none.
+        tapped: (S, W) hidden states that a draft module reads; None where the bundle has none inside.
     """
 
     logits: Floats
     hidden: Floats | None
     experts: Ints | None = None
+    tapped: Floats | None = None
 
 
 class Backend(Protocol):
@@ -199,6 +205,21 @@ class TogetherBackend(Protocol):
             CapabilityError, BackendError: as `Backend.forward`; or a sequence is named twice, is of another backend, or
                 is to be evaluated in another way than the others (layers, planes, experts, hidden states).
         """
+
+
+# Called with the row of the cache that a pass began at, the pass, and what it gave, in views as of `Backend.forward`.
+PassObserver = Callable[[int, ForwardInput, ForwardOutput], None]
+
+
+@runtime_checkable
+class ObservedBackend(Protocol):
+    """What a backend can do besides whose passes over the text can be followed by a draft module.
+
+    Attributes:
+        observe_pass: called after each pass of `Backend.forward`; None calls nothing.
+    """
+
+    observe_pass: PassObserver | None
 
 
 @runtime_checkable

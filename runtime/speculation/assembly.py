@@ -6,9 +6,10 @@ import dataclasses
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.heads import read_heads
-from edgeinfer.bundle.nesting import trained_depths
+from edgeinfer.bundle.nesting import nested_drafter, trained_depths
 from edgeinfer.config import LoadConfig
-from edgeinfer.errors import StorageError
+from edgeinfer.drafting import drafters_in
+from edgeinfer.errors import ModelError, StorageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.loading.registry import make_backend
@@ -19,8 +20,39 @@ from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import LAYER_DRAFTING, LayerDrafting
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
+from edgeinfer.runtime.weights.layouts import runs_native
 
-__all__ = ["make_draft_backend", "make_speculator"]
+__all__ = ["bundled_drafter", "make_draft_backend", "make_speculator", "require_models"]
+
+
+def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
+    """The drafter inside of a bundle, where it is one of those asked for and can run here.
+
+    Raises:
+        BundleError: it is damaged.
+        UsageError: there is no such drafter as is asked for.
+    """
+    names = drafters_in(config.speculation)
+    found = nested_drafter(target) if names else None
+    module = None if found is None else found.manifest.module
+    if found is None or ("model" if module is None else module.drafter) not in names:
+        return None
+    if module is None:
+        return found
+    ours = config.backend in (None, "onnx") and config.native is not False
+    return found if ours and runs_native(found) else None
+
+
+def require_models(*bundles: Bundle | None) -> None:
+    """Refuses a draft module, which runs in its target's bundle alone.
+
+    Raises:
+        ModelError: one of them is one.
+    """
+    for bundle in bundles:
+        if bundle is not None and bundle.manifest.module is not None:
+            hint = f"Use the model's own, {bundle.path.parent}: it drafts with this by itself."
+            raise ModelError(f"{bundle.path} is the draft module of a bundle, and no model.", hint)
 
 
 def make_speculator(
@@ -60,6 +92,7 @@ def make_speculator(
         bundle,
         acceptance,
         () if drafter is None else trained_depths(drafter.bundle.manifest),
+        None if drafter is None or drafter.manifest.module is None else drafter.bundle,
     )
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)

@@ -169,9 +169,12 @@ class DeviceCosts:
         backend = self._backend
         base = backend.cache.length
         filler = filler_tokens(backend, _FILLER // 2).tolist()
-        tokens = (filler * (2 + (base + 1) // len(filler)))[
-            : max(base + 1, _FILLER) if not drafter.uses_target else base + 1
-        ]
+        size = base + 1 if drafter.uses_target else max(base + 1, _FILLER)
+        tokens = (filler * (2 + (base + 1) // len(filler)))[:size]
+        if drafter.follows_passes:
+            tokens = tokens[: backend.cache.capacity]
+            rest = np.array(tokens[base:-1], np.int64)
+            backend.forward(ForwardInput(rest, np.arange(base, base + len(rest)), np.zeros(0, np.int64)))
         context = Context(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
         drafter.begin(tokens)
         drafter.observe(self._shown(tokens[-1]))

@@ -9,7 +9,8 @@ from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
+from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.configuration import Configuration
@@ -37,6 +38,7 @@ class DrafterParts:
         experts: that a token of a draft uses where drafting is with fewer; None takes half of the model's own number.
         bundle: the target's, whose heads draft; None has none.
         acceptance: the small model's own judge of its tokens; None where it has none.
+        module: how the small model reads its target, where it is a draft module.
         depths: of the small model that were trained to guess, fewer than all of its layers.
         cached_experts: tells which experts are in memory, as `ExpertChoice.bias`; None where all are. () -> (L, E)
     """
@@ -50,6 +52,23 @@ class DrafterParts:
     bundle: Bundle | None = None
     acceptance: Heads | None = None
     depths: tuple[int, ...] = ()
+    module: Bundle | None = None
+
+    @property
+    def whole_model(self) -> Backend | None:
+        """The small model, where it can run without its target."""
+        return self.model if self.module is None else None
+
+    def has_module(self, drafter: str) -> bool:
+        """Whether there is a module of a drafter, and a target whose passes it can follow."""
+        module = None if self.module is None else self.module.manifest.module
+        return module is not None and module.drafter == drafter and self.observed is not None
+
+    @property
+    def observed(self) -> ObservedBackend | None:
+        """The target, where a module can follow its passes."""
+        inner = self.target.uncounted if isinstance(self.target, ExpertCountingBackend) else self.target
+        return inner if isinstance(inner, ObservedBackend) else None
 
     def has(self, kind: str) -> bool:
         """Whether there are heads of a kind, and states for them."""
@@ -85,16 +104,16 @@ class DrafterKind:
 
 
 def _model(parts: DrafterParts) -> ModelDrafter:
-    if parts.model is None:
+    model, vocabulary = parts.whole_model, parts.target.geometry.vocab_size
+    if model is None:
         raise UsageError(
             "No draft model was given.", "Name one with " + Setting("draft_model") + ", or leave this drafter out."
         )
-    vocabulary, can = parts.target.geometry.vocab_size, parts.model.capabilities
-    if parts.depths and can.layer_skip and can.hidden:
+    if parts.depths and model.capabilities.layer_skip and model.capabilities.hidden:
         from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 
-        return SortedDrafter(parts.model, parts.chunk, parts.depths, vocabulary)
-    return ModelDrafter(parts.model, parts.chunk, vocabulary, parts.acceptance)
+        return SortedDrafter(model, parts.chunk, parts.depths, vocabulary)
+    return ModelDrafter(model, parts.chunk, vocabulary, parts.acceptance)
 
 
 # Drafters that few models have are imported when one is made.
@@ -156,6 +175,20 @@ def _hydra(parts: DrafterParts) -> Drafter:
     return HydraDrafter(parts.target, parts.heads("hydra"))
 
 
+def _eagle(parts: DrafterParts) -> Drafter:
+    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+    from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
+
+    target, module, bundle = parts.observed, parts.model, parts.module
+    if target is None or module is None or bundle is None or not parts.has_module("eagle"):
+        message = "The model has no EAGLE head that can draft here."
+        hint = "Export it with one (edgeinfer export --drafter HEAD) and run it on the native kernel, or leave it out."
+        raise UsageError(message, hint)
+    described, tapped = bundle.manifest.module, parts.bundle is not None and bool(parts.bundle.manifest.taps)
+    assert described is not None, "it has a module"
+    return EagleDrafter(target, module, described.width, tapped=tapped, tokens=read_draft_tokens(bundle))
+
+
 def _prompt(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 
@@ -185,7 +218,7 @@ KINDS: dict[str, DrafterKind] = {
         _always,
         lambda geometry, context: RecycleDrafter.planned_bytes(geometry.vocab_size),
     ),
-    "model": DrafterKind(_model, lambda parts: parts.model is not None),
+    "model": DrafterKind(_model, lambda parts: parts.whole_model is not None),
     # In "auto" the governor itself makes cascades.
     "hierarchical": DrafterKind(
         _hierarchical,
@@ -201,6 +234,8 @@ KINDS: dict[str, DrafterKind] = {
     "medusa": DrafterKind(_medusa, lambda parts: parts.has("medusa")),
     "hydra": DrafterKind(_hydra, lambda parts: parts.has("hydra")),
     "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt")),
+    # What it takes is counted with its module.
+    "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle")),
 }
 
 

@@ -26,7 +26,7 @@ from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 from edgeinfer.user_folders import user_cache
 
-__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare"]
+__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare", "runs_native"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -84,7 +84,7 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
         native_kernel()
         return NATIVE
     prefers = stored == NATIVE or _needs_native(bundle, kv)
-    if native is None and prefers and not switched_off() and _kernel_works(bundle):
+    if native is None and prefers and runs_native(bundle):
         return NATIVE
     if PORTABLE not in bundle.layouts:
         hint = "Export it again, or run it where the native kernel works."
@@ -110,7 +110,10 @@ def kernel_of(bundle: Bundle, layout: Layout) -> str:
     return native_kernel().isa if layout == NATIVE else "MatMulNBits"
 
 
-def _kernel_works(bundle: Bundle) -> bool:
+def runs_native(bundle: Bundle) -> bool:
+    """Whether the native kernel works and is not switched off; what runs in its place is logged."""
+    if switched_off():
+        return False
     try:
         native_kernel()
     except NativeUnavailableError as error:

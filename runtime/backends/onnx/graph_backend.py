@@ -91,7 +91,12 @@ class GraphBackend(ABC):
         else:
             self._graph = prepare(bundle, layout, progress, kv)
         kernel = native_kernel() if layout == NATIVE else None
-        self._session = OrtSession(str(self._graph.model), threads, kernel, device=device, affinity=affinity)
+        self._module = bundle.manifest.module
+        self._tapped = len(bundle.manifest.taps) * decoder.hidden_size
+        # A draft module's graph reads what it shares in the bundle around it, which a model of a path may not leave.
+        around = None if self._module is None else bundle.path.parent
+        model = str(self._graph.model) if around is None else self._graph.model.read_bytes()
+        self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
         self.pages = self._weight_pages(bundle.manifest)
         self._decoder, self._places = decoder, places
         self._looked_up = self._watch_embedding()
@@ -158,6 +163,8 @@ class GraphBackend(ABC):
             used = int(self._experts.count[0])
         step = self._pass(size, rows, batch.hidden is not None, used)
         step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=apart)
+        if batch.tapped is not None:
+            step.fill_tapped(batch.tapped)
         mask, sources = batch.layer_mask, self._decoder.kv_sources if batch.hidden is None else ()
         self._layer_mask[:] = True if mask is None else with_sources(sources, mask)
         self._planes[0] = batch.planes
@@ -168,10 +175,14 @@ class GraphBackend(ABC):
         if self._looked_up is not None:
             self._looked_up.rows(size)
         chosen = None if step.experts is None else step.experts[:, :size]
-        return ForwardOutput(step.logits[:rows], step.hidden_out[0, :size], chosen)
+        tapped = step.tapped[0, :size] if self._tapped else None
+        return ForwardOutput(step.logits[:rows], step.hidden_out[0, :size], chosen, tapped)
 
     def _new_buffers(self, size: int, rows: int) -> Buffers:
-        return Buffers(self.geometry, size, rows, 0 if self._experts is None else self._experts.top_k)
+        top_k = 0 if self._experts is None else self._experts.top_k
+        if self._module is None:
+            return Buffers(self.geometry, size, rows, top_k, self._tapped)
+        return Buffers(self.geometry, size, rows, top_k, self._module.width, self._module.vocab_size)
 
     def _pass(self, size: int, rows: int, resumes: bool, experts: int) -> Pass:
         key = (size, rows, resumes, experts)
@@ -204,6 +215,10 @@ class GraphBackend(ABC):
         for name, table in self._tables.items():
             step.binding.bind_ortvalue_input(name, table)
         self._bind_cache(step)
+        if self._module is not None:
+            bind_input(step.binding, graph.TAPPED, step.tapped)
+        elif self._tapped:
+            step.binding.bind_ortvalue_output(graph.TAPPED, ort.OrtValue.ortvalue_from_numpy(step.tapped))
         step.binding.bind_ortvalue_output(graph.LOGITS, ort.OrtValue.ortvalue_from_numpy(step.logits))
         step.binding.bind_ortvalue_output(graph.HIDDEN_OUT, ort.OrtValue.ortvalue_from_numpy(step.hidden_out))
         if step.experts is not None:

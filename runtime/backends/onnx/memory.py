@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout, Manifest, TensorEntry
+from edgeinfer.bundle.draft_module import WAITING_ROWS
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors, tensors_in
@@ -244,7 +245,11 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     # Vectors of all layers, as a product, normed, looked up and added.
     vectors = 0 if decoder.per_layer is None else 4 * decoder.num_layers * decoder.per_layer.size
     row = 2 * hidden + _LIVE_WIDTHS * widest + biases * context + vectors
-    return _FLOAT_BYTES * (chunk * row + 2 * geometry.vocab_size)
+    if (module := manifest.module) is None:
+        return _FLOAT_BYTES * (chunk * (row + 2 * len(manifest.taps) * hidden) + 2 * geometry.vocab_size)
+    # What the module reads in a pass and what waits for it, embeddings beside states, and its drafter's logits.
+    waiting = WAITING_ROWS * (row + 3 * module.width + 4 * hidden)
+    return _FLOAT_BYTES * (waiting + 5 * geometry.vocab_size)
 
 
 def _scores(manifest: Manifest, chunk: int, context: int) -> int:

@@ -21,7 +21,7 @@ from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.cache import SharingCache
-from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassObserver, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
 from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
@@ -54,6 +54,7 @@ class PagedBackend(GraphBackend):
     Attributes:
         pool: of all sequences.
         cache: of the sequence that `forward` goes on with.
+        observe_pass: called after each of its passes.
 
     Raises:
         UsageError: there is no such type of cache.
@@ -95,6 +96,7 @@ class PagedBackend(GraphBackend):
         )
         self.capabilities = dataclasses.replace(self.capabilities, branches=True)
         self.cache.observe_clear = self._unbind
+        self.observe_pass: PassObserver | None = None
 
     def new_sequence(self, capacity: int) -> PagedCache:
         """An empty sequence of the same pool, for `forward_together`.
@@ -124,8 +126,12 @@ class PagedBackend(GraphBackend):
             self._session.run(step.binding)
         else:
             step = self._run([(cache, batch)], batch)
+        start = cache.length
         cache.advance(size)
-        return self._output(step, size, len(batch.rows))
+        output = self._output(step, size, len(batch.rows))
+        if self.observe_pass is not None:
+            self.observe_pass(start, batch, output)
+        return output
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""
@@ -144,7 +150,8 @@ class PagedBackend(GraphBackend):
             size, wanted = len(batch.tokens), len(batch.rows)
             hidden = None if whole.hidden is None else whole.hidden[row : row + size]
             experts = None if whole.experts is None else whole.experts[:, row : row + size]
-            outputs.append(ForwardOutput(whole.logits[logit : logit + wanted], hidden, experts))
+            tapped = None if whole.tapped is None else whole.tapped[row : row + size]
+            outputs.append(ForwardOutput(whole.logits[logit : logit + wanted], hidden, experts, tapped))
             cache.advance(size)
             row, logit = row + size, logit + wanted
         return outputs

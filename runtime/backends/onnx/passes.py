@@ -44,16 +44,19 @@ class Buffers:
 
     Args:
         top_k: experts of a token; 0 in models without.
+        tapped: width of what is tapped of each token, or read by a draft module of its target; 0 in other models.
+        logits: columns of the logits; 0 are as many as the vocabulary has tokens.
     """
 
-    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int) -> None:
+    def __init__(self, geometry: Geometry, size: int, rows: int, top_k: int, tapped: int = 0, logits: int = 0) -> None:
         self.size, self.rows, self.layers = size, rows, geometry.num_layers
         self.tokens = np.zeros((1, size), np.int64)
         self.positions = np.zeros((1, size), np.int64)
         self.logit_rows = np.zeros(rows, np.int64)
         self.hidden_in = np.zeros((1, size, geometry.hidden_size), np.float32)
         self.hidden_out = np.zeros((1, size, geometry.hidden_size), np.float32)
-        self.logits = np.zeros((rows, geometry.vocab_size), np.float32)
+        self.logits = np.zeros((rows, logits or geometry.vocab_size), np.float32)
+        self.tapped = np.zeros((1, size, tapped), np.float32)
         self.experts = np.zeros(geometry.num_layers * size * top_k, np.int64)
 
     @property
@@ -74,6 +77,7 @@ class Pass:
         self._rows = buffers.logit_rows[:rows]
         self._hidden = buffers.hidden_in[:, : size if resumes else 1]
         self.logits = buffers.logits[:rows]  # (R, V)
+        self.tapped = buffers.tapped[:, :size]  # (1, S, W)
         self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
         chosen = (buffers.layers, size, experts)
         self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)
@@ -99,6 +103,11 @@ class Pass:
         if hidden is not None:
             self._hidden[0, :size] = hidden
             self._hidden[0, size:] = hidden[-1]
+
+    def fill_tapped(self, tapped: Floats) -> None:  # (S, W)
+        """Writes what a draft module reads of its target's rows; padding repeats the last."""
+        self.tapped[0, : len(tapped)] = tapped
+        self.tapped[0, len(tapped) :] = tapped[-1]
 
 
 class ExpertInputs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from pathlib import Path
 from typing import TypeAlias
 
 import onnxruntime as ort
@@ -73,6 +74,7 @@ class OrtSession:
 
     Args:
         path: the model file, or what would be in it.
+        folder: where the weights of a model that is not a file lie.
         threads: threads of the linear algebra.
         kernel: whose operators the graph may use.
         device: that runs what its provider can; the CPU runs the rest.
@@ -98,6 +100,7 @@ class OrtSession:
         *,
         device: Device = CPU,
         affinity: str = "",
+        folder: Path | None = None,
     ) -> None:
         self._device = device
         # Where some of its threads start and others do not, onnxruntime waits for all of them without end.
@@ -113,6 +116,8 @@ class OrtSession:
         options.add_session_config_entry("session.force_spinning_stop", "1")
         if affinity:
             options.add_session_config_entry("session.intra_op_thread_affinities", affinity)
+        if folder is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         if kernel is not None:
             _register(options, kernel)
         providers = add_provider(device, options)

@@ -249,6 +249,7 @@ class Drafter:
         priors: acceptance of each sign before anything was observed; its length is the number of signs.
         uses_target: whether guessing runs passes of the target, whose rows the engine drops before it verifies.
         branches: whether `guesses` can give more than one.
+        follows_passes: whether it guesses only behind rows that it has seen passes of the target over.
         draws: whether its guesses are drawn by `Context.draw`, so that they may carry distributions.
     """
 
@@ -257,6 +258,7 @@ class Drafter:
     uses_target: bool = False
     branches: bool = False
     draws: bool = False
+    follows_passes: bool = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already.

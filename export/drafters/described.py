@@ -1,0 +1,116 @@
+"""A draft module as a checkpoint describes it, and what all kinds of them are read with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.errors import BundleError, CheckpointError
+from edgeinfer.export.architectures import Architecture, Source, TensorPlan
+from edgeinfer.export.architectures.plans import plan
+from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["DescribedModule", "ModuleSource", "joined_plans", "module_spec", "own_plans"]
+
+_ANOTHER = "It was made for another model: choose a drafter of this one, or leave --drafter out."
+
+
+@dataclass(frozen=True)
+class ModuleSource:
+    """A checkpoint with a draft module, and the target that it is for.
+
+    Attributes:
+        target: the target's decoder, its heads as wide as its checkpoint has them.
+    """
+
+    config: HFConfig
+    checkpoint: Checkpoint
+    target: DecoderSpec
+
+    def require_same(self, name: str, own: int, targets: int) -> None:
+        """Refuses a module that is of another size than its target.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        if own != targets:
+            message = f"The drafter {self.checkpoint.folder} has a {name} of {own}, the model one of {targets}."
+            raise CheckpointError(message, _ANOTHER)
+
+
+@dataclass(frozen=True)
+class DescribedModule:
+    """A draft module that can be written.
+
+    Attributes:
+        plans: of its own tensors.
+        taps: as `Manifest.taps` of the target.
+        borrowed: tensors of the target that it has copies of, by their names in the module.
+        tokens: the target's token that each of its own is; None where it drafts all of them. (Vd,)
+    """
+
+    spec: DecoderSpec
+    module: DraftModule
+    plans: tuple[TensorPlan, ...]
+    taps: tuple[int, ...] = ()
+    borrowed: Mapping[str, str] = field(default_factory=dict)
+    tokens: NDArray[np.int64] | None = None
+
+
+def module_spec(source: ModuleSource, family: Architecture, *, tied: bool) -> DecoderSpec:
+    """The decoder that a module's config.json describes, over its target's vocabulary and for as long texts.
+
+    Args:
+        tied: embedding and head are one, the target's.
+
+    Raises:
+        CheckpointError: it describes none, or one of another size than the target.
+    """
+    config, target = source.config, source.target
+    source.require_same("hidden size", config.integer("hidden_size"), target.hidden_size)
+    source.require_same("vocabulary", config.integer("vocab_size"), target.vocab_size)
+    try:
+        spec = family.read(config, tied)
+    except BundleError as error:
+        hint = "Check that the drafter's config.json is complete."
+        raise CheckpointError(f"{source.checkpoint.folder}/config.json: {error.message}", hint) from error
+    return dataclasses.replace(spec, max_positions=target.max_positions)
+
+
+def own_plans(
+    source: ModuleSource, family: Architecture, spec: DecoderSpec, left_out: tuple[str, ...], width: int
+) -> list[TensorPlan]:
+    """Plans of the tensors that a module has like any decoder.
+
+    Args:
+        left_out: those that it has not.
+        width: of what enters the first layer's attention.
+    """
+    plans = family.tensors(source.config, spec, source.checkpoint.names)
+    kept = [each for each in plans if each.name not in left_out]
+    return [_widened(each, width) if each.name == "layers.0.attn.qkv" else each for each in kept]
+
+
+def _widened(planned: TensorPlan, width: int) -> TensorPlan:
+    sources: list[Source] = [dataclasses.replace(each, shape=(each.shape[0], width)) for each in planned.sources]
+    return TensorPlan(planned.name, tuple(sources))
+
+
+def joined_plans(source: ModuleSource, name: str, shape: tuple[int, int]) -> list[TensorPlan]:
+    """The product of what enters a module, and its bias where the checkpoint has one.
+
+    Args:
+        name: of the checkpoint's tensor.
+        shape: of the product's matrix.
+    """
+    plans, bias = [plan("fc", (name, shape))], name.removesuffix("weight") + "bias"
+    if bias in source.checkpoint:
+        plans.append(plan("fc_bias", (bias, shape[:1])))
+    return plans

@@ -1,0 +1,162 @@
+"""Drafting with a module that reads the target's states: EAGLE heads (Li et al. 2024, 2025).
+
+Its rows for the text read the target's states; those for drafted tokens read its own of the row before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
+from edgeinfer.runtime.speculation.drafters.contract import Context, Round
+from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
+from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
+
+__all__ = ["EagleDrafter"]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class EagleDrafter(LogitDrafter):
+    """Drafts with a draft module, whose cache holds rows of the text and, behind them, those of one drafted path.
+
+    Args:
+        target: whose passes it follows from now on.
+        module: its backend, which nothing else uses; the drafter does not close it.
+        width: of what the module reads of a row.
+        tapped: whether that is the states of tapped layers; otherwise the last ones.
+        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
+    """
+
+    name = "eagle"
+    follows_passes = True
+
+    def __init__(
+        self,
+        target: ObservedBackend,
+        module: Backend,
+        width: int,
+        *,
+        tapped: bool,
+        tokens: NDArray[np.int64] | None,
+    ) -> None:
+        vocabulary = module.geometry.vocab_size
+        super().__init__(vocabulary)
+        self._target, self._module, self._tokens = target, module, tokens
+        self._states = TargetStates(width, _tapped if tapped else _last, self._read, self._trim)
+        self._all = np.full(vocabulary, -np.inf, np.float32)
+        self._first = np.empty(vocabulary if tokens is None else len(tokens), np.float32)  # logits behind the root
+        self._nodes: dict[tuple[int, ...], Floats] = {}  # the module's state in the row of each path's last token
+        self._path: list[int] = []  # whose rows are in the module's cache
+        self._ready = False  # it has read the text up to the root
+        self._lost = 0
+        module.cache.trim(0)
+        target.observe_pass = self._states.observe
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Another text may have begun, or the same has been fed further."""
+        super().begin(tokens)
+        self._leave_path()
+        self._states.compare(tokens)
+
+    def observe(self, round: Round) -> None:
+        """Keeps the states of the accepted path; the draft's own rows go."""
+        super().observe(round)
+        self._leave_path()
+        self._states.keep([0, *(node + 1 for node in round.verdict.accepted)])
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        base = context.root_row
+        cache = self._module.cache
+        if max(base, self._states.done) + 1 + len(drafted) > cache.capacity or not self._catch_up(context, base):
+            return None
+        if not drafted:
+            return self._widened(self._first)
+        path = tuple(drafted)
+        cached = 0
+        while cached < min(len(self._path), len(path) - 1) and self._path[cached] == path[cached]:
+            cached += 1
+        cache.trim(self._states.done + cached)
+        del self._path[cached:]
+        logits = self._first
+        while cached < len(path):
+            # Rows whose own state before is known already go together.
+            end = cached + 1
+            while end < len(path) and path[:end] in self._nodes:
+                end += 1
+            logits = self._feed(path, cached, end, base)
+            cached = end
+        return self._widened(logits)
+
+    def _feed(self, path: tuple[int, ...], start: int, end: int, base: int) -> Floats:  # (Vd,)
+        """One pass over a path's tokens start..end-1: the logits behind the last of them."""
+        hidden = np.stack([self._nodes[path[:place]] for place in range(start, end)])
+        tokens, positions = np.array(path[start:end], np.int64), np.arange(base + start, base + end)
+        last = np.array([end - start - 1])
+        output = self._module.forward(ForwardInput(tokens, positions, last, hidden=hidden))
+        assert output.hidden is not None, "modules give their states"
+        for place in range(start, end):
+            self._nodes[path[: place + 1]] = output.hidden[place - start].copy()
+        self._path.extend(path[start:end])
+        logits: Floats = output.logits[0]
+        return logits
+
+    def _catch_up(self, context: Context, base: int) -> bool:
+        """Reads the text up to the root; false where the row before it is not known."""
+        if self._ready:
+            return True
+        if context.lost() != self._lost:
+            # Rows have moved, and what they were is not known.
+            self._lost = context.lost()
+            self._states.clear()
+        self._ready = self._states.catch_up(base, context.tokens[-1])
+        return self._ready
+
+    def _read(self, unread: Unread) -> None:
+        self._leave_path()
+        rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
+        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
+        if not unread.last:
+            return
+        assert output.hidden is not None, "modules give their states"
+        self._first[:] = output.logits[0]
+        self._nodes[()] = output.hidden[-1].copy()
+
+    def _leave_path(self) -> None:
+        self._nodes.clear()
+        self._ready = False
+        if self._path:
+            self._trim(self._states.done)
+
+    def _trim(self, rows: int) -> None:
+        """Leaves so many rows of the text in the module's cache, and none of a path."""
+        self._path.clear()
+        self._module.cache.trim(rows)
+
+    def _widened(self, logits: Floats) -> Floats:  # (Vd,) -> (V,)
+        if self._tokens is None:
+            return logits
+        self._all[self._tokens] = logits
+        return self._all
+
+    def nbytes(self) -> int:
+        """Bytes that its module's backend allocated, and its own."""
+        own = self._all.nbytes + self._first.nbytes + self._states.nbytes
+        return sum(self._module.nbytes().values()) + super().nbytes() + own
+
+    def close(self) -> None:
+        """Follows the target's passes no longer."""
+        super().close()
+        self._target.observe_pass = None
+
+
+def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
+    return output.tapped
+
+
+def _last(output: ForwardOutput) -> Floats | None:  # (S, D)
+    return output.hidden

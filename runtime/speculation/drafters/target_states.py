@@ -1,0 +1,152 @@
+"""What the target's passes show of the text's rows, kept until a draft module has read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgeinfer.bundle.draft_module import WAITING_ROWS
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+
+__all__ = ["TargetStates", "Unread"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unread:
+    """Rows of the text that a module has not read.
+
+    Attributes:
+        tokens: that follow each of them.
+        positions: of the rows.
+        states: of the target in them, views.
+        last: whether the root is behind the last of them.
+    """
+
+    tokens: Ints  # (S,)
+    positions: Ints  # (S,)
+    states: Floats  # (S, W)
+    last: bool
+
+
+class TargetStates:
+    """Follows the rows of the target's cache by its passes; `observe` is called after each.
+
+    A module's row for a token reads the state before it, so a row can be read once the token behind it is known. Rows
+    that no pass showed, as those of a prefix that was kept elsewhere, are left out.
+
+    Args:
+        width: W, of what is read of a row.
+        state: which output of a pass that is.
+        read: is called with rows that wait no longer.
+        trim: is called with how many of the rows that were read are still of the text.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        state: Callable[[ForwardOutput], Floats | None],
+        read: Callable[[Unread], None],
+        trim: Callable[[int], None],
+    ) -> None:
+        self._state, self._read, self._trim = state, read, trim
+        self._done: list[tuple[int, int]] = []  # rows that were read, ascending, each with the token behind it
+        self._first = 0  # the first row that waits
+        self._tokens: list[int] = []  # of the rows that wait
+        self._states = np.empty((WAITING_ROWS, width), np.float32)
+        self._branches: tuple[list[int], Floats] | None = None  # of a tree, of which verification keeps a path
+
+    @property
+    def done(self) -> int:
+        """Rows that were read."""
+        return len(self._done)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that wait."""
+        return self._states.nbytes
+
+    def observe(self, start: int, batch: ForwardInput, output: ForwardOutput) -> None:
+        """A pass of the target over new tokens, from row `start` on."""
+        self.cut(start)
+        self._branches = None
+        states = self._state(output)
+        whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None
+        if states is None or not whole or batch.visibility is not None:
+            return
+        tokens = batch.tokens.tolist()
+        if self._done and self._done[-1][0] == start - 1 and self._done[-1][1] != tokens[0]:
+            self._forget(self.done - 1)
+        if self._first + len(self._tokens) != start:
+            self._tokens.clear()
+            self._first = start
+        if batch.tree is None:
+            self._append(tokens, states)
+        else:
+            self._branches = tokens, states.copy()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Of the last pass, if it was over a tree, these rows stay, in this order."""
+        if self._branches is not None:
+            tokens, states = self._branches
+            self._branches = None
+            self._append([tokens[row] for row in rows], states[list(rows)])
+
+    def cut(self, row: int) -> None:
+        """The text's rows from this one on are dropped."""
+        del self._tokens[max(0, row - self._first) :]
+        kept = self.done
+        while kept and self._done[kept - 1][0] >= row:
+            kept -= 1
+        self._forget(kept)
+
+    def compare(self, tokens: Sequence[int]) -> None:
+        """Another text may have begun: rows are dropped from the first on behind which these tokens differ."""
+        for place, (row, behind) in enumerate(self._done):
+            if row + 1 >= len(tokens) or tokens[row + 1] != behind:
+                self._forget(place)
+                return
+
+    def catch_up(self, base: int, root: int) -> bool:
+        """Reads all rows up to the one before the root, whose row `base` will be; false where that one is not known."""
+        self.cut(base)
+        if self._first + len(self._tokens) != base or not self._tokens:
+            return False
+        self._hand_over([*self._tokens[1:], root], last=True)
+        return True
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._tokens.clear()
+        self._branches = None
+        self._forget(0)
+
+    def _append(self, tokens: Sequence[int], states: Floats) -> None:  # (S, W)
+        at = 0
+        while at < len(tokens):
+            if len(self._tokens) == WAITING_ROWS:
+                # The last one waits for the token behind it.
+                self._hand_over(self._tokens[1:], last=False)
+            size = min(len(tokens) - at, WAITING_ROWS - len(self._tokens))
+            waiting = len(self._tokens)
+            self._states[waiting : waiting + size] = states[at : at + size]
+            self._tokens.extend(tokens[at : at + size])
+            at += size
+
+    def _hand_over(self, behind: Sequence[int], *, last: bool) -> None:
+        """Has the first rows read, behind which these tokens are."""
+        size = len(behind)
+        positions = np.arange(self._first, self._first + size)
+        self._read(Unread(np.array(behind, np.int64), positions, self._states[:size], last))
+        self._done.extend(zip(positions.tolist(), behind, strict=True))
+        left = len(self._tokens) - size
+        self._states[:left] = self._states[size : size + left]
+        del self._tokens[:size]
+        self._first += size
+
+    def _forget(self, kept: int) -> None:
+        if kept < self.done:
+            del self._done[kept:]
+            self._trim(kept)

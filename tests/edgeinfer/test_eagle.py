@@ -1,0 +1,201 @@
+"""EAGLE heads from their published layouts to replies: what they draft, which text comes of it, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import edgeinfer
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import CheckpointError, ModelError, UsageError
+from edgeinfer.export import ExportConfig
+from edgeinfer.export import export_checkpoint as export_anew
+from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
+from tests.cache import made
+from tests.eagle_heads import ReferenceHead, make_head
+from tests.factories import make_checkpoint
+from tests.speculation import load_eager, same
+
+LAYERS = 6
+# Of each head its form and what its config.json says besides.
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", {"drafted": 120}),
+    "other names and norms": (
+        "eagle3-layers",
+        {"norm_before_residual": True, "norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [1, 4, 5]},
+    ),
+    "eagle1": ("eagle1", {}),
+}
+PROMPT = [5 + i % 7 for i in range(90)]
+
+
+def make_bundle(folder: Path, kind: str, bits: int) -> None:
+    """Target, head and bundle."""
+    form, settings = HEADS.get(kind, HEADS["eagle3"])
+    family = "llama" if kind in HEADS else "mixtral"
+    make_checkpoint(folder / "target", family, seed=1, num_hidden_layers=LAYERS, max_position_embeddings=512)
+    head = make_head(folder / "head", folder / "target", form, **settings)
+    export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=head, keep_small=False))
+
+
+def drafter_of(model: edgeinfer.Model) -> EagleDrafter:
+    drafter = model._parts.speculator._drafter("eagle")
+    assert isinstance(drafter, EagleDrafter)
+    return drafter
+
+
+def drafted_logits(model: edgeinfer.Model, text: list[int], path: list[int]) -> np.ndarray[Any, Any]:
+    context = Context(text, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
+    logits = drafter_of(model)._logits(context, path)
+    assert logits is not None
+    return logits.copy()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
+    """Behind a prompt and a reply of many rounds, of chains and of trees, along paths that part."""
+    folder, who = made(make_bundle, kind, 32), "copy,recycle,eagle"
+    reference = ReferenceHead(folder / "head", folder / "target")
+    for width in (1, 3):
+        with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
+            options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
+            reply = model.generate(PROMPT, speculation=who, **options)
+            assert reply.speculation.per_drafter["eagle"].drafted > 0 < reply.speculation.accepted
+            text = [*PROMPT, *reply.token_ids]
+            drafter_of(model).begin(text)
+            for path in ([], [7], [7, 9], [7, 9, 11], [7, 12], [5, 6, 7, 8]):
+                expected = reference.logits(text, path).numpy()
+                found, possible = drafted_logits(model, text, path), np.isfinite(expected)
+                np.testing.assert_array_equal(np.isfinite(found), possible)
+                np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "tree": {"draft_width": 3},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "sampled tree": {"temperature": 1.0, "seed": 11, "draft_width": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "threads", "kv"),
+    [
+        ("eagle3", 1, "float32"),
+        pytest.param("eagle3", 2, "int8", marks=pytest.mark.slow),
+        pytest.param("eagle1", 1, "int4", marks=pytest.mark.slow),
+        pytest.param("eagle1", 2, "float32", marks=pytest.mark.slow),
+        pytest.param("of a mixture", 2, "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_text_is_that_of_plain_decoding(kind: str, threads: int, kv: str) -> None:
+    bundle = made(make_bundle, kind, 4) / "bundle"
+    with load_eager(bundle, context=256, threads=threads, kv=kv, remember=False) as model:
+        for who in ("eagle", "auto", "copy,recycle,eagle"):
+            for way in WAYS.values():
+                # What random heads taught would keep them from drafting at all.
+                edgeinfer.tools.restore_drafting(model, {})
+                found = same(model, who, prompt=PROMPT, max_tokens=32, ignore_eos=True, **way)
+                assert (found.exact, found.lossless) == (True, True)
+                assert "eagle" in found.per_drafter
+        for length in (1, 2, 63, 64, 65, 200):
+            same(model, "eagle", prompt=(PROMPT * 3)[:length], max_tokens=8, ignore_eos=True)
+
+
+def test_a_context_that_fills_up_and_other_verifications() -> None:
+    bundle = made(make_bundle, "eagle3", 4) / "bundle"
+    with load_eager(bundle, context=24, remember=False) as model:
+        for length in (1, 9, 22, 24):
+            same(model, "eagle", prompt=PROMPT[:length], ignore_eos=True)
+        for verification in ("rejection", "k-seq", "typical"):
+            options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+            result = model.generate(PROMPT[:9], speculation="eagle", verification=verification, **options)
+            assert len(result.token_ids) == 12
+
+
+def test_memory_is_planned_and_the_embedding_is_the_targets() -> None:
+    bundle = made(make_bundle, "eagle1", 4) / "bundle"
+    with_head, without = (edgeinfer.plan(bundle, context=256, speculation=who) for who in ("eagle", "off"))
+    assert with_head.terms["draft_model"] > 0 and "draft_model" not in without.terms
+    inside = open_bundle(bundle / "drafter").manifest
+    assert inside.module is not None and inside.module.shares == ("embed", "head")
+    assert not {"embed", "head"} & {tensor.name for tensor in inside.tensors}
+
+
+def test_a_module_is_no_model() -> None:
+    bundle = made(make_bundle, "eagle3", 4) / "bundle"
+    with pytest.raises(ModelError, match="is the draft module of a bundle"):
+        edgeinfer.load(bundle / "drafter")
+    with edgeinfer.load(bundle, context=64, native=False, remember=False) as model:
+        assert model.generate(PROMPT[:9], max_tokens=4, ignore_eos=True).token_ids
+    with pytest.raises(UsageError, match="no EAGLE head"):
+        edgeinfer.load(bundle, context=64, native=False, speculation="eagle", remember=False)
+
+
+def _config(**fields: Any) -> Callable[[Path], None]:
+    def change(head: Path) -> None:
+        config = json.loads((head / "config.json").read_text())
+        (head / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def _tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def change(head: Path) -> None:
+        tensors = load_file(head / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, head / "model.safetensors")
+
+    return change
+
+
+def _add_to(tensors: dict[str, torch.Tensor], name: str, place: int, more: int) -> None:
+    tensors[name][place] += more
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "hidden size": (_config(hidden_size=128), "has a hidden size of 128, the model one of 64"),
+    "vocabulary": (_config(vocab_size=999), "has a vocabulary of 999"),
+    "layers": (
+        _config(eagle_aux_hidden_state_layer_ids=[1, 2, 7]),
+        r"reads the layers \[1, 2, 7\] of a model",
+    ),
+    "no layers": (_config(eagle_aux_hidden_state_layer_ids=[]), r"reads the layers \[\]"),
+    "deep": (_config(num_hidden_layers=2), "of 2 layers"),
+    "map too short": (_config(draft_vocab_size=121), "has 120 tokens, config.json says 121"),
+    "map outside": (_tensors(lambda t: _add_to(t, "d2t", -1, 10**6)), "outside a vocabulary"),
+    "map twice": (_tensors(lambda t: t["d2t"].copy_(-torch.arange(120))), "name a token twice"),
+    "maps differ": (_tensors(lambda t: t["t2d"].fill_(False)), "d2t and t2d"),
+    "no fc": (_tensors(lambda t: t.pop("fc.weight")), "no EAGLE head"),
+    "no norm": (_tensors(lambda t: t.pop("norm.weight")), "norm.weight"),
+    "part of a layer": (_tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "mlp.up_proj.weight"),
+    "fc of four layers": (_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})), r"shape \(64, 256\)"),
+}
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """In one line, before anything is written."""
+    source = made(make_bundle, "eagle3", 4)
+    for name, (change, message) in DAMAGES.items():
+        head = Path(shutil.copytree(source / "head", tmp_path / name))
+        change(head)
+        with pytest.raises(CheckpointError, match=message) as refused:
+            export_anew(source / "target", tmp_path / "bundle", ExportConfig(drafter=head))
+        assert "\n" not in refused.value.message and refused.value.hint
+        assert not (tmp_path / "bundle").exists()
+
+
+def test_other_bundles_have_no_heads(tmp_path: Path) -> None:
+    others: tuple[dict[str, Any], ...] = ({"format": "gguf"}, {"layout": "portable"}, {"exporter": "optimum"})
+    for options in others:
+        with pytest.raises(UsageError, match="not supported with a drafter"):
+            ExportConfig(drafter=tmp_path, **options)
