@@ -35,6 +35,7 @@ __all__ = [
     "SpeedTest",
     "describe_run",
     "device_limits",
+    "floor_ns",
     "median_limits",
     "run_speed",
     "speed_section",
@@ -224,10 +225,10 @@ def run_speed(model: Model, config: SpeedConfig, progress: StageProgress, comman
             limits += device_limits(model.threads)
     progress(len(visits), len(visits))
     best, facts = median_limits(limits), describe_run(model, command)
-    return [SpeedResult(test, tuple(taken), _floor_ns(model, test, best), facts) for test, taken in samples.items()]
+    return [SpeedResult(test, tuple(taken), floor_ns(model, test, best), facts) for test, taken in samples.items()]
 
 
-def _floor_ns(model: Model, test: SpeedTest, limits: DeviceLimits | None) -> float | None:
+def floor_ns(model: Model, test: SpeedTest, limits: DeviceLimits | None) -> float | None:
     """The least that the passes of a test take, each in itself: of a reply all as the middle one."""
     chunk, begin = model.plan.prefill_chunk, test.depth
     starts = range(0, test.prompt, chunk)

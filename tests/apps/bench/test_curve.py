@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,10 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.curve import Curve, CurveConfig, curve_chart, run_curve
+from edgeinfer.apps.bench.curve import Curve, CurveConfig, curve_chart, curve_section, run_curve
 from edgeinfer.apps.bench.plots import chart_svg
+from edgeinfer.apps.bench.render import section_markdown
+from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import NativeUnavailableError, UsageError
+from edgeinfer.results import DeviceLimits
 from tests.apps.bench.here import known_limits
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
@@ -36,7 +41,15 @@ def measured(model: edgeinfer.Model) -> Curve:
 
 @each_row(
     "options",
-    [{"sizes": ()}, {"sizes": (0, 1)}, {"depths": (-1,)}, {"depths": ()}, {"kv_types": ("int3",)}, {"repeats": 0}],
+    [
+        {"sizes": ()},
+        {"sizes": (0, 1)},
+        {"depths": (-1,)},
+        {"depths": ()},
+        {"kv_types": ("int3",)},
+        {"repeats": 0},
+        {"prompts": (0,)},
+    ],
 )
 def test_what_cannot_be_measured(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
@@ -91,6 +104,56 @@ def test_several_depths_and_caches(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "to 8 before" in shown and "float32" in shown and "times the least" in shown
     assert "tokens before" in (tmp_path / "c.svg").read_text()
+
+
+class Twice:
+    """Another engine, whose times are fixed."""
+
+    kv, threads = "llama.cpp float16", 2
+
+    def passes(self, sizes: Sequence[int], depth: int) -> dict[int, float]:
+        return {size: 1e6 * size for size in sizes}
+
+    def prompt(self, tokens: int) -> float:
+        return 1e9
+
+    def pass_floor(self, size: int, depth: int, limits: DeviceLimits | None) -> tuple[None, None]:
+        return None, None
+
+    def prompt_floor(self, tokens: int, limits: DeviceLimits | None) -> None:
+        return None
+
+
+@needs_builtin
+def test_another_engine_is_compared_where_it_has_as_many_threads() -> None:
+    config = CurveConfig((1, 2), depths=(8,), prompts=(16,), repeats=2)
+    with ExitStack() as opened:
+        models = [
+            opened.enter_context(edgeinfer.load(context=64, threads=threads, speculation="off")) for threads in (1, 2)
+        ]
+        curve = run_curve(models, config, lambda done, total: None, peers=[Twice()])
+    assert [(point.threads, point.size) for point in curve.points] == [(t, m) for t in (1, 2, 2) for m in (1, 2)]
+    assert [point.peer is None for point in curve.points] == [True, True, False, False, False, False]
+    alone, beside, theirs = curve.prompts
+    assert alone.peer is None and beside.limit_ms is not None and theirs.ms.median == 1e9
+    assert beside.peer is not None and beside.peer.median > 1 and theirs.peer == Spread(1.0, 1.0, 1.0)
+    shown = section_markdown(curve_section(curve.to_dict()))
+    assert "llama.cpp float16, 2 threads" in shown and "Milliseconds of a prompt" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.gguf
+@needs_builtin
+def test_llamacpp_is_measured_on_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llama_cpp")
+    from tests.gguf_models import builtin_gguf
+
+    line = ["bench", "curve", "--sizes", "1,2", "-r", "1", "-d", "8", "-t", "1", "--prompts", "8", "--spec", "off"]
+    assert main([*line, "--gguf", str(builtin_gguf()), "--json", str(tmp_path / "c.json")]) == 0
+    data = json.loads((tmp_path / "c.json").read_text())
+    assert {point["kv"] for point in data["points"]} == {"float32", "llama.cpp float16"}
+    assert all(point["peer"]["median"] > 0 and point["ms"]["median"] > 0 for point in data["points"])
+    assert "llama.cpp to it" in capsys.readouterr().out
 
 
 @needs_builtin
