@@ -24,6 +24,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.drafters.described import ModuleSource
 from edgeinfer.export.drafters.opening import open_module
 from edgeinfer.export.drafters.writing import ModuleTarget, write_module
 from edgeinfer.export.graph.decoder import decoder_graphs
@@ -84,7 +85,7 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         spec = read_spec(hf_config, family, checkpoint)
         require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)
-        module = opened.enter_context(open_module(config, spec))
+        module = opened.enter_context(open_module(config, family, ModuleSource(hf_config, checkpoint, spec)))
         taps = () if module is None else module.described.taps
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans

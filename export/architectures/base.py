@@ -103,6 +103,7 @@ class Architecture:
             embedding is found.
         ignorable: patterns of checkpoint tensors that carry no weights.
         refine: what else a config asks of a tensor, such as a factor.
+        predicts: checkpoints may have a module for multi-token prediction (edgeinfer.export.drafters.mtp).
     """
 
     classes: tuple[str, ...]
@@ -113,6 +114,7 @@ class Architecture:
     # Old checkpoints store the rotary frequencies, which the config gives.
     ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     refine: Callable[[HFConfig, DecoderSpec, TensorPlan], TensorPlan] | None = None
+    predicts: bool = False
 
     def placed(self, stored: Collection[str]) -> Architecture:
         """The same with the names that a checkpoint's tensors have."""

@@ -113,7 +113,7 @@ def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tenso
 
 
 _NAMING = Naming(gate="self_attn.q_proj", mixer="linear_attn")
-# Multi-token prediction, which nothing here drafts by, and what sees.
+# Multi-token prediction, which is a module of its own, and what sees.
 _IGNORABLE = ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*")
 _ROOTS = (("model.", ""), ("model.language_model.", ""))
 
@@ -124,6 +124,7 @@ QWEN3_NEXT = Architecture(
     naming=_NAMING,
     ignorable=_IGNORABLE,
     refine=_refine_next,
+    predicts=True,
 )
 QWEN3_5 = Architecture(
     classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -133,6 +134,7 @@ QWEN3_5 = Architecture(
     roots=_ROOTS,
     ignorable=_IGNORABLE,
     refine=_refine,
+    predicts=True,
 )
 QWEN3_5_MOE = Architecture(
     classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
@@ -142,4 +144,5 @@ QWEN3_5_MOE = Architecture(
     roots=_ROOTS,
     ignorable=_IGNORABLE,
     refine=_refine,
+    predicts=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
@@ -22,6 +23,9 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.wording import Setting
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
 
@@ -176,17 +180,28 @@ def _hydra(parts: DrafterParts) -> Drafter:
 
 
 def _eagle(parts: DrafterParts) -> Drafter:
-    from edgeinfer.bundle.draft_tokens import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
+    hint = "Export it with one (edgeinfer export --drafter HEAD) and run it on the native kernel, or leave it out."
+    return _with_module(parts, EagleDrafter, "EAGLE head", hint)
+
+
+def _mtp(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
+
+    hint = "Export a checkpoint that has one and run it on the native kernel, or leave it out."
+    return _with_module(parts, MtpDrafter, "module for multi-token prediction", hint)
+
+
+def _with_module(parts: DrafterParts, kind: type[EagleDrafter], what: str, hint: str) -> Drafter:
+    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+
     target, module, bundle = parts.observed, parts.model, parts.module
-    if target is None or module is None or bundle is None or not parts.has_module("eagle"):
-        message = "The model has no EAGLE head that can draft here."
-        hint = "Export it with one (edgeinfer export --drafter HEAD) and run it on the native kernel, or leave it out."
-        raise UsageError(message, hint)
+    if target is None or module is None or bundle is None or not parts.has_module(kind.name):
+        raise UsageError(f"The model has no {what} that can draft here.", hint)
     described, tapped = bundle.manifest.module, parts.bundle is not None and bool(parts.bundle.manifest.taps)
     assert described is not None, "it has a module"
-    return EagleDrafter(target, module, described.width, tapped=tapped, tokens=read_draft_tokens(bundle))
+    return kind(target, module, described.width, tapped=tapped, tokens=read_draft_tokens(bundle))
 
 
 def _prompt(parts: DrafterParts) -> Drafter:
@@ -236,6 +251,7 @@ KINDS: dict[str, DrafterKind] = {
     "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt")),
     # What it takes is counted with its module.
     "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle")),
+    "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp")),
 }
 
 

@@ -168,18 +168,26 @@ def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
     """Compares a text evaluated token by token with wide passes, each over what it put into the cache itself."""
     differences = _Differences()
     most = min(_MOST_ROWS, backend.cache.capacity - past)
-    tokens = filler_tokens(backend, past + most)[past:]
+    prompt, tokens = np.split(filler_tokens(backend, past + most), [past])
     # Narrow passes take nearly all of the time.
     deadline = time.perf_counter() + 0.8 * budget_s
-    backend.cache.trim(past)
+    _go_back(backend, prompt)
     narrow: list[Floats] = []
     while len(narrow) < most and (not narrow or time.perf_counter() < deadline):
         narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]))
-    backend.cache.trim(past)
+    _go_back(backend, prompt)
     for start in range(0, len(narrow), _WIDE):
         plain = np.concatenate(narrow[start : start + _WIDE])
         differences.add(plain, _rows(backend, tokens[start : start + len(plain)]))
     return differences
+
+
+def _go_back(backend: Backend, prompt: Ints) -> None:  # (P,)
+    """Leaves a prompt in the cache, parts of which are fed again where recurrent layers cannot go back to its end."""
+    kept = backend.cache.resumable(len(prompt))
+    backend.cache.trim(kept)
+    if kept < len(prompt):
+        _rows(backend, prompt[kept:])
 
 
 def _gap(row: Floats) -> float:  # (V,)

@@ -1,4 +1,4 @@
-"""Drafting with a module that reads the target's states: EAGLE heads (Li et al. 2024, 2025).
+"""Drafting with a module that reads the target's states: EAGLE heads (Li et al. 2024, 2025) and MTP modules.
 
 Its rows for the text read the target's states; those for drafted tokens read its own of the row before.
 """
@@ -16,7 +16,7 @@ from edgeinfer.runtime.speculation.drafters.contract import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
 
-__all__ = ["EagleDrafter"]
+__all__ = ["EagleDrafter", "MtpDrafter"]
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -152,6 +152,12 @@ class EagleDrafter(LogitDrafter):
         """Follows the target's passes no longer."""
         super().close()
         self._target.observe_pass = None
+
+
+class MtpDrafter(EagleDrafter):
+    """Drafts with the module for multi-token prediction that a model ships with (DeepSeek-V3, Qwen3-Next)."""
+
+    name = "mtp"
 
 
 def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
