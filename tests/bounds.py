@@ -38,22 +38,27 @@ def bounds(sound: Any) -> dict[str, Any]:
     """Of a sound instance of a frozen dataclass: what is refused beside it, and by which words.
 
     Returns:
-        By `field=value` what is said of it; by what is said, how many pairs of changed fields get it. What changes the
-        kind of a value in a way that nothing looks for is left out.
+        By `field=value` what is said of it; by fields and what is said, how many pairs of values are refused together
+        though each is accepted, or the other way round. What changes the kind of a value in a way that nothing looks
+        for is left out.
     """
     fields = [field.name for field in dataclasses.fields(sound) if field.init]
-    near_by = {name: near(getattr(sound, name)) for name in fields}
-    alone = {
+    beside = {name: near(getattr(sound, name)) for name in fields}
+    alone = {name: [refusal(sound, {name: value}) for value in beside[name]] for name in fields}
+    said_alone = {
         f"{name}={reprlib.repr(value)}": said
         for name in fields
-        for value in near_by[name]
-        if (said := refusal(sound, {name: value})) is not None
+        for value, said in zip(beside[name], alone[name], strict=True)
+        if said is not None
     }
     pairs: Counter[str] = Counter()
     for one, other in itertools.combinations(fields, 2):
-        for first, second in itertools.product(near_by[one][-2:], near_by[other][-2:]):
-            pairs[refusal(sound, {one: first, other: second}) or "accepted"] += 1
-    return {"alone": alone, "pairs": dict(sorted(pairs.items()))}
+        for first, second in itertools.product(*(range(len(beside[name]))[-2:] for name in (one, other))):
+            said = refusal(sound, {one: beside[one][first], other: beside[other][second]})
+            # A further field that has limits of its own alone changes no record of pairs.
+            if (said is None) != (alone[one][first] is None and alone[other][second] is None):
+                pairs[f"{one}, {other}: {said or 'accepted'}"] += 1
+    return {"alone": said_alone, "pairs": dict(sorted(pairs.items()))}
 
 
 def refusal(sound: Any, changes: dict[str, Any]) -> str | None:
