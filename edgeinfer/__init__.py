@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
     from edgeinfer.drafting import Speculation
     from edgeinfer.errors import (
+        AdapterError,
         BackendError,
         BudgetError,
         BundleError,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from edgeinfer.tools import tune_device as tune_device
 
 __all__ = [
+    "AdapterError",
     "AsyncTokenStream",
     "BackendError",
     "BudgetError",
@@ -127,6 +129,7 @@ __version__ = _VERSION
 _os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
+    "AdapterError": "errors",
     "AsyncTokenStream": "async_replies",
     "BackendError": "errors",
     "BudgetError": "errors",

@@ -317,7 +317,7 @@ class Model(Replying):
             parts.engine.check(prompt)
             if slot is not None:
                 require_shareable(config)
-                slot.begin(prompt)
+                slot.begin(prompt, config.adapter)
                 parts = slot.parts
             return TokenStream(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)
         except BaseException:

@@ -51,10 +51,18 @@ class Slot:
         self.prompt: Ints | None = None
         self._batch = batch
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Prepares for a reply: takes over what others hold of its prompt, and waits for what they will soon hold."""
+    def begin(self, prompt: Sequence[int], adapter: str | None = None) -> None:
+        """Prepares for a reply: takes over what others hold of its prompt, and waits for what they will soon hold.
+
+        Args:
+            adapter: that it is made with.
+
+        Raises:
+            UsageError: the model was loaded without such an adapter.
+        """
         wanted = np.array(prompt)
-        others = self._batch.others(self)
+        self.parts.engine.use_adapter(adapter)
+        others = [slot for slot in self._batch.others(self) if slot.parts.engine.adapter == adapter]
         common = {id(slot): shared_length(slot.prompt, wanted) for slot in others if slot.prompt is not None}
         while any(self._should_wait(slot, common.get(id(slot), 0)) for slot in others):
             self._batch.scheduler.give_way()

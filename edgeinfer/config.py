@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
 from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
@@ -164,7 +165,7 @@ class Cache(CacheOptions, OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(CacheOptions, LoadDrafting):
+class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters):
     """How a model is loaded. Each option is declared with its help, range and names (`options_of`)."""
 
     context: int | None = option(
@@ -329,6 +330,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
 
     def __post_init__(self) -> None:
         check_options(self)
+        self.check_adapters()
         drafters_in(self.speculation)
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
@@ -338,7 +340,7 @@ class LoadConfig(CacheOptions, LoadDrafting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDrafting):
+class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDrafting, ReplyAdapter):
     """How text is generated: what the reply may be, how tokens are drafted and searched for, and how much of the model
     each takes. Defaults give greedy decoding."""
 

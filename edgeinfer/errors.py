@@ -11,6 +11,7 @@ EdgeInferError
 │   │   ├── CheckpointError  (3)  files, tensors or config of a Hugging Face checkpoint
 │   │   ├── UnsupportedArchitectureError (3)
 │   │   ├── BundleError      (3)  manifest, hashes, paths or contents of a bundle
+│   │   ├── AdapterError     (3)  an adapter that is damaged, of another kind, or not of the model
 │   │   ├── TokenizerError   (3)
 │   │   ├── TemplateError    (3)
 │   │   └── HubError         (3)  a model that could not be fetched
@@ -30,6 +31,7 @@ from typing import ClassVar
 from edgeinfer.wording import Setting, Wording, said
 
 __all__ = [
+    "AdapterError",
     "BackendError",
     "BudgetError",
     "BundleError",
@@ -122,6 +124,10 @@ class UnsupportedArchitectureError(ModelError):
 
 class BundleError(ModelError):
     """Manifest, hashes, paths or contents of a bundle."""
+
+
+class AdapterError(ModelError):
+    """An adapter that is damaged, of an unsupported kind, or not of the model."""
 
 
 class TokenizerError(ModelError):

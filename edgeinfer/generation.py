@@ -80,6 +80,7 @@ class TokenStream:
 
     def _prepare(self, config: GenerationConfig, continues: bool) -> None:
         parts, prompt = self._parts, self._prompt
+        parts.engine.use_adapter(config.adapter)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
@@ -162,6 +163,7 @@ class TokenStream:
             self._close_steps()
             self._first_strategy = self._first_strategy or self._strategy
             self._strategy = DecodingStrategy(parts.engine.backend, self._sampler)
+            parts.engine.use_adapter(self._config.adapter)
             parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
             self._turns.leave(self)
             self._parts, self._turns = parts, turns
@@ -191,6 +193,7 @@ class TokenStream:
             if self._made or self._cancelled or self._result is not None:
                 return True
             self._turns.claim(self)
+            self._parts.engine.use_adapter(self._config.adapter)
             with allocating("The reply"):
                 ready = self._parts.engine.prepare(self._prompt, tokens)
             self._add_prefill()
@@ -277,6 +280,7 @@ class TokenStream:
             if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
                 return None
             self._turns.claim(self)
+            self._parts.engine.use_adapter(self._config.adapter)
             self._steps = self._parts.engine.generate(
                 [*self._prompt, *self._made],
                 self._sampler,

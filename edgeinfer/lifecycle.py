@@ -24,6 +24,8 @@ from edgeinfer.errors import BackendError, EdgeInferError, StorageError, UsageEr
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
+from edgeinfer.runtime.backends.adapting import adapters_of
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import release_freed
@@ -283,7 +285,13 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
     """
     engine = parts.engine
     cached = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
-    write_session(path, parts.origin, cached, engine.backend.cache.snapshot, text)
+    origin = parts.origin.with_adapter(_digests(engine)[engine.adapter])
+    write_session(path, origin, cached, engine.backend.cache.snapshot, text)
+
+
+def _digests(engine: Engine) -> dict[str | None, str]:
+    """Those of the adapters that texts may have, and that of none."""
+    return {None: "", **dict(adapters_of(engine.backend).items())}
 
 
 def resume(parts: ModelParts, session: SessionFile) -> bool:
@@ -291,9 +299,10 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
     not in the log, as replies are then only slower to begin. Whether it did."""
     engine = parts.engine
     kind = engine.backend.cache.snapshot(0, 0)
+    known = {parts.origin.with_adapter(digest).run: adapter for adapter, digest in _digests(engine).items()}
     obstacles = {
         "they are another model's": session.origin.model != parts.origin.model,
-        "the model ran with other settings": session.origin.run != parts.origin.run,
+        "the model ran with other settings, or an adapter that it has not": session.origin.run not in known,
         "the KV cache has another data type": (session.kv, session.scales) != (kind.kv, kind.scales),
         "the context is smaller": len(session.tokens) > engine.backend.cache.capacity,
         "its token ids are not in the vocabulary": max(session.tokens, default=0) >= engine.backend.geometry.vocab_size,
@@ -301,6 +310,7 @@ def resume(parts: ModelParts, session: SessionFile) -> bool:
     reason = next((reason for reason, met in obstacles.items() if met), None)
     if reason is None and session.tokens:
         try:
+            engine.use_adapter(known[session.origin.run])
             engine.adopt(session.tokens, session.pieces())
         except (BackendError, UsageError) as error:
             reason = error.message.rstrip(".")

@@ -93,10 +93,13 @@ class LoadedModel(Tokenizing):
         """The tokens that end a reply, ascending."""
         return sorted(self._lifecycle.facts.end_ids)
 
-    def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:
+    def logits(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Floats]:
         """The logits after each token of a text, as arrays of a few rows each, which the next overwrites: (R, V).
 
         Empties the cache. Nothing else may be asked of the model before the last of them.
+
+        Args:
+            adapter: name of that with which the text is evaluated.
         """
         self._require_idle()
 
@@ -107,13 +110,19 @@ class LoadedModel(Tokenizing):
         with self._lifecycle.acquire() as parts:
             from edgeinfer.runtime.tuning.measure import token_logits
 
+            parts.engine.use_adapter(adapter)
             return rows(token_logits(parts.engine, tokens))
 
-    def score(self, tokens: Sequence[int]) -> TokenScores:
-        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache."""
+    def score(self, tokens: Sequence[int], adapter: str | None = None) -> TokenScores:
+        """Log-probabilities of a given text and the best next token after each of its tokens; empties the cache.
+
+        Args:
+            adapter: name of that with which the text is evaluated.
+        """
         from edgeinfer.runtime.tuning.measure import score_tokens
 
         with self._idle() as parts:
+            parts.engine.use_adapter(adapter)
             return score_tokens(parts.engine, tokens)
 
     def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:

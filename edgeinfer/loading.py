@@ -111,7 +111,7 @@ class Bundles:
             check_same_vocabulary(target, drafter)
         choice = choose_backend(target, config)
         # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
-        own = dataclasses.replace(config, backend=None, device="cpu")
+        own = dataclasses.replace(config, backend=None, device="cpu", adapters={})
         drafter_choice = None if drafter is None else choose_backend(drafter, own)
         return cls(choice, drafter_choice, settings_for(choice, config))
 

@@ -137,8 +137,10 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
         json_object: the reply must be a JSON object.
         parse_special: whether special tokens spelled out in the prompt become those tokens; None: in prompts, but not
             in messages.
+        adapter: name of the adapter that the reply is made with, of those that the model was loaded with; None: none.
     """
 
+    adapter: str | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     json_object: bool
@@ -172,7 +174,13 @@ class GenerationOptions(RareGenerationOptions, total=False):
 
 
 class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
-    """Options of loading that belong to `cache` or `speculation`, given by themselves."""
+    """Options of loading that few need, and those of `cache` and `speculation` by themselves.
+
+    Attributes:
+        adapters: folders of LoRA adapters in PEFT's layout, by the names that replies choose them by.
+    """
+
+    adapters: Mapping[str, str | Path]
 
 
 class LoadOptionsButContext(RareLoadOptions, total=False):

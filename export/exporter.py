@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.described import Described, describe, pad_heads, read_spec, require_graphs
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
+from edgeinfer.export.architectures.plans import adaptable_modules
 from edgeinfer.export.drafters.described import ModuleSource
 from edgeinfer.export.drafters.opening import open_module
 from edgeinfer.export.drafters.writing import ModuleTarget, write_module
@@ -35,6 +37,7 @@ from edgeinfer.export.source.sidecar import read_sidecar
 from edgeinfer.export.weights.calibrated import write_weights
 from edgeinfer.export.weights.planning import plan_weights, resolve
 from edgeinfer.export.weights.writer import outline
+from edgeinfer.quant.methods import METHODS
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.results import Progress
 
@@ -136,4 +139,6 @@ def _table(
     layout = requested if native else PORTABLE
     if described.spec.tied:
         outlines.append(Outline("head", outlines[0].shape, shares="embed"))
-    return lay_out(outlines, layout), layout
+    modules = {plan.name: adaptable_modules(plan) for plan in described.plans if not METHODS[quant.method].folds}
+    entries = lay_out(outlines, layout)
+    return tuple(dataclasses.replace(entry, modules=modules.get(entry.name, ())) for entry in entries), layout

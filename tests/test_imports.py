@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
-ASKED = {"edgeinfer.adaptive", "edgeinfer.drafting", "edgeinfer.searching", "edgeinfer.reply_options"}
+ASKED = {
+    *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.drafting", "edgeinfer.searching"),
+    "edgeinfer.reply_options",
+}
 CORE = {
     "edgeinfer.records",
     "edgeinfer.wording",
@@ -45,6 +48,7 @@ ALLOWED = {
     "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
+    "edgeinfer.adapting": CHECKED,
     "edgeinfer.drafting": CHECKED,
     "edgeinfer.searching": CHECKED,
     "edgeinfer.reply_options": CHECKED,

@@ -49,7 +49,7 @@ MEMORY = (
 )
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
-LOADING = (*MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
@@ -91,7 +91,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
-    add_options(parser, GenerationConfig, ("verification", "draft_width"))
+    add_options(parser, GenerationConfig, ("verification", "draft_width", "adapter"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
 
@@ -145,7 +145,8 @@ def _action(option: ConfigOption) -> dict[str, Any]:
         kind = typing.get_args(option.type)[0]
         return valued | ({"action": "append"} if kind is str else {"type": _list_of(kind)})
     if typing.get_origin(option.type) is Mapping:
-        return valued | {"action": "append", "type": _bias}
+        of_texts = typing.get_args(option.type)[0] is str
+        return valued | {"action": "append", "type": _named if of_texts else _bias}
     return valued | ({"type": option.type} if option.type in (int, float) else {})
 
 
@@ -157,6 +158,13 @@ def _list_of(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of numbers") from None
 
     return parse
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=PATH")
+    return name, value
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -182,6 +190,8 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
         UsageError: a value is out of range.
     """
     options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
+    if "adapters" in options:
+        options["adapters"] = dict(options["adapters"])
     LoadConfig.of(**options)
     return options
 

@@ -46,6 +46,11 @@ inputs of a paged graph whose decoder has states (Geometry.states); a state slot
 inputs of a draft module
   tapped                 float32 (1, St, W)      what it reads of the target, DraftModule.width wide; read unless
                                                  use_hidden is true, when hidden_in has its own states of rows before
+inputs that a paged graph gets where it is loaded with adapters, for its operators edgeinfer.Adapter
+  adapter_rows           int32   (S,)            adapter of each new token; -1 where it has none
+  adapter_weights        float32 (W,)            factors of all adapters
+  adapter_table          int64   (M, A, Q, 5)    of each of M matrices, A adapters and Q parts of a matrix: where both
+                                                 factors begin, their rank, the first output and how many they are
 inputs of a graph that is not paged
   attention_bias         float32 (1, 1, S, T)    added to the scores; 0 for a chain, a large negative number hides
   window_bias            float32 (1, 1, S, T)    the same for layers with a sliding window, which it cuts by position;
@@ -71,11 +76,15 @@ A masked attention block leaves the hidden states, and pool or KV buffer, as the
 from __future__ import annotations
 
 __all__ = [
+    "ADAPTER_ROWS",
+    "ADAPTER_TABLE",
+    "ADAPTER_WEIGHTS",
     "ATTENTION_BIAS",
     "COS_CACHE",
     "EXPERT_BIAS",
     "EXPERT_COUNT",
     "EXPERT_IDS",
+    "HEAD_ADAPTERS",
     "HIDDEN_IN",
     "HIDDEN_OUT",
     "INPUT_IDS",
@@ -129,6 +138,11 @@ PATH_SLOTS = "path_slots"
 STATE_POOL = "state_pool"
 STATE_LAYOUT = "state_layout"
 STATE_ROWS = "state_rows"
+ADAPTER_ROWS = "adapter_rows"
+ADAPTER_WEIGHTS = "adapter_weights"
+ADAPTER_TABLE = "adapter_table"
+# Inside the graph: those of `adapter_rows` that `logit_rows` names.
+HEAD_ADAPTERS = "adapter_rows.head"
 PLANES = "planes"
 EXPERT_COUNT = "expert_count"
 EXPERT_BIAS = "expert_bias"

@@ -35,6 +35,7 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, 
 from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
+from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
@@ -100,15 +101,14 @@ class TensorEntry:
     Attributes:
         shape: logical shape, (N, K) for a matrix.
         data: float32 values, or quantized ones; of 8 bits in the native layout the high plane.
-        scales, zero_points: of the blocks, where it is quantized; inline scales are part of `data`; without zero points
-            the zero is the middle.
+        scales, zero_points: of the blocks; inline scales are in `data`; without zero points the zero is the middle.
         low: the low plane of 8 bits in the native layout.
         paired: two quantized matrices of N / 2 rows each, gate and up.
         transposed: the stored array is (K, N): float32, or quantized in the static layout.
         interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
         e2m1: values are codes of E2M1 in blocks of 32 without zero points; of experts in the native layout only.
-        inline_scales: in the native layout scales lie among the values. Bundles that store another layout have it, too,
-            as it tells what they are converted to.
+        inline_scales: scales lie among the values of the native layout, or will where another is converted to that.
+        modules: of the checkpoint that make it up, where adapters of them can change it.
     """
 
     name: str
@@ -124,6 +124,7 @@ class TensorEntry:
     interleaved: bool = False
     e2m1: bool = False
     inline_scales: bool = False
+    modules: tuple[Module, ...] = ()
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
@@ -369,7 +370,7 @@ class Manifest:
         data["geometry"] = self.geometry.description()
         for tensor in data["tensors"]:
             # Older programs know no such fields.
-            for added in [name for name in ("e2m1", "inline_scales") if not tensor[name]]:
+            for added in [name for name in ("e2m1", "inline_scales", "modules") if not tensor[name]]:
                 del tensor[added]
         for added in [name for name in ("taps", "module") if not data[name]]:
             del data[added]

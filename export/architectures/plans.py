@@ -6,13 +6,17 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.export.source.packed import PACKINGS
 from edgeinfer.quant.policy import QuantScheme
 
-__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "plan"]
+__all__ = ["HeadPadding", "Shape", "Source", "TensorPlan", "adaptable_modules", "plan"]
 
 Shape = tuple[int, ...]
+
+_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,12 @@ class Source:
     softplus: bool = False
     pieces: tuple[int, int, int] | tuple[()] = ()
     heads: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the checkpoint's tensor, row for row and column for column, times a factor at most."""
+        plain = Source(self.name, self.shape, turned=self.turned, scale=self.scale)
+        return self == plain
 
     @property
     def stored_shape(self) -> Shape:
@@ -134,3 +144,13 @@ class TensorPlan:
 def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
     """Plans a tensor that concatenates whole checkpoint tensors, given by name and shape."""
     return TensorPlan(name, tuple(Source(*s) for s in sources))
+
+
+def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
+    """The linear modules whose rows follow one another in a planned matrix; none where adapters of them would not fit
+    it: of experts and embeddings, and where rows or columns are moved, left out or filled up."""
+    if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
+        return ()
+    if not all(source.is_whole and source.name.endswith(_WEIGHT) for source in plan.sources):
+        return ()
+    return tuple(Module(s.name.removesuffix(_WEIGHT), s.shape[0], s.scale) for s in plan.sources)

@@ -231,7 +231,13 @@ class TrimmedCache:
 
 
 class SharingCache(KVCache, Protocol):
-    """A cache whose rows others can hold too."""
+    """A cache whose rows others can hold too.
+
+    Attributes:
+        adapter: of the rows that passes append, by its place in `AdaptingBackend.adapters`; -1 where they have none.
+    """
+
+    adapter: int
 
     def pages_for(self, rows: int) -> int:
         """Pages that have to be taken before so many further rows can be written."""

@@ -63,6 +63,7 @@ class BackendFactory(ABC):
     Attributes:
         modes_differ, loads_experts: as `planning.plan_input.PlanInput` has them.
         tunes: names of the fields of `TunedSettings` that change how fast it is.
+        adapts: rows may have adapters.
         graphs: that it runs on onnxruntime, which decides about devices other than the CPU.
     """
 
@@ -70,6 +71,7 @@ class BackendFactory(ABC):
     loads_experts: ClassVar[bool] = False
     tunes: ClassVar[tuple[str, ...]] = ()
     graphs: ClassVar[Graphs] = "none"
+    adapts: ClassVar[bool] = False
 
     def layout(self, bundle: Bundle, config: LoadConfig, device: Device) -> Layout:
         """The layout of a bundle's weights that it will run on a device.

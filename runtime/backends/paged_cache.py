@@ -49,6 +49,7 @@ class PagedCache:
         pool, capacity: the same.
         state: of recurrent layers; None where there are none.
         length: rows in use.
+        adapter: of the rows that passes append; -1 where they have none.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
         observe_keep: called with the arguments of every `keep`.
         observe_clear: called where all rows were given up.
@@ -73,6 +74,7 @@ class PagedCache:
         self._spare = spare
         self._reserves = reserves
         self.length = 0
+        self.adapter = -1
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
         self.observe_clear: Callable[[], None] | None = None
@@ -127,7 +129,7 @@ class PagedCache:
         pages = self._pages[: pages_for(self.length)]
         self.pool.share(pages)
         forked._extend(pages)
-        forked.length = self.length
+        forked.length, forked.adapter = self.length, self.adapter
         forked._shared = len(pages)
         self._shared = max(self._shared, len(pages))
         if self.state is not None and forked.state is not None and (found := self.state.at(self.length)) is not None:

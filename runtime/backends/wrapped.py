@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.results import ExpertUse
+from edgeinfer.runtime.backends.adapting import adapters_of, choose_adapter
 from edgeinfer.runtime.backends.cache import KVCache, ObservedCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
@@ -64,6 +66,15 @@ class WrappedBackend(Generic[B]):
     def run_ns(self) -> int:
         """Nanoseconds of the last pass inside the execution engine."""
         return self._inner.run_ns
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """See `adapting.AdaptingBackend.adapters`; none where the backend inside takes none."""
+        return adapters_of(self._inner)
+
+    def use_adapter(self, name: str | None) -> None:
+        """See `adapting.AdaptingBackend.use_adapter`."""
+        choose_adapter(self._inner, name)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
 from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
@@ -20,7 +21,6 @@ from edgeinfer.runtime.system.memory import keeping_freed
 from edgeinfer.wording import Setting
 
 __all__ = ["Engine"]
-
 
 # Tokens that are sooner evaluated again than kept: a reply's last ones, which a template writes in another way.
 _FEW = 16
@@ -58,6 +58,7 @@ class Engine:
         self.prefill = Prefill(0, 0, 0.0)
         self.lost = Lost()
         self.chunk = chunk
+        self.adapter: str | None = None
         self._tokens: list[int] = []
         self._cancelled = threading.Event()
 
@@ -70,6 +71,15 @@ class Engine:
         """Stops the running generation within the current pass. Safe from any thread."""
         self._cancelled.set()
         self.backend.cancel()
+
+    def use_adapter(self, name: str | None) -> None:
+        """Evaluates texts with an adapter from now on, or with none; rows of others are kept apart. Errors as
+        `choose_adapter`."""
+        if name != self.adapter:
+            choose_adapter(self.backend, name)
+            self._keep(0, ())
+            self.forget()
+            self.adapter = name
 
     def generate(
         self,
@@ -305,8 +315,10 @@ class Engine:
 
     def borrow(self, other: Engine, tokens: Sequence[int]) -> None:
         """Takes over what another engine of the model holds of these tokens, where it is more than this one has."""
+        if other.adapter != self.adapter:
+            return
         shared = min(other.shared(tokens), len(other.cached_tokens), len(tokens) - 1)
-        if shared > max(self.shared(tokens), self.prefixes.match(tokens)):
+        if shared > max(self.shared(tokens), self.prefixes.match(tokens, self.adapter)):
             self.adopt(tokens[:shared], [other.backend.cache.snapshot(0, shared)])
 
     def restart(self) -> None:
@@ -340,12 +352,12 @@ class Engine:
         if cached < self.lost.since:
             cached = 0
         self._keep(cached, prompt)
-        kept = self.prefixes.match(prompt[:most])
+        kept = self.prefixes.match(prompt[:most], self.adapter)
         if cached == 0:
             self.forget()
         self._truncate(cached)
         if kept > cached and not self.lost.tokens:
-            self._append(prompt, self.prefixes.take(prompt, cached, kept))
+            self._append(prompt, self.prefixes.take(prompt, cached, kept, self.adapter))
         return len(self._tokens)
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
@@ -353,7 +365,7 @@ class Engine:
         cached_tokens, cache = self.cached_tokens, self.backend.cache
         if len(cached_tokens) - cached > _FEW and cache.copyable:
             for end in (cache.marked, len(cached_tokens)) if cache.marked else (len(cached_tokens),):
-                self.prefixes.offer(cached_tokens[:end], cache.snapshot, wanted=prompt)
+                self.prefixes.offer(cached_tokens[:end], cache.snapshot, prompt, self.adapter)
 
     def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Adds rows of the tokens that follow the cached ones."""

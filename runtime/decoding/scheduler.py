@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from edgeinfer.runtime.backends.adapting import adapter_place
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import (
     Backend,
@@ -82,6 +83,10 @@ class SequenceBackend(WrappedBackend[Backend]):
     def cache(self) -> SharingCache:
         """That of the sequence."""
         return self._own
+
+    def use_adapter(self, name: str | None) -> None:
+        """Evaluates the next rows of this sequence with an adapter, or with none."""
+        self._own.adapter = adapter_place(self.adapters, name)
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass, together with rows of other sequences; see `contract.Backend.forward`.

@@ -59,7 +59,7 @@ class PrefixCache:
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
-        self._root = _Span(np.zeros(0, _ID), None, None, 0)
+        self._roots: dict[str | None, _Span] = {}  # by adapter
         self._spans: set[_Span] = set()
         self._kind: CacheSnapshot | None = None  # of no rows, which tells what more of them take
         self._nbytes = 0
@@ -76,22 +76,26 @@ class PrefixCache:
         # Of a pool that is nearly used up, snapshots are copies, so spans of both kinds may be here.
         return sum(span.rows.nbytes for span in self._spans if span.rows is not None and span.rows.in_place)
 
-    def match(self, tokens: Sequence[int]) -> int:
-        """After how many of the first tokens a text can go on from rows that are here."""
+    def match(self, tokens: Sequence[int], adapter: str | None = None) -> int:
+        """After how many of the first tokens a text can go on from rows that are here.
+
+        Args:
+            adapter: with which rows were made, and are to be used; here and below.
+        """
         found = at = 0
-        for span, shared in self._path(np.array(tokens, _ID)) if self._spans else ():
+        for span, shared in self._path(np.array(tokens, _ID), adapter) if self._spans else ():
             if span.rows is not None and (rows := span.rows.resumable(shared)):
                 found = at + rows
             at += shared
         return found
 
-    def take(self, tokens: Sequence[int], start: int, stop: int) -> Iterator[CacheSnapshot]:
+    def take(self, tokens: Sequence[int], start: int, stop: int, adapter: str | None = None) -> Iterator[CacheSnapshot]:
         """Rows start..stop-1 of these tokens, of which `match` knows at least `stop`, piece by piece.
 
         The pieces may be views of what is stored: add them to a cache before anything else is asked of this one.
         """
         tick, at = next(self._clock), 0
-        for span, shared in self._path(np.array(tokens, _ID)):
+        for span, shared in self._path(np.array(tokens, _ID), adapter):
             span.used = tick
             low, high = max(start - at, 0), min(stop - at, shared)
             if low < high and span.rows is not None:
@@ -99,7 +103,11 @@ class PrefixCache:
             at += shared
 
     def offer(
-        self, tokens: Sequence[int], copy: Callable[[int, int], CacheSnapshot], wanted: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        copy: Callable[[int, int], CacheSnapshot],
+        wanted: Sequence[int] = (),
+        adapter: str | None = None,
     ) -> None:
         """Keeps the rows of these tokens that are not here yet, from the first on as far as they fit.
 
@@ -113,14 +121,14 @@ class PrefixCache:
         ids = np.array(tokens, _ID)
         if self._kind is None:
             self._kind = copy(0, 0)
-        path = list(self._path(ids))
+        path = list(self._path(ids, adapter))
         cached, tick = sum(shared for _, shared in path), next(self._clock)
         if path and path[-1][1] < len(path[-1][0].tokens) and cached < len(ids):
             self._split(*path[-1])
-        spans = [span for span, _ in self._path(ids)]
+        spans = [span for span, _ in self._path(ids, adapter)]
         for span in spans:
             span.used = tick
-        pinned = {*spans, *(span for span, _ in self._path(np.array(wanted, _ID)))}
+        pinned = {*spans, *(span for span, _ in self._path(np.array(wanted, _ID), adapter))}
         new = self._fitting(len(ids) - cached, self.cap - sum(span.nbytes for span in pinned))
         if new < 1:
             return
@@ -131,7 +139,7 @@ class PrefixCache:
             _log.warning("Not enough memory to keep another conversation; the kept ones are dropped.")
             self.evict(0)
             return
-        parent = spans[-1] if spans else self._root
+        parent = spans[-1] if spans else self._root(adapter)
         self._add(_Span(ids[cached : cached + new].copy(), rows, parent, tick))
 
     def _bytes_for(self, rows: int) -> int:
@@ -146,9 +154,13 @@ class PrefixCache:
         """Drops what was used longest ago until no more than this is kept."""
         self._evict(keep_bytes, ())
 
-    def _path(self, ids: Ids) -> Iterator[tuple[_Span, int]]:
+    def _root(self, adapter: str | None) -> _Span:
+        """The beginning of all texts with an adapter."""
+        return self._roots.setdefault(adapter, _Span(np.zeros(0, _ID), None, None, 0))
+
+    def _path(self, ids: Ids, adapter: str | None) -> Iterator[tuple[_Span, int]]:
         """The spans along these tokens and how many of each one's match: all, but for the last."""
-        span, at = self._root, 0
+        span, at = self._root(adapter), 0
         while at < len(ids):
             child = span.children.get(int(ids[at]))
             if child is None:

@@ -73,6 +73,11 @@ class Origin:
     model: str
     run: str
 
+    def with_adapter(self, digest: str) -> Origin:
+        """That of rows made with an adapter of this digest; "" is none."""
+        run = hashlib.sha256(f"{self.run} {digest}".encode()).hexdigest() if digest else self.run
+        return Origin(self.model, run)
+
 
 def origin_of(bundle: Bundle, layout: Layout, engine: str, exact: bool) -> Origin:
     """The origin of what a bundle makes as it runs here.

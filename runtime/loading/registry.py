@@ -155,6 +155,10 @@ def make_backend(
 
     Raises:
         DeviceError: the device fails.
+        UsageError: adapters are asked for, and it takes none.
     """
+    factory = BACKENDS[choice.name]()
+    if not factory.adapts:
+        config.refuse_adapters(factory.engine())
     order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings)
-    return BACKENDS[choice.name]().make(order)
+    return factory.make(order)

@@ -16,7 +16,7 @@ from edgeinfer.records import dataclass
 __all__ = ["ACTIVATIONS", "INLINE_BYTES", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 6
+VERSION = 7
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.

@@ -8,7 +8,7 @@
 
 static OrtStatus *add_operators(const OrtApi *api, OrtCustomOpDomain *domain) {
     const ort_operator *const operators[] = {&ort_linear, &ort_embedding, &ort_floats, &ort_moe, &ort_attention,
-                                            &ort_activation, &ort_conv, &ort_delta, &ort_mamba};
+                                            &ort_activation, &ort_conv, &ort_delta, &ort_mamba, &ort_adapter};
     for (size_t i = 0; i < sizeof operators / sizeof *operators; i++)
         ORT_TRY(api->CustomOpDomain_Add(domain, &operators[i]->base));
     return NULL;

@@ -126,6 +126,6 @@ int ORT_CALL ort_op_one(const OrtCustomOp *op);
     }
 
 extern const ort_operator ort_attention, ort_linear, ort_embedding, ort_floats, ort_moe, ort_activation, ort_conv;
-extern const ort_operator ort_delta, ort_mamba;
+extern const ort_operator ort_delta, ort_mamba, ort_adapter;
 
 #endif

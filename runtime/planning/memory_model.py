@@ -7,6 +7,9 @@ memory` shows how near they are on a device.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from edgeinfer.bundle.peft import open_adapter
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
@@ -44,6 +47,7 @@ class MemoryModel:
         self.process = process
         self._reserve = reserve
         self._weights: dict[tuple[str, int, int], Footprint] = {}
+        self._adapters = sum(open_adapter(Path(path)).nbytes for path in config.adapters.values())
         self._drafters: dict[Configuration, Footprint] = {}
 
     def footprint(self, configuration: Configuration) -> Footprint:
@@ -66,6 +70,8 @@ class MemoryModel:
             assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
             running += self._drafter(plan_input.drafter, configuration)
+        if self._adapters:
+            running += Footprint({"adapters": self._adapters}, {})
         if config.prefix_cache:
             size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
             running += Footprint({"prefix_cache": size}, {})

@@ -108,7 +108,7 @@ def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: Memo
     """
     if drafter is None:
         return None
-    own = dataclasses.replace(config, exact=False, backend=None, device="cpu")
+    own = dataclasses.replace(config, exact=False, backend=None, device="cpu", adapters={})
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
     return make_backend(drafter.choice, own, configuration, settings=drafter.settings)

@@ -21,7 +21,7 @@ from edgeinfer.options import options_of
 
 # Flags with a name of their own: they turn something off, or give one of several.
 FLAGS = {"exact": "--no-exact", "native": "--no-native", "remember": "--no-remember", "choices": "--choice"}
-FLAGS |= {"parse_special": "--parse-special"}
+FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora"}
 
 
 def hints(owner: Any) -> dict[str, Any]:
@@ -89,6 +89,7 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "seed": 3,
         "lame_prompt": "Hm",
         "parse_special": True,
+        "adapter": "terse",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
     elsewhere = {"max_tokens", "logprobs"}  # what OpenAI's endpoints name in different ways

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.config import LoadConfig
+from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import (
     BackendFactory,
@@ -37,6 +39,7 @@ class OnnxFactory(BackendFactory):
 
     tunes: ClassVar[tuple[str, ...]] = ("threads", "affinity", "weights", "prefill_chunk")
     graphs: ClassVar[Graphs] = "ordinary"
+    adapts: ClassVar[bool] = True
 
     def engine(self) -> str:
         """onnxruntime."""
@@ -85,6 +88,7 @@ class OnnxFactory(BackendFactory):
             device=order.device,
             affinity=order.affinity,
             pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache),
+            adapters=order.config.adapters,
         )
         decoder = bundle.manifest.decoder
         if decoder is not None and plan.expert_bytes:
@@ -139,6 +143,7 @@ def make_graph_backend(
     device: Device = CPU,
     affinity: str = "",
     pages: int = 0,
+    adapters: Mapping[str, str] | None = None,
 ) -> GraphBackend:
     """The backend of the graph that reads a layout, chosen by the attention that it has.
 
@@ -146,9 +151,11 @@ def make_graph_backend(
         layout, kv_scales, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on
             the CPU.
         pages: as `PagedBackend` takes it.
+        adapters: folders of those that rows may have, by name; of a paged graph alone.
         capacity, threads, exact, kv, progress, affinity: as both take them, and errors as of both.
     """
     if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
+        from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
         from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 
         return PagedBackend(
@@ -160,7 +167,11 @@ def make_graph_backend(
             pages=pages,
             progress=progress,
             affinity=affinity,
+            adapters=pack_adapters(bundle.manifest, adapters) if adapters else None,
         )
+    if adapters:
+        message = f"{bundle.manifest.name} runs without the native kernel, and adapters need it."
+        raise CapabilityError(message, "Load a bundle of the native layout where the kernel works, or leave them out.")
     from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
     return OnnxBackend(

@@ -20,6 +20,7 @@ from edgeinfer.bundle.parts import with_sources
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
+from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
 from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
@@ -49,6 +50,7 @@ class GraphBackend(ABC):
         progress: called while weights are converted or packed.
         device: that runs it.
         affinity: as `OrtSession` takes it.
+        adapters: that rows may have, of graphs that take them.
 
     Attributes:
         pages: of the weights' file where they are used in place.
@@ -76,6 +78,7 @@ class GraphBackend(ABC):
         progress: Progress | None = None,
         device: Device = CPU,
         affinity: str = "",
+        adapters: PackedAdapters | None = None,
     ) -> None:
         decoder = bundle.manifest.decoder
         if decoder is None:
@@ -96,6 +99,9 @@ class GraphBackend(ABC):
         # A draft module's graph reads what it shares in the bundle around it, which a model of a path may not leave.
         around = None if self._module is None else bundle.path.parent
         model = str(self._graph.model) if around is None else self._graph.model.read_bytes()
+        if adapters is not None:
+            model, around = self._graph.model.read_bytes(), self._graph.model.parent
+            model = adapted_graph(model, bundle.manifest, adapters)
         self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
         self.pages = self._weight_pages(bundle.manifest)
         self._decoder, self._places = decoder, places

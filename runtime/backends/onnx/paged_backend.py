@@ -9,7 +9,7 @@ differs in bits from several: such passes have two rows at least, the second of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.backends.adapting import NO_ADAPTER, adapter_place
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassObserver, check_pass
+from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
 from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
@@ -49,7 +51,7 @@ class PagedBackend(GraphBackend):
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
-        threads, progress, affinity: as `GraphBackend` takes them.
+        threads, progress, affinity, adapters: as `GraphBackend` takes them.
 
     Attributes:
         pool: of all sequences.
@@ -76,8 +78,10 @@ class PagedBackend(GraphBackend):
         pages: int = 0,
         progress: Progress | None = None,
         affinity: str = "",
+        adapters: PackedAdapters | None = None,
     ) -> None:
         self._capacity = capacity
+        self._adapters = adapters
         self._slots = 1  # room for further slots of paths
         self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
@@ -93,6 +97,7 @@ class PagedBackend(GraphBackend):
             kv=kv,
             progress=progress,
             affinity=affinity,
+            adapters=adapters,
         )
         self.capabilities = dataclasses.replace(self.capabilities, branches=True)
         self.cache.observe_clear = self._unbind
@@ -109,6 +114,15 @@ class PagedBackend(GraphBackend):
         return PagedCache(self.pool, capacity, SPARE_ROWS, self._states, reserves=False)
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """See `adapting.AdaptingBackend.adapters`."""
+        return {} if self._adapters is None else self._adapters.digests
+
+    def use_adapter(self, name: str | None) -> None:
+        """See `adapting.AdaptingBackend.use_adapter`."""
+        self.cache.adapter = adapter_place(self.adapters, name)
+
+    @property
     def free_pages(self) -> int:
         """See `contract.TogetherBackend.free_pages`."""
         return self.pool.free - _FURTHER_PAGES
@@ -123,6 +137,7 @@ class PagedBackend(GraphBackend):
                 cache.state.prepare(cache.length, size, size, chain=True, whole=_whole(batch))
             step = self._prepared(batch, size, self._logit_rows(len(batch.rows)), apart=False)
             self._paths.tell_chain(cache.length, size)
+            self._adapter_rows[:size] = cache.adapter
             self._session.run(step.binding)
         else:
             step = self._run([(cache, batch)], batch)
@@ -173,6 +188,10 @@ class PagedBackend(GraphBackend):
         self._reserve(paths)
         step = self._prepared(whole, total + padding, self._logit_rows(len(whole.rows)), apart=False)
         self._paths.tell(paths)
+        start = 0
+        for (cache, _), path in zip(sequences, paths, strict=True):
+            self._adapter_rows[start : start + len(path)] = cache.adapter
+            start += len(path)
         alone = len(sequences) == 1 and sequences[0][0] is self.cache
         if not alone:
             self._bind_sequences(step, [cache for cache, _ in sequences])
@@ -203,6 +222,7 @@ class PagedBackend(GraphBackend):
             self._passes.clear()
 
     def _new_buffers(self, size: int, rows: int) -> Buffers:
+        self._adapter_rows = np.full(size, NO_ADAPTER, np.int32)
         self._paths = self._new_paths(size)
         return super()._new_buffers(size, rows)
 
@@ -216,6 +236,8 @@ class PagedBackend(GraphBackend):
             graph.KV_PAGES: self.cache.table[None],
             graph.PATH_SLOTS: self._paths.slots,
         }
+        if self._adapters is not None:
+            inputs[graph.ADAPTER_WEIGHTS], inputs[graph.ADAPTER_TABLE] = self._adapters.weights, self._adapters.table
         if self._states is not None and self.cache.state is not None:
             inputs[graph.STATE_POOL] = self._states.memory
             inputs[graph.STATE_LAYOUT] = self._states.array
@@ -223,17 +245,21 @@ class PagedBackend(GraphBackend):
         return inputs
 
     def _bind_cache(self, step: Pass) -> None:
-        bind_input(step.binding, graph.ROWS, self._paths.rows[: len(step.positions)])
+        size = len(step.positions)
+        bind_input(step.binding, graph.ROWS, self._paths.rows[:size])
+        if self._adapters is not None:
+            bind_input(step.binding, graph.ADAPTER_ROWS, self._adapter_rows[:size])
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by term."""
         states = 0 if self._states is None else self._states.nbytes
-        return {"kv": self.pool.nbytes + states, "buffers": self._buffer_bytes + self._paths.nbytes}
+        terms = {"kv": self.pool.nbytes + states, "buffers": self._buffer_bytes + self._paths.nbytes}
+        return terms if self._adapters is None else terms | {"adapters": self._adapters.nbytes}
 
     def close(self) -> None:
         """Drops the session and all buffers."""
         super().close()
-        del self.cache, self.pool, self._paths, self._states
+        del self.cache, self.pool, self._paths, self._states, self._adapters
 
 
 def _whole(batch: ForwardInput) -> bool:

@@ -1,0 +1,309 @@
+"""Adapters beside a bundle's weights: packed into two arrays, and graphs with an operator where they change a layer.
+
+The operator edgeinfer.Adapter stands behind the product of a layer that any adapter changes. It is in no bundle: graphs
+get it when they are loaded with adapters, so that without any nothing is different. What one pass has of each adapter
+is a row of numbers, so that rows of different adapters, and of none, share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.bundle import Manifest, TensorEntry, graph
+from edgeinfer.bundle.peft import AdapterFile, LowRank, Module, module_key, open_adapter
+from edgeinfer.bundle.protobuf import fields, length_delimited, number
+from edgeinfer.errors import AdapterError, BundleError
+from edgeinfer.records import dataclass
+
+__all__ = ["PackedAdapters", "adapted_graph", "pack_adapters"]
+
+# A place in the weights of both factors, rank, first output and number of outputs: a part of the operator's table.
+_ENTRY = 5
+# Numbers of fields: onnx/onnx.proto.
+_MODEL_GRAPH, _NODE, _GRAPH_INPUT = 7, 1, 11
+_INPUT, _OUTPUT, _NAME, _TYPE, _ATTRIBUTE, _DOMAIN = 1, 2, 3, 4, 5, 7
+_ATTRIBUTE_NAME, _ATTRIBUTE_INT, _ATTRIBUTE_GRAPH, _ATTRIBUTE_KIND = 1, 3, 6, 20
+_INT = 2
+_FLOAT32, _INT32, _INT64 = 1, 6, 7
+# Of each operator that multiplies, the inputs that are the norm before it and the layer mask.
+_FUSED = {"LinearLowBit": (6, 9), "LinearFloat": (3, 5)}
+_PLAIN = ("Gemm", "MatMul")
+_HEAD = "head"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAdapters:
+    """All adapters of a model.
+
+    Attributes:
+        digests: by the names that requests choose them by; rows have their places in this.
+        sites: tensors of the bundle that any of them changes.
+        weights: all factors, A as (rank, K) and B times its scale as (rank, outputs). (W,)
+        table: the operator's. (sites, adapters, parts, 5)
+    """
+
+    digests: Mapping[str, str]
+    sites: tuple[str, ...]
+    weights: NDArray[np.float32]
+    table: NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.weights.nbytes + self.table.nbytes
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the change of a module goes."""
+
+    entry: TensorEntry
+    part: int
+    first: int  # output
+    module: Module
+
+
+def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdapters:
+    """Reads adapters of a bundle's model.
+
+    Raises:
+        AdapterError: one is damaged, of an unsupported kind, or of another model; or the bundle takes none.
+    """
+    places = _places(manifest)
+    files = [open_adapter(Path(path)) for path in adapters.values()]
+    for file in files:
+        _check(manifest, file, places)
+    sites = tuple(dict.fromkeys(places[key].entry.name for file in files for key in file.changes))
+    parts = max((places[key].part + 1 for file in files for key in file.changes), default=1)
+    table: NDArray[np.int64] = np.zeros((len(sites), len(files), parts, _ENTRY), np.int64)
+    weights: NDArray[np.float32] = np.empty(sum(file.nbytes for file in files) // 4, np.float32)
+    at = 0
+    for index, adapter in enumerate(files):
+        with adapter.reading() as data:
+            for key, change in adapter.changes.items():
+                place, a_at = places[key], at
+                b_at = a_at + change.rank * place.entry.shape[1]
+                at = b_at + change.rank * place.module.rows
+                weights[a_at:b_at] = adapter.factor(data, change.a).reshape(-1)
+                scaled = adapter.factor(data, change.b).T * np.float32(change.scale * place.module.scale)
+                weights[b_at:at] = scaled.reshape(-1)
+                entry = (a_at, b_at, change.rank, place.first, place.module.rows)
+                table[sites.index(place.entry.name), index, place.part] = entry
+    digests = {name: file.digest() for name, file in zip(adapters, files, strict=True)}
+    return PackedAdapters(digests, sites, weights, table)
+
+
+def _places(manifest: Manifest) -> dict[str, _Place]:
+    found: dict[str, _Place] = {}
+    for entry in manifest.tensors:
+        first = 0
+        for part, module in enumerate(entry.modules):
+            found[module_key(module.name)] = _Place(entry, part, first, module)
+            first += module.rows
+    if not found:
+        message = f"{manifest.name} does not say which modules its matrices are made of, which adapters need."
+        hint = "Export the checkpoint again, without --method awq, and from a checkpoint in Hugging Face's layout."
+        raise AdapterError(message, hint)
+    return found
+
+
+def _check(manifest: Manifest, adapter: AdapterFile, places: Mapping[str, _Place]) -> None:
+    for key, change in adapter.changes.items():
+        place = places.get(key)
+        if place is None:
+            message = (
+                f"{adapter.path} changes {change.module}, which is no linear module of {manifest.name} that can be."
+            )
+            raise AdapterError(message, "Load the model that the adapter was trained on, or train it on other modules.")
+        _check_shapes(manifest, adapter, change, place)
+
+
+def _check_shapes(manifest: Manifest, adapter: AdapterFile, change: LowRank, place: _Place) -> None:
+    inputs, outputs = change.a.shape[1], change.b.shape[0]
+    if (inputs, outputs) != (place.entry.shape[1], place.module.rows):
+        own = f"{place.entry.shape[1]} inputs and {place.module.rows} outputs"
+        message = (
+            f"{adapter.path}: {change.module} has {inputs} inputs and {outputs} outputs, in {manifest.name} {own}."
+        )
+        raise AdapterError(message, "Load the model that the adapter was trained on.")
+
+
+def adapted_graph(model: bytes, manifest: Manifest, adapters: PackedAdapters) -> bytes:
+    """A paged graph with the operator behind every layer that an adapter changes.
+
+    Raises:
+        BundleError: the bytes are not those of a graph of this bundle.
+    """
+    rewriter = _Rewriter(manifest, adapters)
+    try:
+        parts = [
+            length_delimited(_MODEL_GRAPH, rewriter.graph(field.body or b"", whole=True))
+            if field.number == _MODEL_GRAPH
+            else field.whole
+            for field in fields(model)
+        ]
+    except (IndexError, UnicodeDecodeError) as error:
+        raise BundleError(f"{manifest.name} has a damaged graph: {error}.", "Export it again.") from error
+    missing = rewriter.missing
+    if missing:
+        message = f"The graph of {manifest.name} multiplies by {missing[0]} in a way that adapters cannot change."
+        raise AdapterError(message, "Leave the adapter out, or train it on other modules.")
+    return b"".join(parts)
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What is looked at of a node."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, bytes]  # whole fields
+
+    @classmethod
+    def read(cls, body: bytes) -> _Node:
+        texts: dict[int, list[str]] = {_INPUT: [], _OUTPUT: [], _TYPE: []}
+        attributes: dict[str, bytes] = {}
+        for field in fields(body):
+            if field.number in texts:
+                texts[field.number].append((field.body or b"").decode())
+            elif field.number == _ATTRIBUTE:
+                name = next(f.body for f in fields(field.body or b"") if f.number == _ATTRIBUTE_NAME)
+                attributes[(name or b"").decode()] = field.whole
+        return cls("".join(texts[_TYPE]), tuple(texts[_INPUT]), tuple(texts[_OUTPUT]), attributes)
+
+    def input(self, place: int) -> str:
+        return self.inputs[place] if place < len(self.inputs) else ""
+
+
+class _Rewriter:
+    def __init__(self, manifest: Manifest, adapters: PackedAdapters) -> None:
+        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._adapters = adapters
+        self._done: set[str] = set()
+
+    @property
+    def missing(self) -> list[str]:
+        """Sites that no node was found of."""
+        return [site for site in self._adapters.sites if site not in self._done]
+
+    def graph(self, body: bytes, *, whole: bool = False) -> bytes:
+        """The graph, or a branch of it, with further nodes and inputs."""
+        parts = list[bytes]()
+        if whole:
+            parts.append(self._head_rows())
+        for field in fields(body):
+            parts += self._nodes(field.body or b"") if field.number == _NODE else [field.whole]
+        if whole:
+            parts += [length_delimited(_GRAPH_INPUT, each) for each in _inputs()]
+        return b"".join(parts)
+
+    def _nodes(self, body: bytes) -> Iterator[bytes]:
+        node = _Node.read(body)
+        site = self._site(node)
+        if site is None:
+            yield length_delimited(_NODE, self._with_branches(body))
+            return
+        self._done.add(site)
+        result = node.outputs[0]
+        product = f"{result}.unadapted"
+        fused = b"swiglu" if _integer(node, "swiglu") else b""
+        yield length_delimited(_NODE, _renamed(body, product, without=fused))
+        adapted = f"{result}.adapted" if fused else result
+        yield self._adapter(node, site, product, adapted)
+        if fused:
+            attributes = {"kind": 0, "paired": 1}
+            yield _node("Activation", [adapted], result, [_attribute(k, v) for k, v in attributes.items()])
+
+    def _site(self, node: _Node) -> str | None:
+        """The tensor by which a node multiplies, if an adapter changes that."""
+        if node.kind not in (*_FUSED, *_PLAIN):
+            return None
+        # A head that shares the embedding's matrix has its name.
+        name = _HEAD if node.input(1) == "embed" else node.input(1)
+        return name if name in self._adapters.sites else None
+
+    def _adapter(self, node: _Node, site: str, product: str, result: str) -> bytes:
+        n, k = self._entries[site].shape
+        norm, mask = _FUSED.get(node.kind, (len(node.inputs), len(node.inputs)))
+        rows = graph.HEAD_ADAPTERS if site == _HEAD else graph.ADAPTER_ROWS
+        inputs = [node.input(0), product, rows, graph.ADAPTER_WEIGHTS, graph.ADAPTER_TABLE]
+        inputs += [node.input(norm), node.input(mask)]
+        numbers = {"N": n, "K": k, "site": self._adapters.sites.index(site)}
+        attributes = [_attribute(name, value) for name, value in numbers.items()]
+        attributes += [node.attributes[name] for name in ("norm_epsilon", "part") if name in node.attributes]
+        return _node("Adapter", inputs, result, attributes)
+
+    def _head_rows(self) -> bytes:
+        """The adapters of the rows that go through the head."""
+        if _HEAD not in self._adapters.sites:
+            return b""
+        return _node("Gather", [graph.ADAPTER_ROWS, graph.LOGIT_ROWS], graph.HEAD_ADAPTERS, [], domain="")
+
+    def _with_branches(self, body: bytes) -> bytes:
+        parts = [self._branch(f.body or b"") if f.number == _ATTRIBUTE else f.whole for f in fields(body)]
+        return b"".join(parts)
+
+    def _branch(self, attribute: bytes) -> bytes:
+        parts = [
+            length_delimited(_ATTRIBUTE_GRAPH, self.graph(f.body or b"")) if f.number == _ATTRIBUTE_GRAPH else f.whole
+            for f in fields(attribute)
+        ]
+        return length_delimited(_ATTRIBUTE, b"".join(parts))
+
+
+def _renamed(body: bytes, output: str, *, without: bytes) -> bytes:
+    """A node with another output, and without an attribute."""
+    kept = list[bytes]()
+    for field in fields(body):
+        if field.number == _OUTPUT:
+            kept.append(length_delimited(_OUTPUT, output.encode()))
+        elif field.number == _NAME:
+            kept.append(length_delimited(_NAME, f"{output}/product".encode()))
+        elif not (without and field.number == _ATTRIBUTE and _name_of(field.body or b"") == without):
+            kept.append(field.whole)
+    return b"".join(kept)
+
+
+def _name_of(attribute: bytes) -> bytes | None:
+    return next((f.body for f in fields(attribute) if f.number == _ATTRIBUTE_NAME), None)
+
+
+def _integer(node: _Node, name: str) -> int:
+    """An attribute that is an integer; 0 where it is absent."""
+    whole = node.attributes.get(name)
+    body = b"" if whole is None else next(fields(whole)).body or b""
+    return next((f.integer for f in fields(body) if f.number == _ATTRIBUTE_INT), 0)
+
+
+def _attribute(name: str, value: int) -> bytes:
+    parts = [length_delimited(_ATTRIBUTE_NAME, name.encode()), number(_ATTRIBUTE_INT, value)]
+    return length_delimited(_ATTRIBUTE, b"".join([*parts, number(_ATTRIBUTE_KIND, _INT)]))
+
+
+def _node(
+    kind: str, inputs: Sequence[str], output: str, attributes: Sequence[bytes], domain: str = graph.NATIVE_DOMAIN
+) -> bytes:
+    """A node as a field of its graph."""
+    present = list(inputs)
+    while not present[-1]:
+        present.pop()
+    parts = [length_delimited(_INPUT, each.encode()) for each in present]
+    parts += [length_delimited(_OUTPUT, output.encode()), length_delimited(_NAME, f"{output}/{kind}".encode())]
+    parts += [length_delimited(_TYPE, kind.encode()), *attributes]
+    if domain:
+        parts.append(length_delimited(_DOMAIN, domain.encode()))
+    return length_delimited(_NODE, b"".join(parts))
+
+
+def _inputs() -> Iterator[bytes]:
+    """Declarations (ValueInfoProto) of the inputs that adapters add, of any sizes."""
+    kinds = {graph.ADAPTER_ROWS: (_INT32, 1), graph.ADAPTER_WEIGHTS: (_FLOAT32, 1), graph.ADAPTER_TABLE: (_INT64, 4)}
+    for name, (kind, rank) in kinds.items():
+        sizes = b"".join(length_delimited(1, length_delimited(2, f"{name}.{d}".encode())) for d in range(rank))
+        tensor = number(1, kind) + length_delimited(2, sizes)
+        yield length_delimited(1, name.encode()) + length_delimited(2, length_delimited(1, tensor))
