@@ -16,6 +16,7 @@ from edgeinfer.bundle.codecs import CODECS, read_blob
 from edgeinfer.bundle.experts import widen
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import TensorEntry
+from edgeinfer.bundle.nesting import nested_drafter
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.bundle.protobuf import fields, length_delimited
 from edgeinfer.bundle.store import Bundle
@@ -79,9 +80,14 @@ def convert_bundle(
     It is the bundle that an export in that layout would have made, byte for byte.
 
     Raises:
-        StorageError: besides, something is at `out` already.
+        UsageError: besides, there is a draft module inside, which reads the bundle's weights.
+        StorageError: something is at `out` already.
     """
     _require_other(bundle, layout)
+    inside = nested_drafter(bundle)
+    if inside is not None and inside.manifest.module is not None:
+        message = f"The draft module in {bundle.path} reads the {bundle.manifest.layout} layout of its weights."
+        raise UsageError(message, f"Export the model again without it, in the {layout} layout.")
     bundle.verify()
     manifest, stored = bundle.manifest, bundle.manifest.layout
     graphs = bundle.graphs

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import edgeinfer
 from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.conversion import convert_bundle
 from edgeinfer.errors import CheckpointError, ModelError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
@@ -131,12 +132,14 @@ def test_memory_is_planned_and_the_embedding_is_the_targets() -> None:
     assert not {"embed", "head"} & {tensor.name for tensor in inside.tensors}
 
 
-def test_a_module_is_no_model() -> None:
+def test_a_module_is_no_model(tmp_path: Path) -> None:
     bundle = made(make_bundle, "eagle3", 4) / "bundle"
     with pytest.raises(ModelError, match="is the draft module of a bundle"):
         edgeinfer.load(bundle / "drafter")
     with edgeinfer.load(bundle, context=64, native=False, remember=False) as model:
         assert model.generate(PROMPT[:9], max_tokens=4, ignore_eos=True).token_ids
+    with pytest.raises(UsageError, match="reads the native layout of its weights"):
+        convert_bundle(open_bundle(bundle), "portable", tmp_path / "converted")
     with pytest.raises(UsageError, match="no EAGLE head"):
         edgeinfer.load(bundle, context=64, native=False, speculation="eagle", remember=False)
 
