@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.array_file import NUMPY_TYPES, ArrayFileError, StoredArray, read_index, read_into
 from edgeinfer.bundle.bfloat16 import from_bits
+from edgeinfer.bundle.manifest_json import require
 from edgeinfer.errors import AdapterError
 from edgeinfer.records import dataclass
 
@@ -66,6 +67,10 @@ class Module:
     name: str
     rows: int
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "a module has no name")
+        require(self.rows > 0 and self.scale != 0, f"module {self.name} has {self.rows} rows and scale {self.scale}")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdap
 def _places(manifest: Manifest) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
     for entry in manifest.tensors:
-        first = 0
+        first, rows = 0, sum(module.rows for module in entry.modules)
+        if entry.modules and entry.shape[0] != rows:
+            raise BundleError(f"{entry.name} has {entry.shape[0]} rows, its modules {rows}.", "Export it again.")
         for part, module in enumerate(entry.modules):
             found[module_key(module.name)] = _Place(entry, part, first, module)
             first += module.rows

@@ -102,7 +102,8 @@ def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
         declared: ConfigOption = DECLARED[name]
         dashed = name.replace("_", "-")
         # One text for each --choice, and --choices for a file of them.
-        expected = {f"--{dashed}", f"--no-{dashed}"} | ({"--choice"} if name == "choices" else set())
+        others = {"choices": {"--choice"}, "adapters": {"--lora"}}  # the latter is llama.cpp's
+        expected = {f"--{dashed}", f"--no-{dashed}"} | others.get(name, set())
         long = [flag for flag in declared.flags if flag.startswith("--")]
         assert len(long) == 1 and long[0] in expected, declared.flags
         for flag in (*declared.flags, *declared.former_flags):
