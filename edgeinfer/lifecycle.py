@@ -50,6 +50,7 @@ class Facts:
     load: LoadCosts
     tensors: tuple[TensorEntry, ...]
     threads: int
+    adapters: tuple[str, ...]
 
 
 class ModelLifecycle:
@@ -240,7 +241,16 @@ def _call(waiting: weakref.ref[ModelLifecycle], timer: threading.Timer) -> None:
 
 
 def _facts(parts: ModelParts) -> Facts:
-    return Facts(parts.plan, parts.info, parts.begin_ids, parts.eos_ids, parts.load, parts.tensors, parts.threads)
+    return Facts(
+        parts.plan,
+        parts.info,
+        parts.begin_ids,
+        parts.eos_ids,
+        parts.load,
+        parts.tensors,
+        parts.threads,
+        tuple(adapters_of(parts.engine.backend)),
+    )
 
 
 def _free(parts: ModelParts) -> None:

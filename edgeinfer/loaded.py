@@ -73,6 +73,11 @@ class LoadedModel(Tokenizing):
         return self._lifecycle.facts.threads
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that replies can be made with."""
+        return self._lifecycle.facts.adapters
+
+    @property
     def experts(self) -> ExpertUse | None:
         """How the tokens so far used experts, since the model was last loaded; None where it has none."""
         watched = self._parts.watched

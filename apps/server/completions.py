@@ -109,6 +109,8 @@ async def _read(
     """
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
+        if body.get("model") in model.adapters:
+            body.setdefault("adapter", body["model"])  # adapters are chosen as vLLM's are
         answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
         if answer is not None:
             return answer

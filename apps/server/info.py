@@ -77,6 +77,7 @@ class InfoEndpoints:
         for place, local in enumerate(listed):
             model = service.model() if place == 0 and service.host.state.status == "ready" else None
             names = local.names if model is None or service.switch is not None else service.names(model)
+            names = names if model is None else [*names, *model.adapters]
             told += [self._listed(name, local, model) for name in names]
         return JSONResponse({"object": "list", "data": told})
 

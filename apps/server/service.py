@@ -139,9 +139,9 @@ class Service:
         """The loaded model, if that is its name."""
         model = self.model()
         # As it was asked for on the command line will do too, though a path is not listed.
-        known = [*self.names(model), *([self.host.state.model] if self.host.state.model else [])]
+        known = [*self.names(model), *model.adapters, *([self.host.state.model] if self.host.state.model else [])]
         if name and plain_name(name) not in map(plain_name, known):
-            raise unknown_model(name, self.names(model))
+            raise unknown_model(name, [*self.names(model), *model.adapters])
         return model
 
     async def _source(self, name: str) -> str | None:
@@ -150,7 +150,11 @@ class Service:
         wanted, model = plain_name(name), self.host.model
         if not wanted or wanted in map(plain_name, self.aliases):
             return self.switch.source
-        if model is not None and self.switch.is_loaded(self.host.state.model) and wanted == plain_name(model.info.name):
+        if (
+            model is not None
+            and self.switch.is_loaded(self.host.state.model)
+            and (wanted == plain_name(model.info.name) or name in model.adapters)
+        ):
             return self.host.state.model
         found = await asyncio.to_thread(self.local.find, name)
         if found is None:
