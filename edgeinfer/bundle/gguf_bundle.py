@@ -170,8 +170,11 @@ def _heads(gguf: GgufFile) -> tuple[list[int], list[int]]:
     heads = _per_layer(gguf, f"{architecture}.attention.head_count", layers)
     key = f"{architecture}.attention.head_count_kv"
     kv_heads = _per_layer(gguf, key, layers) if key in gguf.metadata else heads
+    if not max(heads) and f"{architecture}.ssm.inner_size" in gguf.metadata:
+        # Nothing but recurrences, which have no keys.
+        return [1] * layers, [1] * layers
     if not max(heads) or not max(kv_heads):
-        hint = "edgeinfer runs decoders with attention."
+        hint = "edgeinfer runs decoders with attention or recurrences."
         raise BundleError(f"{gguf.path} contains a model without attention heads.", hint)
     pairs = zip(heads, kv_heads, strict=True)
     if any(of_keys and (of_queries < of_keys or of_queries % of_keys) for of_queries, of_keys in pairs):

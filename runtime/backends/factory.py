@@ -101,6 +101,10 @@ class BackendFactory(ABC):
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
 
+    def most_drafted(self, bundle: Bundle) -> int | None:
+        """Tokens of a draft that can be taken back again, at most; None where any number can."""
+        return None
+
     def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
         if find_table(bundle) is not None:

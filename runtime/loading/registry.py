@@ -129,6 +129,7 @@ def plan_input_of(
         memory=memory_on(device, factory.memory(choice, config), cache=factory.graphs == "ordinary"),
         modes_differ=factory.modes_differ,
         loads_experts=factory.loads_experts,
+        most_drafted=factory.most_drafted(bundle),
         settings=settings,
         device=device,
     )

@@ -201,9 +201,18 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
 def _drafts(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[tuple[str, ...], int, bool], ...]:
     """Sets of drafters, each with its longest draft and whether the draft model is loaded."""
     names, present = drafters_in(config.speculation), plan_input.drafter is not None
+    most = plan_input.most_drafted
+    if most == 0 and (config.speculation not in ("auto", "off") or config.draft_model not in (None, NO_DRAFT_MODEL)):
+        message = f"Drafts of {plan_input.manifest.name} cannot be taken back: llama.cpp keeps one state of its layers."
+        raise UsageError(message, "Use " + Setting("speculation", "off") + ", or export the checkpoint to ONNX.")
+    if most == 0:
+        return (((), 0, False),)
     if config.speculation != "auto":
-        return ((names, config.draft_max or MOST_DRAFTED if names else 0, present),)
-    lengths = (config.draft_max,) if config.draft_max else _LENGTHS
+        wanted = config.draft_max or MOST_DRAFTED
+        return ((names, min(wanted, most or wanted) if names else 0, present),)
+    lengths: tuple[int, ...] = (config.draft_max,) if config.draft_max else _LENGTHS
+    if most is not None:
+        lengths = tuple(dict.fromkeys(min(length, most) for length in lengths))
     # A draft model was given to be used; one that is part of the bundle is the first thing to be given up.
     given = config.draft_model not in (None, NO_DRAFT_MODEL)
     model = ("model", "hierarchical") if given else ()

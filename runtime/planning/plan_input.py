@@ -66,6 +66,7 @@ class PlanInput:
         memory: what the model takes.
         modes_differ: whether weights of another mode are multiplied in another way, at another speed.
         loads_experts: whether how many experts a token uses is fixed when the model is loaded.
+        most_drafted: tokens of a draft that can be taken back again, at most; None where any number can.
         settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
         device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
@@ -83,6 +84,7 @@ class PlanInput:
     memory: ModelMemory
     modes_differ: bool = False
     loads_experts: bool = False
+    most_drafted: int | None = None
     settings: TunedSettings = UNTUNED
     device: Device = CPU
     device_note: str = ""

@@ -156,6 +156,7 @@ class DeviceCosts:
         if start == backend.cache.capacity:
             return []
         place, row = np.array([start]), np.zeros(1, np.int64)
+        backend.cache.mark()
         for skip in range(1 + _PLAIN):  # the first reads the weights' pages in
             token = filler_tokens(backend, 1, skip)
             started = time.perf_counter()

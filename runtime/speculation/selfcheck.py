@@ -105,6 +105,7 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     backend.cache.trim(0)
     if past:
         backend.forward(ForwardInput(tokens[:past], np.arange(past), np.zeros(0, np.int64)))
+    backend.cache.mark()
     if not backend.capabilities.exact:
         drift = _drift(backend, past, budget_s)
         backend.cache.trim(0)

@@ -6,6 +6,7 @@ pass.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -24,8 +25,9 @@ from edgeinfer.runtime.backends.contract import (
 from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
-from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES
+from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, drafted_at_once
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
+from edgeinfer.runtime.backends.llamacpp.recurrent_cache import RecurrentCache
 
 __all__ = ["LlamaCppBackend"]
 
@@ -52,7 +54,7 @@ class LlamaCppBackend:
         vocabulary: the loaded model, for `LlamaTokenizer`.
 
     Raises:
-        BundleError: llama.cpp cannot load the file, or the model's cache cannot be cut.
+        BundleError: llama.cpp cannot load the file.
         UsageError: llama.cpp is not installed, or cannot keep such a cache.
         BackendError: there is no memory for the context.
     """
@@ -78,7 +80,10 @@ class LlamaCppBackend:
         _check_kv(kv, self.geometry.head_dim)
         self._run_ns = 0
         self.vocabulary = LlamaModel(bundle.gguf, weights=weights, expert_count=expert_count, progress=progress)
+        recurrent = self.vocabulary.recurrent
         self.capabilities = bundle.manifest.capabilities
+        if recurrent:
+            self.capabilities = dataclasses.replace(self.capabilities, tree=False, copies=False)
         options = ContextOptions(
             cells=capacity,
             kv=kv,
@@ -87,16 +92,24 @@ class LlamaCppBackend:
             # What padding adds to the rows of a draft has a place too.
             batch=min(max(chunk, draft_rows + PADDING), capacity),
             outputs=min(draft_rows + PADDING, capacity),
-            sequences=sequences,
+            # Of states each sequence takes its own; nothing is in passing there.
+            sequences=0 if recurrent else sequences,
+            rollback=drafted_at_once(bundle.gguf, draft_rows - 1) if recurrent else 0,
         )
         try:
             self._context = LlamaContext(self.vocabulary.lib, self.vocabulary.pointer, options)
         except BackendError:
             self.vocabulary.close()
             raise
-        self._row_steps = RowSteps.of(bundle.gguf, weights)
+        # Rows that only fill a pass up would have a state too.
+        self._row_steps = RowSteps(0.0, 0.0) if recurrent else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
-        self.cache = LlamaCache(self._context, self.geometry, capacity, kv, copyable=not self.vocabulary.windowed)
+        whole = not self.vocabulary.windowed
+        self.cache = (
+            RecurrentCache(self._context, self.geometry, capacity, kv)
+            if recurrent
+            else LlamaCache(self._context, self.geometry, capacity, kv, copyable=whole)
+        )
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
 
     @property
@@ -128,7 +141,6 @@ class LlamaCppBackend:
         except BaseException:
             self.cache.drop_pass(start, tree)
             raise
-        self.cache.length = start + size
         self.vocabulary.rows(size)
         return ForwardOutput(logits, None)
 
@@ -136,9 +148,11 @@ class LlamaCppBackend:
         """Runs a chain, in as many parts as the batch and the outputs ask for."""
         options, size = self._context.options, len(tokens)
         ordered = len(rows) < 2 or bool((rows[1:] > rows[:-1]).all())
-        if size <= options.batch and len(rows) <= options.outputs and ordered:
-            self._context.batch.fill(tokens, self.cache.length, rows)
-            self._run(size, self.cache.length, len(rows))
+        start = self.cache.length
+        if self.cache.begin(start, size) == size <= options.batch and len(rows) <= options.outputs and ordered:
+            self._context.batch.fill(tokens, start, rows)
+            self._run(size, start, len(rows))
+            self.cache.passed(start, size)
             return self._context.logits(len(rows))
         picked, places = np.unique(rows, return_inverse=True)
         if len(picked) > len(self._gathered):
@@ -149,15 +163,16 @@ class LlamaCppBackend:
 
     def _run_in_parts(self, tokens: Ints, picked: Ints) -> None:
         """Runs a chain part by part; the logits of these ascending rows go to `_gathered`."""
-        options, start, done, spent = self._context.options, 0, 0, 0
+        options, first, start, done, spent = self._context.options, self.cache.length, 0, 0, 0
         while start < len(tokens):
-            size = min(options.batch, len(tokens) - start)
+            size = min(options.batch, self.cache.begin(first + start, len(tokens) - start))
             if done + options.outputs < len(picked):
                 # Ends before the first row that would be one too many.
                 size = min(size, int(picked[done + options.outputs]) - start)
             last = done + int(np.searchsorted(picked[done:], start + size))
-            self._context.batch.fill(tokens[start : start + size], self.cache.length + start, picked[done:last] - start)
-            self._run(size, self.cache.length + start, last - done)
+            self._context.batch.fill(tokens[start : start + size], first + start, picked[done:last] - start)
+            self._run(size, first + start, last - done)
+            self.cache.passed(first + start, size)
             spent += self._run_ns
             self._gathered[done:last] = self._context.logits(last - done)
             start, done = start + size, last
@@ -175,6 +190,7 @@ class LlamaCppBackend:
         picked, places = np.unique(rows, return_inverse=True)
         context.batch.fill_tree(tokens, positions, picked, tree.members)
         self._run(len(tokens), tree.start, len(picked))
+        self.cache.passed(tree.start, len(tokens))
         self.cache.pending = tree
         logits = context.logits(len(picked))
         return logits if np.array_equal(picked, rows) else logits[places]

@@ -70,7 +70,7 @@ class Batch:
         self._tokens = np.zeros(size, np.int32)
         self._positions = np.zeros(size, np.int32)
         self._counts = np.ones(size, np.int32)
-        self._sequences = np.zeros((size, sequences), np.int32)
+        self._sequences = np.zeros((size, max(1, sequences)), np.int32)
         rows = self._sequences.ctypes.data + np.arange(size, dtype=np.uintp) * self._sequences.strides[0]
         self._rows = np.ascontiguousarray(rows, np.uintp)
         self._wanted = np.zeros(size, np.int8)

@@ -28,9 +28,9 @@ from edgeinfer.runtime.backends.cache import (
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
 from edgeinfer.runtime.backends.llamacpp.state import StateCodec
 
-__all__ = ["LlamaCache", "TreePaths"]
+__all__ = ["TEXT", "LlamaCache", "TreePaths"]
 
-_TEXT = 0  # sequence
+TEXT = 0  # sequence
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,25 @@ class LlamaCache(TrimmedCache):
         if self.pending is not None:
             raise BackendError("No rows of the last draft tree were kept or dropped yet.")
 
+    def begin(self, start: int, size: int) -> int:
+        """How many rows of a pass behind `start` can be evaluated at once: all that it has."""
+        return size
+
+    def passed(self, start: int, size: int) -> None:
+        """So many rows were evaluated at once."""
+        self.length = start + size
+
     def branch(self, tree: TreePaths) -> None:
         """Has the sequences of a tree share the text."""
         for sequence in range(1, len(tree.paths)):
-            self._context.copy(_TEXT, sequence, 0, tree.start)
+            self._context.copy(TEXT, sequence, 0, tree.start)
 
     def drop_pass(self, start: int, tree: TreePaths | None) -> None:
         """Drops what a failed pass left behind `start`."""
         for sequence in range(1, 1 if tree is None else min(len(tree.paths), self._context.options.sequences)):
             self._context.cut(sequence, 0)
-        self._context.cut(_TEXT, start)
-        self.pending = None
+        self._context.cut(TEXT, start)
+        self.length, self.pending = start, None
 
     def trim(self, length: int) -> None:
         """Drops all rows from `length` on; of a pending tree, the first rows can stay where they are a path.
@@ -137,7 +145,7 @@ class LlamaCache(TrimmedCache):
         if tree is not None:
             self.keep(tree.start, range(max(length - tree.start, 0)))
         if length < self.length:
-            self._context.cut(_TEXT, length)
+            self._context.cut(TEXT, length)
             self.length = length
 
     def clear(self) -> None:
@@ -161,11 +169,11 @@ class LlamaCache(TrimmedCache):
         if sequence is None or start != tree.start:
             raise BackendError(f"Rows {list(rows)} of a draft tree are no path from token {tree.start} on.")
         stop = start + len(rows)
-        if sequence != _TEXT:
-            self._context.cut(_TEXT, start)
-            self._context.copy(sequence, _TEXT, start, stop)
+        if sequence != TEXT:
+            self._context.cut(TEXT, start)
+            self._context.copy(sequence, TEXT, start, stop)
         else:
-            self._context.cut(_TEXT, stop)
+            self._context.cut(TEXT, stop)
         for other in range(1, len(tree.paths)):
             self._context.cut(other, 0)
         self.pending, self.length = None, stop
@@ -188,9 +196,9 @@ class LlamaCache(TrimmedCache):
                 "Load it without a prefix cache, and do not save its sessions.",
             )
         if (start, stop) == (0, self.length):
-            return self._codec.decode(self._context.state(_TEXT), stop)
+            return self._codec.decode(self._context.state(TEXT), stop)
         spare = self._context.options.spare
-        self._context.copy(_TEXT, spare, start, stop)
+        self._context.copy(TEXT, spare, start, stop)
         try:
             return self._codec.decode(self._context.state(spare), stop - start)
         finally:
@@ -210,7 +218,7 @@ class LlamaCache(TrimmedCache):
             return
         stop, spare = self.length + snapshot.length, self._context.options.spare
         self._context.set_state(spare, self._codec.encode(snapshot, self.length, spare))
-        self._context.copy(spare, _TEXT, self.length, stop)
+        self._context.copy(spare, TEXT, self.length, stop)
         self._context.cut(spare, 0)
         self.length = stop
 

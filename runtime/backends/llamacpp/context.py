@@ -44,6 +44,7 @@ class ContextOptions:
         batch: tokens of a pass at most.
         outputs: logit rows of a pass at most.
         sequences: that may share the cache, one more not counted for what is in passing.
+        rollback: rows of a pass that recurrent layers can go back by; more states are kept for them.
     """
 
     cells: int
@@ -53,6 +54,7 @@ class ContextOptions:
     outputs: int
     sequences: int
     adaptive_threads: bool = False
+    rollback: int = 0
 
     @property
     def spare(self) -> int:
@@ -91,7 +93,7 @@ class LlamaContext:
         self._threads = options.threads
         self._spare_threads = SpareThreads(options.threads) if options.adaptive_threads else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
-        self.kv_bytes = sum(_logged_sizes(lines, "KV"))
+        self.kv_bytes = sum(_logged_sizes(lines, "KV")) + sum(_logged_sizes(lines, "RS"))
         self._most_rows = options.sequences + 1
         self._logits: tuple[int, Floats] = (0, np.zeros((0, self._vocab_size), np.float32))
 
@@ -162,26 +164,34 @@ class LlamaContext:
         """Drops everything; the memory stays."""
         self._lib.llama_memory_clear(self._memory, False)
 
-    def state(self, sequence: int) -> NDArray[np.uint8]:  # (bytes,)
+    def state(self, sequence: int, *, partial: bool = False) -> NDArray[np.uint8]:  # (bytes,)
         """A sequence's cache in llama.cpp's own format.
+
+        Args:
+            partial: of recurrent layers alone.
 
         Raises:
             BackendError: llama.cpp cannot copy it.
         """
-        size = int(self._lib.llama_state_seq_get_size(self.pointer, sequence))
+        lib, flags = self._lib, self._flags(partial)
+        size = int(lib.llama_state_seq_get_size_ext(self.pointer, sequence, flags))
         blob = np.empty(size, np.uint8)
-        if size == 0 or self._lib.llama_state_seq_get_data(self.pointer, _bytes(blob), size, sequence) != size:
+        if size == 0 or lib.llama_state_seq_get_data_ext(self.pointer, _bytes(blob), size, sequence, flags) != size:
             raise BackendError(f"llama.cpp cannot copy its cache: {logged_error()}.")
         return blob
 
-    def set_state(self, sequence: int, blob: NDArray[np.uint8]) -> None:
-        """Replaces a sequence by what `state` gave.
+    def set_state(self, sequence: int, blob: NDArray[np.uint8], *, partial: bool = False) -> None:
+        """Replaces a sequence, or what recurrent layers keep of it, by what `state` gave.
 
         Raises:
             BackendError: llama.cpp refuses it.
         """
-        if self._lib.llama_state_seq_set_data(self.pointer, _bytes(blob), len(blob), sequence) != len(blob):
+        size, flags = len(blob), self._flags(partial)
+        if self._lib.llama_state_seq_set_data_ext(self.pointer, _bytes(blob), size, sequence, flags) != size:
             raise BackendError(f"llama.cpp refuses the copied cache: {logged_error()}.")
+
+    def _flags(self, partial: bool) -> int:
+        return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else self._lib.LLAMA_STATE_SEQ_FLAGS_NONE)
 
     def close(self) -> None:
         """Frees it; views of logits are invalid from then on."""
@@ -196,6 +206,7 @@ def _params(lib: Any, options: ContextOptions) -> Any:
     params.n_ctx = options.cells
     params.n_batch = params.n_ubatch = options.batch
     params.n_seq_max = options.sequences + 1
+    params.n_rs_seq = options.rollback
     # Outputs for each sequence are reserved from the beginning.
     params.n_outputs_max = max(options.outputs, options.sequences + 1)
     params.n_threads = params.n_threads_batch = options.threads

@@ -7,9 +7,16 @@ from typing import ClassVar
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.config import LoadConfig
+from edgeinfer.drafting import MOST_DRAFTED
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
-from edgeinfer.runtime.backends.llamacpp.memory import GgufMemory, fits_blocks, packed_bytes
+from edgeinfer.runtime.backends.llamacpp.memory import (
+    GgufMemory,
+    drafted_at_once,
+    fits_blocks,
+    is_recurrent,
+    packed_bytes,
+)
 from edgeinfer.runtime.planning.configuration import ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -43,6 +50,10 @@ class LlamaCppFactory(BackendFactory):
             return ("mapped",)
         apart = 0 < packed_bytes(gguf, "experts") < packed_bytes(gguf, "packed")
         return ("packed", "experts", "mapped") if apart else ("packed", "mapped")
+
+    def most_drafted(self, bundle: Bundle) -> int | None:
+        """As many rows as recurrent layers can go back by; of some architectures none."""
+        return drafted_at_once(bundle.gguf, MOST_DRAFTED) if is_recurrent(bundle.gguf) else None
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """llama.cpp with the instruction sets it was compiled for."""

@@ -6,6 +6,7 @@ Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are check
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -28,14 +29,17 @@ __all__ = [
     "GgufMemory",
     "cells",
     "compute_bytes",
+    "drafted_at_once",
     "fits_blocks",
     "is_head_packed",
+    "is_recurrent",
     "kv_bytes",
     "loading_bytes",
     "looks_up",
     "mapped_bytes",
     "packed_bytes",
     "session_bytes",
+    "state_bytes",
     "vocabulary_bytes",
 ]
 
@@ -62,6 +66,47 @@ _X86_512 = {"Q2_K": 8}
 _ARM = {"Q4_0": 4, "IQ4_NL": 4, "MXFP4": 4, "Q8_0": 4, "Q1_0": 4, "Q4_K": 8, "Q5_K": 8, "Q6_K": 8}
 
 
+# Of architectures with recurrent layers, those whose layers can go back to the states behind the last rows of a pass;
+# `llm_arch_supports_rs_rollback` of llama-arch.cpp.
+_GOES_BACK = frozenset({"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe"})
+# Of the states behind drafted rows, at most.
+_DRAFTED_BYTES = 128 * 1024**2
+_RECURRENT = re.compile(r"blk\.\d+\.(ssm_conv1d|shortconv\.conv)\.weight")
+# What a recurrent layer reads of the hidden state.
+_MIXES = re.compile(r"(ssm_in|shortconv\.in_proj|attn_qkv)\.weight$")
+_ATTENDS = re.compile(r"blk\.\d+\.(attn_k|attn_kv_a_mqa)\.weight")
+
+
+def is_recurrent(gguf: GgufFile) -> bool:
+    """Whether some layers keep a state instead of keys and values."""
+    return any(_RECURRENT.fullmatch(tensor.name) for tensor in gguf.tensors)
+
+
+def drafted_at_once(gguf: GgufFile, most: int) -> int:
+    """How many drafted rows of a pass can be taken back, `most` at most: all, where no layers are recurrent."""
+    if not is_recurrent(gguf):
+        return most
+    if gguf.metadata.text("general.architecture") not in _GOES_BACK:
+        return 0
+    return min(most, _DRAFTED_BYTES // max(1, _state_bytes(gguf)))
+
+
+def state_bytes(gguf: GgufFile, draft_max: int) -> int:
+    """Of the states of recurrent layers, those behind drafted rows too."""
+    return _state_bytes(gguf) * (1 + drafted_at_once(gguf, draft_max))
+
+
+def _state_bytes(gguf: GgufFile) -> int:
+    """What all recurrent layers keep of a sequence in float32: the last inputs of a convolution, and a matrix."""
+    data, arch = gguf.metadata, gguf.metadata.text("general.architecture")
+    names = ("conv_kernel", "inner_size", "state_size", "group_count")
+    width, inner, state, groups = (data.integer(f"{arch}.ssm.{name}", 0) for name in names)
+    read = max(0, width - 1) * (inner + 2 * groups * state)
+    read += max(0, data.integer(f"{arch}.shortconv.l_cache", 0) - 1) * geometry_of(gguf).hidden_size
+    layers = sum(_RECURRENT.fullmatch(tensor.name) is not None for tensor in gguf.tensors)
+    return 4 * layers * (read + state * inner)
+
+
 def fits_blocks(gguf: GgufFile) -> bool:
     """Whether the model's heads are whole blocks, which caches of q8_0 and q4_0 need."""
     return geometry_of(gguf).head_dim % _BLOCK == 0
@@ -74,7 +119,12 @@ def cells(capacity: int) -> int:
 
 def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:
     """Of the cache, all of which llama.cpp takes and clears at once."""
-    return cells(capacity) * geometry_of(gguf).kv_bytes_per_token(LLAMA_KV[kv].name)
+    geometry = geometry_of(gguf)
+    whole = cells(capacity) * geometry.kv_bytes_per_token(LLAMA_KV[kv].name)
+    if not is_recurrent(gguf):
+        return whole
+    attending = sum(_ATTENDS.fullmatch(tensor.name) is not None for tensor in gguf.tensors)
+    return whole * attending // geometry.num_layers
 
 
 def packed_bytes(gguf: GgufFile, weights: str) -> int:
@@ -188,6 +238,7 @@ def _inner(gguf: GgufFile) -> int:
         t.shape[0] for t in gguf.tensors if t.name.startswith("blk.") and ".ffn_up" in t.name and len(t.shape) == 2
     ]
     experts = [t.shape[-2] for t in gguf.tensors if EXPERTS.fullmatch(t.name) and "ffn_down" not in t.name]
+    dense += [t.shape[0] for t in gguf.tensors if _MIXES.search(t.name)]
     return 3 * max(dense, default=0) + used * (3 * max(experts, default=0) + 3 * hidden)
 
 
@@ -215,7 +266,8 @@ class GgufMemory:
         return Footprint(
             {
                 "session": session_bytes(gguf),
-                "kv": kv_bytes(gguf, configuration.kv, configuration.context),
+                "kv": kv_bytes(gguf, configuration.kv, configuration.context)
+                + state_bytes(gguf, configuration.draft_max),
                 "activations": compute_bytes(gguf, configuration.kv, configuration.context, batch, outputs),
             },
             {"code": CODE_BYTES},

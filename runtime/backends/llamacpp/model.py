@@ -44,7 +44,7 @@ class LlamaModel:
         vocab_size: tokens of the vocabulary.
 
     Raises:
-        BundleError: llama.cpp cannot load it, or its cache cannot be cut, as that of a recurrent model.
+        BundleError: llama.cpp cannot load it, or it is no decoder.
         UsageError: llama.cpp is not there, or weights are to be kept in no known way.
     """
 
@@ -85,6 +85,12 @@ class LlamaModel:
     def windowed(self) -> bool:
         """Whether some layers see a sliding window only, whose cells llama.cpp keeps in a cache of their own."""
         return int(self.lib.llama_model_n_swa(self._pointer)) > 0
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers, or all, keep a state instead of keys and values."""
+        asked = (self.lib.llama_model_is_recurrent, self.lib.llama_model_is_hybrid)
+        return any(bool(is_so(self._pointer)) for is_so in asked)
 
     @contextmanager
     def vocabulary(self) -> Iterator[Any]:
@@ -147,14 +153,12 @@ class LlamaModel:
 
     def _check_memory(self, path: Path) -> None:
         lib = self.lib
-        recurrent = "Hybrid and recurrent models (LFM2, Mamba, Qwen3.5) are not supported yet"
         kinds = {
-            recurrent: (lib.llama_model_is_recurrent, lib.llama_model_is_hybrid),
-            "Models that write by diffusion are not supported": (lib.llama_model_is_diffusion,),
-            "Models with an encoder are not supported": (lib.llama_model_has_encoder,),
+            "Models that write by diffusion are not supported": lib.llama_model_is_diffusion,
+            "Models with an encoder are not supported": lib.llama_model_has_encoder,
         }
-        for what, asked in kinds.items():
-            if any(is_so(self._pointer) for is_so in asked):
+        for what, is_so in kinds.items():
+            if is_so(self._pointer):
                 raise BundleError(f"{what}: {path}.", "Choose another, such as those of: edgeinfer models --catalog")
 
     def drop_pages(self) -> None:

@@ -1,0 +1,174 @@
+"""GGUF files with recurrent layers: states that go back, marks, drafts that are taken back, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.errors import BackendError, CapabilityError, UsageError
+from edgeinfer.export import ExportConfig, export_checkpoint
+from edgeinfer.runtime.backends.contract import PassCancelledError
+from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, MAMBA, MIXED, NEMOTRON, SCAN, TIED
+from tests.factories import make_checkpoint
+from tests.speculation import load_eager
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+pytest.importorskip("gguf", reason="the gguf package is not installed")
+
+from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
+from edgeinfer.runtime.backends.llamacpp.memory import kv_bytes, state_bytes
+from tests.runtime.backends.llamacpp.test_llamacpp_backend import close, feed
+
+pytestmark = pytest.mark.gguf
+
+# Those that llama.cpp can take back row by row, and those that it cannot.
+BACK: dict[str, Any] = {"Lfm2": CONVS | TIED, "Qwen3_5": DELTA, "NemotronH": NEMOTRON}
+FORWARD: dict[str, Any] = {
+    "Mamba2": MAMBA,
+    "GraniteMoeHybrid": SCAN | GRANITE | MIXED | {"num_local_experts": 0},
+    "FalconH1": FALCON,
+}
+ALL = BACK | FORWARD
+TEXT = np.random.default_rng(1).integers(2, 300, 40)
+CAPACITY, DRAFTED, NEAR = 64, 6, 1e-4
+PROMPT = "Once upon a time there was a little dog."
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """Makes the GGUF bundle of a family once."""
+
+    @cache
+    def make(name: str) -> Bundle:
+        folder = tmp_path_factory.mktemp(name)
+        make_checkpoint(folder / "checkpoint", name, **ALL[name])
+        config = ExportConfig(format="gguf", gguf_type="F32")
+        return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+
+    return make
+
+
+@pytest.fixture
+def make_backend(bundles: Callable[[str], Bundle]) -> Iterator[Callable[[str], LlamaCppBackend]]:
+    """Makes backends that are closed after the test."""
+    made: list[LlamaCppBackend] = []
+
+    def make(name: str) -> LlamaCppBackend:
+        made.append(LlamaCppBackend(bundles(name), CAPACITY, kv="float32", draft_rows=DRAFTED + 1))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+Make = Callable[[str], LlamaCppBackend]
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_drafted_rows_are_taken_back(name: str, make_backend: Make) -> None:
+    backend = make_backend(name)
+    whole = feed(backend, TEXT)
+    backend.cache.clear()
+    feed(backend, TEXT[:12])
+    for kept in range(1, DRAFTED + 1):
+        start = backend.cache.length
+        # Wrong tokens behind those that stay.
+        feed(backend, [*TEXT[start : start + kept], *([7] * (DRAFTED + 1 - kept))])
+        # It may go back further before the next pass, as where a choice is repeated.
+        backend.cache.keep(start, range(min(kept + 1, DRAFTED)))
+        backend.cache.keep(start, range(kept))
+        assert backend.cache.length == start + kept
+    rest = feed(backend, TEXT[backend.cache.length :])
+    assert close(rest, whole[len(whole) - len(rest) :], NEAR)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_text_goes_back_to_its_mark_and_to_what_is_held(name: str, make_backend: Make) -> None:
+    backend = make_backend(name)
+    cache = backend.cache
+    whole = feed(backend, TEXT)
+    cache.clear()
+    feed(backend, TEXT[:9])
+    cache.mark()
+    feed(backend, [7] * 12)
+    assert (cache.marked, cache.resumable(21), cache.resumable(10)) == (9, 21, 9)
+    cache.trim(cache.resumable(10))
+    assert close(feed(backend, TEXT[9:20]), whole[9:20], NEAR)
+    if name in FORWARD:
+        cache.hold(24)
+        # The pass is divided there, though it ends behind.
+        assert close(feed(backend, TEXT[20:30]), whole[20:30], NEAR)
+        feed(backend, [7])
+        cache.trim(cache.resumable(26))
+        assert cache.length == 24
+    rest = feed(backend, TEXT[cache.length :])
+    assert close(rest, whole[len(whole) - len(rest) :], NEAR)
+
+
+def test_where_no_state_is_nothing_is_cut_or_evaluated(make_backend: Make) -> None:
+    backend = make_backend("Mamba2")
+    feed(backend, TEXT[:9])
+    assert backend.cache.resumable(5) == 0
+    with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
+        backend.cache.trim(5)
+    with pytest.raises(CapabilityError, match="recurrent layers cannot be copied"):
+        backend.cache.snapshot()
+    assert not backend.cache.copyable and not backend.capabilities.tree
+
+
+def test_a_cancelled_pass_leaves_the_mark(make_backend: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend("Qwen3_5")
+    whole = feed(backend, TEXT)
+    backend.cache.clear()
+    feed(backend, TEXT[:9])
+    backend.cache.mark()
+    monkeypatch.setattr(backend._context, "run", lambda *_: 2)
+    with pytest.raises(PassCancelledError):
+        feed(backend, TEXT[9:12])
+    monkeypatch.undo()
+    with pytest.raises(BackendError, match="is not there after 9 tokens"):
+        feed(backend, TEXT[9:12])
+    backend.cache.trim(backend.cache.resumable(9))
+    assert close(feed(backend, TEXT[9:]), whole[9:], NEAR)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_plan_counts_the_states(name: str, make_backend: Make, bundles: Callable[[str], Bundle]) -> None:
+    gguf = bundles(name).gguf
+    planned = kv_bytes(gguf, "float32", CAPACITY) + state_bytes(gguf, DRAFTED)
+    # llama.cpp says megabytes with two digits.
+    assert abs(make_backend(name).nbytes()["kv"] - planned) <= 2**14
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_replies_are_the_same_with_speculation(name: str, bundles: Callable[[str], Bundle]) -> None:
+    with edgeinfer.load(bundles(name).path, context=100, kv="float32", speculation="off") as model:
+        plain = model.generate(PROMPT, max_tokens=30, temperature=0).token_ids
+    with load_eager(bundles(name).path, context=100, kv="float32", speculation="recycle") as model:
+        replies = [model.generate(PROMPT, max_tokens=30, temperature=0) for _ in range(3)]
+    assert [reply.token_ids for reply in replies] == [plain] * 3
+    assert replies[-1].speculation.accepted > 0
+
+
+def test_what_cannot_be_taken_back_is_decoded_plainly(bundles: Callable[[str], Bundle]) -> None:
+    path = bundles("GraniteMoeHybrid").path
+    with edgeinfer.load(path, context=100) as model:
+        assert model.plan.draft_max == 0
+        assert len(model.generate(PROMPT, max_tokens=5, temperature=0).token_ids) == 5
+    with pytest.raises(UsageError, match="cannot be taken back"):
+        edgeinfer.load(path, context=100, speculation="copy")
+
+
+def test_a_conversation_goes_on_from_its_states(bundles: Callable[[str], Bundle], tmp_path: Path) -> None:
+    with edgeinfer.load(bundles("Mamba2").path, context=100, kv="float32") as model:
+        first = model.generate(PROMPT, max_tokens=8, temperature=0)
+        longer = model.generate(PROMPT + first.text, max_tokens=4, temperature=0)
+    assert longer.timings.cached_prompt_tokens > 0
