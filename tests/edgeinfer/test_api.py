@@ -200,7 +200,7 @@ def test_an_unknown_option(model: edgeinfer.Model) -> None:
         model.stream(PROMPT, heat=1)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("prompt", ["", []])
+@each_row("prompt", ["", []])
 def test_an_empty_prompt(model: edgeinfer.Model, prompt: str | list[int]) -> None:
     with pytest.raises(PromptError, match="empty"):
         model.stream(prompt)

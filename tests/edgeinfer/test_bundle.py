@@ -309,7 +309,7 @@ def test_names_the_bundle_does_not_have(bundle: Path) -> None:
         opened.tensor("layers.0.mlp.down")
 
 
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+@each_row("failure", [RuntimeError, KeyboardInterrupt])
 def test_a_crash_while_replacing_leaves_the_old_bundle(bundle: Path, failure: type[BaseException]) -> None:
     before = (bundle / MANIFEST).read_bytes()
     with pytest.raises(failure), write_bundle(bundle, replace_existing=True) as work:

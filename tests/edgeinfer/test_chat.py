@@ -10,6 +10,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import ContextLengthError, EdgeInferError, PromptError, StorageError, UsageError
+from tests.tables import each_row
 
 OPTIONS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 
@@ -82,7 +83,7 @@ def test_a_reply_left_early_stays_as_far_as_it_came(model: edgeinfer.Model) -> N
     assert [m["content"] for m in chat.messages] == ["Hello", text]
 
 
-@pytest.mark.parametrize("text", ["", "  \n"])
+@each_row("text", ["", "  \n"])
 def test_an_empty_message(model: edgeinfer.Model, text: str) -> None:
     chat = model.chat()
     with pytest.raises(PromptError, match="empty"):

@@ -129,7 +129,7 @@ def test_weights_of_another_model_of_the_same_size_are_not_taken(bundle: Bundle,
     assert not is_converted(open_bundle(other), PORTABLE, tmp_path / "weights.bin")
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@each_row("whole", [False, True])
 def test_damaged_weights_are_not_converted(bundle: Bundle, tmp_path: Path, whole: bool) -> None:
     with (bundle.path / WEIGHTS).open("r+b") as file:
         file.write(b"\x55\xaa\x55\xaa")
@@ -141,7 +141,7 @@ def test_damaged_weights_are_not_converted(bundle: Bundle, tmp_path: Path, whole
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("failure", [OSError(28, os.strerror(28)), KeyboardInterrupt()])
+@each_row("failure", [OSError(28, os.strerror(28)), KeyboardInterrupt()])
 def test_a_failure_leaves_what_was_there(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:

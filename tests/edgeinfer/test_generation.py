@@ -13,6 +13,7 @@ import edgeinfer
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 from tests.cli import TIME_LIMIT
 from tests.speculation import load_eager
+from tests.tables import each_row
 
 PROMPT = "Once upon a time"
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True}
@@ -142,7 +143,7 @@ def test_what_a_prompt_shares_is_cached(model: edgeinfer.Model) -> None:
     assert model.generate([*ids, 9, 9], max_tokens=1).timings.cached_prompt_tokens == len(ids)
 
 
-@pytest.mark.parametrize("after", [1, 5])
+@each_row("after", [1, 5])
 def test_cancelling_between_chunks(model: edgeinfer.Model, after: int) -> None:
     stream = model.stream(PROMPT, **SAMPLED)
     pieces = [next(stream) for _ in range(after)]

@@ -18,6 +18,7 @@ from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export import ExportConfig
 from tests.cache import export_checkpoint
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 LAYERS, CHANNELS = 3, 32
 
@@ -121,7 +122,7 @@ def test_malformed_scales_are_refused(bundle: Bundle, fault: str) -> None:
         read_kv_scales(open_bundle(bundle.path))
 
 
-@pytest.mark.parametrize(("text", "message"), [("[", "not valid JSON"), ("[1]", "not a JSON object")])
+@each_row(("text", "message"), [("[", "not valid JSON"), ("[1]", "not a JSON object")])
 def test_what_is_not_json_is_refused(bundle: Bundle, text: str, message: str) -> None:
     (bundle.path / KV_SCALES).write_text(text)
     seal(bundle.path, bundle.manifest)

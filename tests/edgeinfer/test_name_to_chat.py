@@ -20,6 +20,7 @@ from edgeinfer.apps.bench.synthetic import Shape, write_random_checkpoint
 from tests.cache import made
 from tests.cli import TIME_LIMIT, command, environment
 from tests.hub_server import COMMIT, Hub, hub_environment, serving
+from tests.tables import each_row
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -218,13 +219,12 @@ def test_the_default_installation_suffices(user: User) -> None:
     assert {step["stage"].split()[0] for step in said if "stage" in step} == {"Downloading", "Converting"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prelude", "says"),
     [
         ("import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**6)", "of disk space"),
         ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))", "disk is full"),
     ],
-    ids=["checked first", "met while writing"],
 )
 def test_a_full_disk(user: User, prelude: str, says: str) -> None:
     said = converting(user, prelude)

@@ -14,6 +14,7 @@ from edgeinfer import chat
 from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.errors import PromptError, UsageError
 from tests.cli import TIME_LIMIT, edgeinfer, refuses
+from tests.tables import each_row
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes and devices of POSIX systems")
 
@@ -24,7 +25,7 @@ def pipe(tmp_path: Path) -> Path:
     return tmp_path / "pipe"
 
 
-@pytest.mark.parametrize("wanted", ["model", "text"])
+@each_row("wanted", ["model", "text"])
 def test_what_is_no_file(pipe: Path, tmp_path: Path, wanted: str) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

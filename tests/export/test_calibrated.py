@@ -236,7 +236,7 @@ class Folding:
         return weight
 
 
-@pytest.mark.parametrize("stage", ["running the text", "writing"])
+@each_row("stage", ["running the text", "writing"])
 def test_ctrl_c_leaves_nothing(tmp_path: Path, text: Path, ctrl_c: None, stage: str) -> None:
     make_checkpoint(tmp_path / "in", "llama")
     told = itertools.count()

@@ -29,6 +29,7 @@ from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.cache import made
 from tests.cli import TIME_LIMIT
 from tests.factories import make_checkpoint
+from tests.tables import each_row
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -126,7 +127,7 @@ def test_what_is_not_quantized_has_one_weights_file_for_both_graphs(checkpoint: 
         onnx.checker.check_model(str(bundle.model_file(layout)))
 
 
-@pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
+@each_row("stored", [NATIVE, PORTABLE])
 def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp_path: Path, stored: Layout) -> None:
     out = export_checkpoint(checkpoint, tmp_path / "out", ExportConfig(bits=4, keep_small=False, layout=stored))
     bundle, other = open_bundle(out), other_layout(stored)
@@ -162,7 +163,7 @@ def test_both_layouts_hold_the_same_numbers(checkpoint: Path, tmp_path: Path) ->
                 assert bfloat16.is_representable(portable.rows(entry, 0, entry.shape[0]).scales)
 
 
-@pytest.mark.parametrize(("group_size", "multiple"), [(32, 1), (64, 2)])
+@each_row(("group_size", "multiple"), [(32, 1), (64, 2)])
 def test_row_multiple_follows_the_blocks_and_the_layout(
     checkpoint: Path, tmp_path: Path, group_size: int, multiple: int
 ) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.factories import MIXTURES, VARIANTS, make_checkpoint
+from tests.tables import each_row
 
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
@@ -77,7 +78,7 @@ def test_longropes_long_factors_hold_above_the_original_context(tmp_path: Path) 
     assert np.abs(found - expected_logits(model, tokens)).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each_row("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_sources_keep_their_values_in_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoint", "Qwen2", dtype=dtype, max_shard_size="60KB")
     assert len(list((tmp_path / "checkpoint").glob("*.safetensors"))) > 1

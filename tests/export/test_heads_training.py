@@ -98,7 +98,7 @@ def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind:
     check_recorded(f"heads-{kind}", {"losses": losses, "agreement": right, "squares": sizes}, rel=5e-3)
 
 
-@pytest.mark.parametrize(("kind", "drafting"), [("medusa", MedusaDrafter), ("hydra", HydraDrafter)])
+@each_row(("kind", "drafting"), [("medusa", MedusaDrafter), ("hydra", HydraDrafter)])
 def test_heads_that_draft_are_those_that_were_trained(
     target: Target, text: TokenFile, bundle: Bundle, kind: str, drafting: type[StateDrafter]
 ) -> None:

@@ -147,7 +147,7 @@ def make_fp8(folder: Path, whole: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@each_row("whole", [False, True])
 def test_fp8_is_read_with_its_scales(whole: bool, tmp_path: Path) -> None:
     model = make_fp8(tmp_path / "checkpoint", whole)
     bundle = open_bundle(export_checkpoint(tmp_path / "checkpoint", tmp_path / "bundle", ExportConfig(bits=32)))

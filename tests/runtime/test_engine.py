@@ -20,6 +20,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, Pas
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 VOCABULARY = 11
@@ -257,7 +258,7 @@ def test_a_prompt_that_fills_the_context_gets_one_token(engine: Engine) -> None:
     assert not engine.cancelled
 
 
-@pytest.mark.parametrize("limit", [None, 1000])
+@each_row("limit", [None, 1000])
 def test_ends_when_the_context_is_full(engine: Engine, table: TableBackend, limit: int | None) -> None:
     reply = generate(engine, [1, 2, 3], limit)
     # The last token needs no place: it is never fed.

@@ -26,6 +26,7 @@ from edgeinfer.runtime.weights import layouts
 from edgeinfer.runtime.weights.layouts import choose_layout, prepare
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 TEXT = np.array([0, 40, 41, 42, 43, 44])
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the cache lies elsewhere")
@@ -109,7 +110,7 @@ def test_who_switches_the_kernel_off_is_not_told_of_it(
         choose_layout(bundles[NATIVE], True)
 
 
-@pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
+@each_row("stored", [NATIVE, PORTABLE])
 def test_a_required_kernel_that_is_not_there_is_an_error(
     bundles: dict[Layout, Bundle], kernel: Availability, stored: Layout
 ) -> None:
@@ -132,7 +133,7 @@ def test_what_is_not_quantized_runs_natively_where_that_is_asked_for(kernel: Ava
         choose_layout(open_bundle(tmp_path / "old"), True)
 
 
-@pytest.mark.parametrize("there", [True, False])
+@each_row("there", [True, False])
 def test_a_cache_that_the_native_graph_alone_has_decides(
     bundles: dict[Layout, Bundle], kernel: Availability, there: bool
 ) -> None:
@@ -166,7 +167,7 @@ def files(folder: Path) -> dict[str, int]:
 
 
 @linux
-@pytest.mark.parametrize("stored", [NATIVE, PORTABLE])
+@each_row("stored", [NATIVE, PORTABLE])
 def test_converted_weights_are_made_once_and_give_the_other_layouts_bits(
     bundles: dict[Layout, Bundle], cache: Path, caplog: pytest.LogCaptureFixture, stored: Layout
 ) -> None:

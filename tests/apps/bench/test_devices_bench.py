@@ -32,7 +32,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_builtin
-@pytest.mark.parametrize("traits", [None, {"dynamic_shapes": False}], ids=["ordinary", "static"])
+@each_row("traits", [None, {"dynamic_shapes": False}])
 def test_a_device_says_what_the_reference_says(
     traits: dict[str, bool] | None, short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

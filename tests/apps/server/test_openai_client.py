@@ -13,6 +13,7 @@ import edgeinfer
 from edgeinfer.apps.server.security import Security
 from tests.apps.server.served import MESSAGES, Local, served
 from tests.speculation import needs_builtin
+from tests.tables import each_row
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 
@@ -63,7 +64,7 @@ def test_models(client: Any) -> None:
         client.models.retrieve("org/other")
 
 
-@pytest.mark.parametrize("name", ["tales", "small"])
+@each_row("name", ["tales", "small"])
 def test_chat(client: Any, model: edgeinfer.Model, name: str) -> None:
     answer = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=24)
     expected = model.stream_chat(MESSAGES, max_tokens=24).complete()

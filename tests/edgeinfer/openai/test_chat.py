@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.openai import RequestError, error_body, make_completion
+from tests.tables import each_row
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -77,7 +78,7 @@ def test_a_stop(model: edgeinfer.Model) -> None:
     assert stream(model, **options)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("as_list", [True, False])
+@each_row("as_list", [True, False])
 def test_stop_strings(model: edgeinfer.Model, as_list: bool) -> None:
     text = content(complete(model))
     stop = text[4:6]

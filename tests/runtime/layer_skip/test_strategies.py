@@ -29,6 +29,7 @@ from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import export, make_backend
+from tests.tables import each_row
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
 LAYERS = 4
@@ -325,7 +326,7 @@ def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
     assert steps.compute_use().lossless
 
 
-@pytest.mark.parametrize("way", ["exit", "entropy"])
+@each_row("way", ["exit", "entropy"])
 def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
     """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
     expected, logits = plain(engine)

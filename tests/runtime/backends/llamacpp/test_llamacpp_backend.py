@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from tests.runtime.backends.llamacpp.conftest import CAPACITY, Q4_0
 from tests.runtime.backends.llamacpp.models import Shape
 from tests.runtime.interrupts import elsewhere
+from tests.tables import each_row
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -272,7 +273,7 @@ def test_rows_are_rewritten(make_backend: Make, kv: str) -> None:
     assert backend.cache.length == 0
 
 
-@pytest.mark.parametrize("kv", ["float32", "q8_0"])
+@each_row("kv", ["float32", "q8_0"])
 def test_edits_see_the_same_numbers_whatever_the_type(make_backend: Make, kv: str) -> None:
     """Quantized caches hold turned rows; an edit gets them as they were."""
     seen: list[Floats] = []
