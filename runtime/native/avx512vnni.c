@@ -13,8 +13,8 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 #if defined(__AVX512VNNI__) || (defined(_MSC_VER) && defined(__AVX512F__))
 #include <immintrin.h>
 
-/* Rows whose integer sums, two registers each, stay in registers beside the weights. */
-enum { PANEL = 8 };
+/* Rows whose integer sums, two registers each, stay in registers beside the weights, and whose float sums do as well. */
+enum { PANEL = 8, HELD = 6 };
 /* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
  * itself: it is told AHEAD bytes early. With fewer rows telling it of every line only costs; at 2 bits one line per
  * block is worth a quarter (docs/LOG.md, 2026-11-21). */
@@ -113,10 +113,15 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         }
 }
 
-/* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums. */
+/* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums, which stay in registers of
+ * their own where there are enough. */
 INLINE void panel(int format, int block, int count, const tile_view *t, int64_t begin, int64_t end, int64_t first,
                   float *sums) {
     const int64_t step = block * LOWBIT_GROUP; /* of a low plane */
+    const int held = count <= HELD;
+    __m512 totals[PANEL][2];
+    for (int r = 0; r < count && held; r++)
+        for (int g = 0; g < 2; g++) totals[r][g] = _mm512_loadu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP);
     for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t->m + first;
         __m512i dots[PANEL][2];
@@ -130,10 +135,14 @@ INLINE void panel(int format, int block, int count, const tile_view *t, int64_t 
                 __m512i dot = format == HIGH8 ? _mm512_slli_epi32(dots[r][g], 5) : dots[r][g];
                 dot = _mm512_sub_epi32(dot, offsets(format, t, b, g, t->row_sums[at + r]));
                 __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t->row_scales[at + r]));
-                _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, _mm512_loadu_ps(sum)));
+                __m512 before = held ? totals[r][g] : _mm512_loadu_ps(sum);
+                totals[r][g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, before);
+                if (!held) _mm512_storeu_ps(sum, totals[r][g]);
             }
         }
     }
+    for (int r = 0; r < count && held; r++)
+        for (int g = 0; g < 2; g++) _mm512_storeu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP, totals[r][g]);
 }
 
 /* One function per format, block and number of rows: the compiler then addresses all rows from one register and keeps

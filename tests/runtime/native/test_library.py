@@ -116,8 +116,8 @@ def test_a_library_of_another_program_is_refused(tmp_path: Path) -> None:
 
 @linux
 def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = compile_library(tmp_path, "int edgeinfer_version(void) { return 7; }\n")
-    with pytest.raises(NativeUnavailableError, match=f"has version 7, this edgeinfer needs {VERSION}"):
+    path = compile_library(tmp_path, f"int edgeinfer_version(void) {{ return {VERSION + 1}; }}\n")
+    with pytest.raises(NativeUnavailableError, match=f"has version {VERSION + 1}, this edgeinfer needs {VERSION}"):
         load_kernel(path)
 
 
