@@ -26,7 +26,7 @@ from edgeinfer.bundle.manifest_json import require
 from edgeinfer.errors import AdapterError
 from edgeinfer.records import dataclass
 
-__all__ = ["AdapterFile", "LowRank", "Module", "open_adapter"]
+__all__ = ["AdapterFile", "LowRank", "Module", "adapter_bytes", "open_adapter"]
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _ROOT = "base_model.model."
@@ -154,6 +154,11 @@ class AdapterFile:
         if not np.isfinite(values).all():
             raise AdapterError(f"{self.path}: {stored.name} has numbers that are not finite.", "Train it again.")
         return values
+
+
+def adapter_bytes(path: Path) -> int:
+    """Bytes of an adapter in memory: factors as float32, a GGUF file as it is. Errors as `open_adapter`."""
+    return path.stat().st_size if path.is_file() else open_adapter(path).nbytes
 
 
 def module_key(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgeinfer.bundle.peft import open_adapter
+from edgeinfer.bundle.peft import adapter_bytes
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
@@ -47,7 +47,7 @@ class MemoryModel:
         self.process = process
         self._reserve = reserve
         self._weights: dict[tuple[str, int, int], Footprint] = {}
-        self._adapters = sum(open_adapter(Path(path)).nbytes for path in config.adapters.values())
+        self._adapters = sum(adapter_bytes(Path(path)) for path in config.adapters.values())
         self._drafters: dict[Configuration, Footprint] = {}
 
     def footprint(self, configuration: Configuration) -> Footprint:

@@ -7,14 +7,14 @@ pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import AdapterError, BackendError, UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import (
     ForwardInput,
@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.contract import (
     PassCancelledError,
     check_pass,
 )
+from edgeinfer.runtime.backends.llamacpp.adapters import LlamaAdapters
 from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
@@ -48,6 +49,7 @@ class LlamaCppBackend:
         draft_rows: rows of a pass whose logits are computed at once; more are computed in parts.
         sequences: paths of a draft tree at most.
         expert_count: experts of a token in place of the model's own number.
+        adapters: GGUF files of those that passes may have, by name.
         progress: told how much of the weights is loaded.
 
     Attributes:
@@ -55,6 +57,7 @@ class LlamaCppBackend:
 
     Raises:
         BundleError: llama.cpp cannot load the file.
+        AdapterError: an adapter is missing, or of another model.
         UsageError: llama.cpp is not installed, or cannot keep such a cache.
         BackendError: there is no memory for the context.
     """
@@ -75,6 +78,7 @@ class LlamaCppBackend:
         sequences: int = SEQUENCES,
         expert_count: int | None = None,
         progress: Callable[[str, int, int], None] | None = None,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.geometry = bundle.manifest.geometry
         _check_kv(kv, self.geometry.head_dim)
@@ -101,6 +105,11 @@ class LlamaCppBackend:
         except BackendError:
             self.vocabulary.close()
             raise
+        try:
+            self._adapters = LlamaAdapters(self.vocabulary.lib, self.vocabulary.pointer, adapters or {})
+        except AdapterError:
+            self.close()
+            raise
         # Rows that only fill a pass up would have a state too.
         self._row_steps = RowSteps(0.0, 0.0) if recurrent else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
@@ -116,6 +125,15 @@ class LlamaCppBackend:
     def kernel(self) -> str:
         """llama.cpp and the instruction sets it was compiled for."""
         return " ".join(("llama.cpp", *features(self.vocabulary.lib)))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """See `adapting.AdaptingBackend.adapters`."""
+        return self._adapters.digests
+
+    def use_adapter(self, name: str | None) -> None:
+        """See `adapting.AdaptingBackend.use_adapter`."""
+        self._adapters.choose(self._context.pointer, name)
 
     @property
     def run_ns(self) -> int:

@@ -29,6 +29,7 @@ class LlamaCppFactory(BackendFactory):
 
     modes_differ: ClassVar[bool] = True
     loads_experts: ClassVar[bool] = True
+    adapts: ClassVar[bool] = True
     tunes: ClassVar[tuple[str, ...]] = ("threads", "weights", "prefill_chunk")
 
     def engine(self) -> str:
@@ -96,4 +97,5 @@ class LlamaCppFactory(BackendFactory):
             sequences=plan.draft_max + 1,
             expert_count=plan.expert_count,
             progress=order.progress,
+            adapters=order.config.adapters,
         )
