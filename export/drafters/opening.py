@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from edgeinfer.bundle import NATIVE
-from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
+from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import Architecture
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
 from edgeinfer.export.drafters.eagle import describe_eagle
@@ -16,6 +16,7 @@ from edgeinfer.export.drafters.mtp import describe_mtp
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.quant import METHODS
 
 __all__ = ["OpenedModule", "open_module"]
 
@@ -36,11 +37,13 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
 
     Args:
         family: of the target, by the names that its tensors have.
-        own: the target's checkpoint. A module that it ships with is left out where it is incomplete, with a warning.
+        own: the target's checkpoint. A module that it ships with is left out with a warning where it is incomplete or
+            would share a head that the method changes.
 
     Raises:
         UnsupportedArchitectureError: a target of this kind has no states that a module can read.
         CheckpointError: the module that is asked for is damaged, or is for another model.
+        UsageError: the method changes the head that the module that is asked for shares.
     """
     if config.drafter is None:
         yield _shipped(config, family, own)
@@ -51,7 +54,10 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
         raise UnsupportedArchitectureError(message, "Leave --drafter out.")
     hf_config = read_config(config.drafter)
     with Checkpoint(config.drafter) as checkpoint:
-        yield OpenedModule(describe_eagle(ModuleSource(hf_config, checkpoint, target)), checkpoint)
+        described = describe_eagle(ModuleSource(hf_config, checkpoint, target))
+        if (reason := _changed_head(described, config)) is not None:
+            raise UsageError(reason, "Choose another --method, such as gptq, or leave the drafter out.")
+        yield OpenedModule(described, checkpoint)
 
 
 def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> OpenedModule | None:
@@ -59,7 +65,17 @@ def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> O
         return None
     try:
         described = describe_mtp(own, family)
+        reason = None if described is None else _changed_head(described, config)
     except CheckpointError as error:
-        _log.warning("The model is exported without its module for multi-token prediction: %s", error.message)
+        described, reason = None, error.message
+    if reason is not None:
+        _log.warning("The model is exported without its module for multi-token prediction: %s", reason)
         return None
     return None if described is None else OpenedModule(described, own.checkpoint)
+
+
+def _changed_head(described: DescribedModule, config: ExportConfig) -> str | None:
+    """Why a module cannot share the target's head, where it would."""
+    if "head" not in described.module.shares or not METHODS[config.method or "rtn"].folds:
+        return None
+    return f"The drafter reads the model's head, whose columns the method {config.method} scales."

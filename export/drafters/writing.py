@@ -14,7 +14,6 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.nesting import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
-from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
@@ -25,7 +24,6 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.writer import outline
-from edgeinfer.quant import METHODS
 from edgeinfer.quant.plan import QuantPlan
 from edgeinfer.results import Progress
 
@@ -71,14 +69,10 @@ def write_module(
         config: resolved for the target.
 
     Raises:
-        UsageError: the method changes the head that the module shares.
         CheckpointError: a tensor is missing, of another shape, or holds a value that is not finite.
     """
     described, checkpoint = opened.described, opened.checkpoint
     module = described.module
-    if "head" in module.shares and METHODS[config.method or "rtn"].folds:
-        message = f"The drafter reads the model's head, whose columns the method {config.method} scales."
-        raise UsageError(message, "Choose another --method, such as gptq, or leave the drafter out.")
     padded = pad_heads(Described(described.spec, described.plans))
     for plan in described.plans:
         for source in plan.sources:

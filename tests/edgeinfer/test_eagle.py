@@ -197,6 +197,15 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "bundle").exists()
 
 
+def test_a_head_that_reads_the_models_own_excludes_methods_that_change_it(tmp_path: Path) -> None:
+    source, text = made(make_bundle, "eagle1", 4), tmp_path / "text"
+    text.write_text("Once upon a time there was a dog. " * 40)
+    config = ExportConfig(drafter=source / "head", method="awq", calibration=text)
+    with pytest.raises(UsageError, match="whose columns the method awq scales"):
+        export_anew(source / "target", tmp_path / "bundle", config)
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_other_bundles_have_no_heads(tmp_path: Path) -> None:
     others: tuple[dict[str, Any], ...] = ({"format": "gguf"}, {"layout": "portable"}, {"exporter": "optimum"})
     for options in others:

@@ -167,6 +167,12 @@ def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
         edgeinfer.load(bundle.path, context=CONTEXT, overflow="window")
 
 
+def test_weights_that_a_state_cannot_be_read_with_are_refused(bundle: Bundle) -> None:
+    for weights in ("streamed", "experts"):
+        with pytest.raises(UsageError, match=f"cannot run with {weights} weights here"):
+            edgeinfer.load(bundle.path, context=64, weights=weights)
+
+
 def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
     with edgeinfer.load(bundle.path, context=CONTEXT, threads=1) as model:
         plain = model.generate(PROMPT, max_tokens=60, temperature=0, speculation="off")
