@@ -63,6 +63,7 @@ def load(
     native: bool | None = None,
     exact: bool | None = None,
     prefill_chunk: int | None = None,
+    parallel: int | None = None,
     profile: str | Path | None = None,
     idle_unload: float | None = None,
     progress: Progress | None = None,
@@ -90,6 +91,7 @@ def load(
         native: False runs on onnxruntime's own operators, True on the native kernel, converting weights if need be.
         exact: False skips the padding that makes text independent of how it was computed; somewhat faster.
         prefill_chunk: prompt tokens per pass.
+        parallel: replies side by side to plan memory for; without a `prefix_cache`, their tokens get what is left.
         profile: settings that `edgeinfer tune --out` wrote to this file, or "off"; None is what it kept for this user.
         idle_unload: unload the model after this many seconds without a request.
         progress: called with a stage, steps done and steps in all while weights are converted, once on a device.
@@ -156,6 +158,7 @@ def plan(
     native: bool | None = None,
     exact: bool | None = None,
     prefill_chunk: int | None = None,
+    parallel: int | None = None,
     profile: str | Path | None = None,
     idle_unload: float | None = None,
     **rare: Unpack[RareLoadOptions],
@@ -184,6 +187,7 @@ def plan(
         native: False runs on onnxruntime's own operators, True on the native kernel, converting weights if need be.
         exact: False skips the padding that makes text independent of how it was computed; somewhat faster.
         prefill_chunk: prompt tokens per pass.
+        parallel: replies side by side to plan memory for; without a `prefix_cache`, their tokens get what is left.
         profile: settings that `edgeinfer tune --out` wrote to this file, or "off"; None is what it kept for this user.
         idle_unload: unload the model after this many seconds without a request.
         rare: as `load` takes them.

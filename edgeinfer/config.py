@@ -284,6 +284,16 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters):
         group=_RESOURCES,
     )
     prefix_cache: int = option(0, **_PREFIX_CACHE)
+    # How many there are, batches and servers say; for these there is memory.
+    parallel: int = option(
+        1,
+        help="number of replies side by side to plan memory for (default: 1)",
+        low=1,
+        high=1024,
+        metavar="N",
+        cli="--parallel",
+        group=_RESOURCES,
+    )
     # No command but `serve` unloads; timers take no more seconds everywhere.
     idle_unload: float | None = option(
         None,

@@ -278,6 +278,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     speed = speed_model(subject, profiles)
     plan = request.plan or bundles.planned or make_plan(subject, config, speed, loading=True)
     plan.require_fit()
+    config = dataclasses.replace(config, prefix_cache=plan.prefix_cache)
     if not plan.configuration.draft_model:
         subject = dataclasses.replace(subject, drafter=None)
     return_large_frees()

@@ -200,6 +200,7 @@ class LoadOptionsButContext(RareLoadOptions, total=False):
     exact: bool | None
     native: bool | None
     prefill_chunk: int | None
+    parallel: int | None
     profile: str | Path | None
     idle_unload: float | None
 

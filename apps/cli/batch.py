@@ -6,15 +6,17 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from edgeinfer.apps.cli.options import add_load_options, add_options, given_options, load_model, load_options
+from edgeinfer.apps.cli.fetching import prepared
+from edgeinfer.apps.cli.options import add_load_options, add_options, given_options, load_options
 from edgeinfer.apps.cli.output import print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
+    from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Subparsers
     from edgeinfer.tools.batch_files import BatchInput
 
@@ -44,7 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("requests", type=Path, metavar="FILE", help="requests, one JSON object a line")
     text = "file for the replies; FILE.partial holds them until all are there"
     group.add_argument("-o", "--output", type=Path, metavar="FILE", required=True, help=text)
-    text = "number of replies made at once (default: 8)"
+    text = "number of replies made at once, if --memory has room for them (default: 8)"
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
     group.add_argument("--force", action="store_true", help="replace the output of a former run")
     add_load_options(parser)
@@ -69,16 +71,24 @@ def execute(args: argparse.Namespace) -> int:
     requests = BatchInput.open(args.requests)
     _check_output(args.requests, args.output, replaces=args.force)
     _tell_damaged(requests)
-    with load_model(args.model, loading) as model, progress_bar() as progress, _told(args.output, requests):
-        summary = answer_batch(
-            model, requests, args.output, parallel=args.parallel, defaults=defaults, progress=progress
-        )
+    with _load(args, loading) as model, progress_bar() as progress, _told(args.output, requests):
+        parallel = model.plan.parallel
+        summary = answer_batch(model, requests, args.output, parallel=parallel, defaults=defaults, progress=progress)
     if args.json:
         print_json(summary.to_dict())
     failed = f", {summary.failed} of them errors" if summary.failed else ""
     resumed = f", {summary.resumed} of them by former runs" if summary.resumed else ""
     print_note(f"{summary.requests} replies in {args.output}{failed}{resumed}, after {summary.seconds:.1f} s")
     return 0
+
+
+def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
+    """Loads the model with room for as many replies side by side as are wanted and fit."""
+    from edgeinfer.apps.server.host import load_with_room  # asyncio takes 4 MB, which --help is spared
+
+    name, options = prepared(args.model, options)
+    with progress_bar() as progress:
+        return load_with_room(name, options, args.parallel, progress)
 
 
 def _check_output(requests: Path, output: Path, *, replaces: bool) -> None:

@@ -29,12 +29,13 @@ does not fit.
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-_PLANNED = (*MEMORY, *CONVERTING, "native", "device", *DRAFTING)
+_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts"),
     "KV cache": ("kv", "overflow"),
     "other conversations": ("prefix_cache",),
+    "replies side by side": ("sequences",),
     "drafting": ("drafting", "draft_model"),
     "working memory": ("activations", "session", "loading"),
     "tokenizer": ("tokenizer", "tokenizer_mapped"),

@@ -56,7 +56,7 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument(
         "--port", type=int, default=8080, metavar="N", help="port to listen on; 0 picks a free one (default: 8080)"
     )
-    text = "number of replies generated at once (default: 8)"
+    text = "number of replies generated at once, if --memory has room for them (default: 8)"
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
     text = "number of requests that may wait beyond these (default: 64)"
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)

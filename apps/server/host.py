@@ -14,14 +14,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-import psutil
-
 import edgeinfer
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
 from edgeinfer.errors import CapabilityError, EdgeInferError, UsageError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
+    from edgeinfer.results import Progress
 
 __all__ = ["BusyError", "HostReply", "HostState", "LoadCancelledError", "ModelHost", "load_with_room", "with_room"]
 
@@ -114,7 +113,7 @@ class ModelHost:
     """One model at a time, and the thread that runs it. All methods are the event loop's.
 
     Args:
-        parallel: replies side by side; others wait.
+        parallel: replies side by side at most; of a model whose budget has memory for fewer there are fewer.
         queue: replies that wait at most.
     """
 
@@ -122,7 +121,7 @@ class ModelHost:
         for name, value in (("parallel", parallel), ("queue", queue)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, not {value}.", "Leave it out for the default.")
-        self.parallel = parallel
+        self._most = parallel
         self.state = HostState()
         self._queue = queue
         self._worker = ModelThread(parallel)
@@ -135,6 +134,11 @@ class ModelHost:
     def model(self) -> Model | None:
         """The loaded model, for what is known of it; replies are run by `submit`, questions by `ask`."""
         return self._worker.model
+
+    @property
+    def parallel(self) -> int:
+        """Replies side by side, for which the loaded model's plan has memory."""
+        return self._most if self.model is None else min(self._most, self.model.plan.parallel)
 
     @property
     def running(self) -> int:
@@ -178,11 +182,11 @@ class ModelHost:
 
             def work() -> Model:
                 self._drop_model()
-                loaded = load_with_room(model, options, self.parallel, progress)
+                loaded = load_with_room(model, options, self._most, progress)
                 if self._cancelled.is_set():
                     loaded.close()
                     raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
-                self._worker.model = loaded
+                self._worker.take(loaded)
                 return loaded
 
             try:
@@ -287,8 +291,8 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments
 
 _log = logging.getLogger("edgeinfer")
 
-# Of the memory that is free.
-_MOST_SHARE = 0.25
+# Of the contexts of replies side by side, for what there must be room; where it is short, some are evaluated again.
+_LEAST_SHARE = 0.25
 
 
 def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
@@ -304,22 +308,24 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
         EdgeInferError: as `edgeinfer.plan`.
     """
     given = dict(options)
-    if given.get("prefix_cache") is not None or given.get("overflow", "stop") != "stop":
-        return given
-    plan = edgeinfer.plan(model, **given)
-    mine = plan.configuration
+    alone = edgeinfer.plan(model, **given)
+    mine = alone.configuration
     fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
-    most = int(psutil.virtual_memory().available * _MOST_SHARE)
-    while plan.fits and parallel >= 1:
-        roomy = fixed | {"prefix_cache": min(parallel * plan.terms["kv"], most)}
-        if edgeinfer.plan(model, **roomy).fits:
+    sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
+    while parallel >= 1:
+        roomy = fixed | {"parallel": parallel}
+        if parallel == 1 and sized:  # beside the reply that runs, the one before is kept
+            roomy["prefix_cache"] = alone.terms.get("kv", 0)
+        plan = edgeinfer.plan(model, **roomy)
+        least = _LEAST_SHARE * (parallel - 1) * plan.terms.get("kv", 0) if sized else 0
+        if plan.fits and plan.prefix_cache >= least:
             return roomy
         parallel //= 2
     return given
 
 
 def load_with_room(
-    model: str | None, options: Mapping[str, Any], parallel: int, progress: Callable[[str, int, int], None]
+    model: str | None, options: Mapping[str, Any], parallel: int, progress: Progress | None
 ) -> edgeinfer.Model:
     """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one after the other.
 

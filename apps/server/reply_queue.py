@@ -41,6 +41,11 @@ class ReplyQueue(Generic[T]):
         """Replies that have started, in the order of their turns."""
         return [reply for replies in self._started.values() for reply in replies]
 
+    def limit(self, parallel: int) -> None:
+        """Lets so many replies start from now on."""
+        self._parallel = parallel
+        self._fill()
+
     def add(self, owner: str, reply: T) -> None:
         """Adds a reply that was asked for."""
         self._waiting.append((owner, reply))

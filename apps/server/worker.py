@@ -65,13 +65,13 @@ class ModelThread(threading.Thread):
     that cannot, such as searches, run before or after these, by turns.
 
     Args:
-        parallel: replies side by side; others wait.
+        parallel: replies side by side at most; others wait.
     """
 
     def __init__(self, parallel: int) -> None:
         super().__init__(name="edgeinfer-model", daemon=True)
         self._queue: ReplyQueue[Job] = ReplyQueue(parallel)
-        self._parallel = parallel
+        self._most = self._parallel = parallel
         self._batch: ReplyBatch | None = None
         self._tasks: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -90,6 +90,13 @@ class ModelThread(threading.Thread):
     def waiting(self) -> int:
         """Replies that wait for others to end."""
         return self._queue.waiting
+
+    def take(self, model: Model) -> None:
+        """Runs a model from now on, as many replies side by side as its plan has memory for; on this thread only."""
+        with self._changed:
+            self._parallel = min(self._most, model.plan.parallel)
+            self._queue.limit(self._parallel)
+            self.model = model
 
     def add(self, job: Job, owner: str) -> None:
         """Adds a reply to run."""

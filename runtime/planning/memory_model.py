@@ -7,10 +7,12 @@ memory` shows how near they are on a device.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from edgeinfer.bundle.peft import adapter_bytes
 from edgeinfer.config import LoadConfig
+from edgeinfer.runtime.paging.states import SLOTS_IN_USE, StateLayout
 from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -28,6 +30,10 @@ NEEDED_SHARE = 0.72
 RESERVE_BYTES = 4_000_000
 # Python's objects while replies are made.
 _OBJECTS_BYTES = 2_000_000
+# Of a further reply side by side: its thread and objects; and vectors of the vocabulary, as logits of a pass, a copy of
+# them and what sampling makes of them (docs/LOG.md, 2026-11-25).
+_SEQUENCE_BYTES, _SEQUENCE_VECTORS = 300_000, 12
+_FLOAT_BYTES = 4
 
 
 class MemoryModel:
@@ -72,12 +78,35 @@ class MemoryModel:
             running += self._drafter(plan_input.drafter, configuration)
         if self._adapters:
             running += Footprint({"adapters": self._adapters}, {})
+        if config.parallel > 1:
+            running += Footprint({"sequences": (config.parallel - 1) * self._sequence(running, configuration)}, {})
         if config.prefix_cache:
             size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
             running += Footprint({"prefix_cache": size}, {})
         if shifting := options.context_shift(config.overflow, manifest.decoder, configuration.context):
             running += Footprint({"overflow": shifting}, {})
         return running + self._loading(running, configuration)
+
+    def _sequence(self, running: Footprint, configuration: Configuration) -> int:
+        """Bytes of a further reply side by side, but for its rows of the cache: those are of the prefix cache."""
+        geometry = self._input.manifest.geometry
+        row = running.anonymous.get("activations", 0) // configuration.prefill_chunk
+        states = StateLayout(geometry.states).slot_bytes * SLOTS_IN_USE if geometry.states else 0
+        return _SEQUENCE_BYTES + _SEQUENCE_VECTORS * _FLOAT_BYTES * geometry.vocab_size + row + states
+
+    def with_rows(self, configuration: Configuration, free: int) -> tuple[int, Footprint]:
+        """The cap of a prefix cache that holds the rows of all replies side by side but one, or what is free of that;
+        and what the process takes with it.
+
+        Args:
+            free: bytes.
+        """
+        layers = self._input.manifest.geometry.num_layers
+        wanted = (self._config.parallel - 1) * self.footprint(configuration).anonymous.get("kv", 0)
+        # What a cap takes is itself and a part of a layer (`OptionBytes.prefix_cache`).
+        cap = max(0, min(wanted, free * 2 * layers // (2 * layers + 1)))
+        config = dataclasses.replace(self._config, prefix_cache=cap)
+        return cap, MemoryModel(self._input, config, self.process, self._reserve).footprint(configuration)
 
     def _drafter(self, drafter: PlanInput, target: Configuration) -> Footprint:
         """A draft model, which shares the tokenizer with its target, and code on the same backend; one term for each

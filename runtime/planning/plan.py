@@ -54,7 +54,8 @@ class MemoryPlan:
         configuration: what will run.
         layout: the layout of weights that runs.
         overflow: what happens when the context is full, one of OVERFLOWS.
-        prefix_cache: bytes kept of other conversations at most.
+        prefix_cache: bytes kept of other conversations at most, which replies side by side take for theirs.
+        parallel: replies side by side that there is memory for.
         budget_bytes: the user's budget; None when there is none.
         counted: which pages count against it, one of COUNTED.
         footprint: bytes by term and kind of page.
@@ -85,6 +86,7 @@ class MemoryPlan:
     tuned: tuple[str, ...] = ()
     device: str = "cpu"
     device_note: str = ""
+    parallel: int = 1
 
     @property
     def context(self) -> int:
@@ -169,7 +171,9 @@ class MemoryPlan:
             "planned_bytes": self.planned_bytes,
             "anonymous_bytes": self.footprint.total("anonymous"),
             "terms": self.terms,
-            "choice": choice | {"prefix_cache": self.prefix_cache, "threads": self.threads, "tuned": list(self.tuned)},
+            "choice": choice
+            | {"prefix_cache": self.prefix_cache, "parallel": self.parallel}
+            | {"threads": self.threads, "tuned": list(self.tuned)},
             "device": {"name": self.device, "note": self.device_note, "terms": dict(self.footprint.device)},
             "speed": dataclasses.asdict(self.speed),
             "given_up": list(self.given_up),

@@ -21,12 +21,15 @@ from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.speed_model import SpeedModel
+from edgeinfer.runtime.system.machine import machine_memory
 
 __all__ = ["search"]
 
 # What half of the context is worth, and a cache of 16, 8 or 4 bits instead of floats, as a share of the speed.
 _HALF_CONTEXT = 0.7
 _KV_WORTH = {16: 0.98, 8: 0.85, 4: 0.7}
+# Of the machine's memory, what rows of replies side by side take at most where there is no budget.
+_MOST_SHARE = 0.125
 _Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
 
@@ -74,14 +77,16 @@ def search(
             # Of all that are open, the smallest is one of the most modest.
             every = [found, *(_candidate(each, memory, config) for each in modest_configurations(plan_input, config))]
         chosen = found or choice.of(every)
+    prefix_cache, footprint = _with_rows(chosen, config, memory)
     plan = MemoryPlan(
         configuration=chosen.configuration,
         layout=plan_input.layout,
         overflow=config.overflow,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=prefix_cache,
+        parallel=config.parallel,
         budget_bytes=config.memory,
         counted=config.counted,
-        footprint=chosen.footprint,
+        footprint=footprint,
         speed=speed.speed(chosen.configuration),
         minimum_bytes=min(each.bytes for each in every),
         given_up=_given_up(first, chosen.configuration, speed),
@@ -95,6 +100,14 @@ def search(
     if all_ways:
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, choice, speed)))
     return plan
+
+
+def _with_rows(chosen: _Candidate, config: LoadConfig, memory: MemoryModel) -> tuple[int, Footprint]:
+    """The prefix cache, which holds the rows of replies side by side where the caller left it open; and all with it."""
+    if config.parallel == 1 or config.prefix_cache or config.overflow != "stop":
+        return config.prefix_cache, chosen.footprint
+    free = round(_MOST_SHARE * machine_memory()) if config.memory is None else config.memory - chosen.bytes
+    return memory.with_rows(chosen.configuration, free)
 
 
 def _candidate(configuration: Configuration, memory: MemoryModel, config: LoadConfig) -> _Candidate:
@@ -209,6 +222,7 @@ _FREED: tuple[_Freed, ...] = (
         lambda c: dataclasses.replace(c, speculation="off", draft_max=None, draft_model=None),
         lambda c: c.speculation not in ("auto", "off") or c.draft_max is not None or c.draft_model is not None,
     ),
+    ("fewer replies side by side", lambda c: dataclasses.replace(c, parallel=1), lambda c: c.parallel > 1),
     ("a smaller prefix cache", lambda c: dataclasses.replace(c, prefix_cache=0), lambda c: c.prefix_cache > 0),
 )
 

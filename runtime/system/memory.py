@@ -43,7 +43,7 @@ _MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Pat
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MXFAST = -1, -3, 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX, _M_MXFAST = -1, -3, -8, 1
 # Activations of a prefill chunk are larger than this, those of a decoding step smaller: only the former pay for a
 # mapping of their own. At 256 KB the hidden states of a chunk, 64 rows of 896, stayed below and left 8 MB of holes.
 _LARGE_BYTES = 128 * 1024
@@ -126,6 +126,9 @@ def return_large_frees() -> None:
         # Small blocks join what is free beside them at once; otherwise a thread's heap keeps what was last freed, 16 MB
         # after a tokenizer, whatever is trimmed. No pass got slower.
         libc.mallopt(_M_MXFAST, 0)
+        # One heap for all threads: replies side by side have one each, of which one at a time runs, and each heap would
+        # keep what its reply freed (docs/LOG.md, 2026-11-25).
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _set_thresholds(mapped: int, trimmed: int) -> None:

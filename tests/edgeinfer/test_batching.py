@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +18,12 @@ from hypothesis import strategies as st
 import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
 from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
+from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.decoding.scheduler import PromptShare
 from edgeinfer.runtime.native.library import LIBRARY
+from tests.cache import export_checkpoint, made
+from tests.cli import TIME_LIMIT, environment
+from tests.factories import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 STORY = "Once upon a time there was a little dog who lived in a big house by the sea. "
@@ -188,6 +196,55 @@ def test_an_interrupt_ends_all_replies_and_leaves_the_model_usable(model: Model)
     batch.close()
     assert batch.running == 0
     assert model.generate(PROMPTS[0], max_tokens=4).usage.completion_tokens == 4
+
+
+def make_wide(folder: Path) -> None:
+    """A small checkpoint with the vocabulary of a large one."""
+    make_checkpoint(folder / "wide", "Llama", vocab_size=150_000, max_position_embeddings=256, eos_token_id=None)
+
+
+def test_tokens_of_replies_side_by_side_get_what_the_budget_leaves() -> None:
+    options: dict[str, Any] = {"context": 1024, "threads": 1, "parallel": 8}
+    edgeinfer.plan(**options)  # what planning imports is counted from now on
+    ample = edgeinfer.plan(**options)
+    kv = ample.terms["kv"]
+    assert ample.prefix_cache == 7 * kv
+    short = edgeinfer.plan(memory=ample.planned_bytes - 3 * kv, **options)
+    assert short.fits and 2 * kv < short.prefix_cache < 5 * kv and not short.given_up
+    assert edgeinfer.plan(prefix_cache=kv, **options).prefix_cache == kv
+
+
+@pytest.mark.slow
+def test_replies_side_by_side_stay_within_what_was_planned_for_them(tmp_path: Path) -> None:
+    bundle = export_checkpoint(made(make_wide) / "wide", tmp_path / "wide", ExportConfig(bits=4, group_size=32))
+    done = subprocess.run(
+        [sys.executable, "-c", _EIGHT, bundle], env=environment(), capture_output=True, check=False, timeout=TIME_LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    most, planned, sequences, rows = json.loads(done.stdout)
+    assert sequences > 7 * 4 * 150_000 and rows > 0
+    # A plan without them would be exceeded.
+    assert planned - sequences - rows < most < planned
+
+
+# Bytes of anonymous memory: the most that there were, those that were planned, and of these the terms of replies.
+_EIGHT = """
+import json, sys
+import edgeinfer
+from edgeinfer.runtime.system.memory import process_memory
+
+prompts, most = [[place + 1, *range(3, 99)] for place in range(8)], 0
+options = {"temperature": 1.0, "repetition_penalty": 1.1, "max_tokens": 24}
+with edgeinfer.load(sys.argv[1], parallel=8, context=256, threads=1, speculation="off", remember=False) as model:
+    batch = model.reply_batch(8)
+    for prompt in prompts:
+        batch.add(lambda slot, prompt=prompt: model.generate(prompt, seed=prompt[0], **options))
+    while batch.step():
+        most = max(most, process_memory().anonymous)
+    batch.close()
+    planned = model.plan.footprint.anonymous
+    print(json.dumps([most, sum(planned.values()), planned["sequences"], planned["prefix_cache"]]))
+"""
 
 
 def test_prompts_take_what_the_gap_leaves() -> None:

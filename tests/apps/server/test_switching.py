@@ -36,7 +36,7 @@ class Loads:
             raise BudgetError("It does not fit.", "Give it more.")
         self.names.append(model)
         self.options.append(options)
-        return SimpleNamespace(close=lambda: None, unload=self._unload)
+        return SimpleNamespace(plan=SimpleNamespace(parallel=1), close=lambda: None, unload=self._unload)
 
     def _unload(self) -> None:
         self.loop.call_soon_threadsafe(self.unloaded.set_result, None)
