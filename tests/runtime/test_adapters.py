@@ -86,6 +86,7 @@ def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:
     return backend.forward(chain(TOKENS)).logits.copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [("llama", WIDE), ("llama", MIXED), ("Phi3", {**PLAIN, "target_modules": ["qkv_proj", "gate_up_proj"]})],
