@@ -9,13 +9,18 @@ from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["Geometry", "KVLayer", "StateLayer", "require_described"]
+__all__ = ["Geometry", "KVLayer", "StateLayer", "require_described", "require_few_layers"]
 
 
 def require_described(condition: bool, what: str) -> None:
     """Raises BundleError about a model's description unless the condition holds."""
     if not condition:
         raise BundleError(f"Model description: {what}.", "The bundle is damaged or made by another program.")
+
+
+def require_few_layers(layers: int) -> None:
+    """Refuses more than ten times the layers of the deepest models: what is made for each must come to an end."""
+    require_described(layers <= 2048, f"num_layers {layers} is impossible")
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,7 @@ class Geometry:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             require_described(isinstance(value, tuple) or value > 0, f"{name} must be positive")
-        # Ten times the deepest models: what makes something for each layer, as the next lines do, must come to an end.
-        require_described(self.num_layers <= 2048, f"num_layers {self.num_layers} is impossible")
+        require_few_layers(self.num_layers)
         require_described(len(self.kv_layers) in (0, self.num_layers), "kv_layers must name every layer or none")
         require_described(len(self.states) in (0, self.num_layers), "states must name every layer or none")
         require_described(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args
 
-from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
+from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer, require_few_layers
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.bundle.latent import LatentSpec
 from edgeinfer.bundle.mixture import MoESpec, Router
@@ -132,6 +132,7 @@ class DecoderSpec:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "head_dim", "max_positions"):
             _require(getattr(self, name) > 0, f"{name} must be positive")
+        require_few_layers(self.num_layers)
         _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
         widest = self.head_dim if self.full_heads is None else max(self.head_dim, self.full_heads.head_dim)
         _require(all(rope.dim <= widest for rope in self.ropes), "rope dim exceeds head_dim")

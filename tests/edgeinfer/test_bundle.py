@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import (
@@ -149,6 +149,7 @@ JUNK = st.sampled_from([None, -1, 0, 3, 1.5, True, "x", "../x", [], [1], {}, {"a
 
 
 @settings(max_examples=300, deadline=None)
+@example(where=(NATIVE, ("decoder", "num_layers")), value=2**70, remove=False)
 @given(where=st.sampled_from(MANIFEST_PATHS), value=JUNK, remove=st.booleans())
 def test_a_mutated_manifest_is_read_or_refused(where: tuple[Layout, tuple[Any, ...]], value: Any, remove: bool) -> None:
     layout, path = where
@@ -217,9 +218,9 @@ def part(name: str, **changes: Any) -> TensorEntry:
         (lambda: replace(EMBED[NATIVE], bits=4), "inconsistent data"),
         (lambda: replace(EMBED[NATIVE], bits=8, data=Blob(64, "uint8", (1, 1, 512))), "inconsistent low"),
         (lambda: replace(EMBED[NATIVE], low=EMBED[NATIVE].data), "inconsistent low"),
-        (lambda: replace(EMBED[NATIVE], scales=None), "inconsistent data"),
+        (lambda: replace(EMBED[NATIVE], scales=None), "inconsistent scales"),
         (lambda: replace(EMBED[PORTABLE], low=EMBED[PORTABLE].data), "inconsistent low"),
-        (lambda: replace(EMBED[PORTABLE], scales=None), "inconsistent scales"),
+        (lambda: replace(EMBED[PORTABLE], scales=None), "inconsistent data"),
         (lambda: replace(EMBED[PORTABLE], block_size=16), "block 16"),
     ],
 )
