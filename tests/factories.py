@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +139,8 @@ def make_config(arch: str, **overrides: Any) -> Any:
     """The configuration of a checkpoint, whose arguments are as `make_checkpoint`'s."""
     name, settings = (VARIANTS | MIXTURES).get(arch, (arch, {}))
     config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
-    config = config_class(**(COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
+    # Some classes change the lists that they are given.
+    config = config_class(**copy.deepcopy(COMMON | ARCHITECTURES.get(name, {}) | settings | overrides))
     config.architectures = [f"{name}ForCausalLM"]
     return config
 

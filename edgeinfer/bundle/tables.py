@@ -168,8 +168,10 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
 
 
 def convert_table(tensors: Iterable[TensorEntry], layout: Layout) -> tuple[TensorEntry, ...]:
-    """The table of the same tensors in another layout, as `lay_out` would have made it."""
-    return lay_out(_outlines(tensors), layout)
+    """The table of the same tensors in another layout, as an export would have made it."""
+    tensors = tuple(tensors)
+    laid_out = lay_out(_outlines(tensors), layout)
+    return tuple(dataclasses.replace(to, modules=of.modules) for of, to in zip(tensors, laid_out, strict=True))
 
 
 def tensors_in(manifest: Manifest, layout: Layout) -> tuple[TensorEntry, ...]:
@@ -196,7 +198,7 @@ def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 def _unnamed(tensor: TensorEntry) -> TensorEntry:
     """What two tensors of the same bytes have in common."""
-    return dataclasses.replace(tensor, name="")
+    return dataclasses.replace(tensor, name="", modules=())
 
 
 def is_looked_up(name: str) -> bool:
