@@ -8,62 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.activations import gate_up, inner_values
+from edgeinfer.bundle import recurrent
 from edgeinfer.bundle.arithmetic import attend, logistic, normed, query_factors, rms_norm, rope_tables, rotate, route
 from edgeinfer.bundle.experts import expert_biases
-from edgeinfer.bundle.spec import Activation, DecoderSpec, LatentSpec, MoESpec
+from edgeinfer.bundle.recurrence import Mixer
+from edgeinfer.bundle.spec import DecoderSpec, LatentSpec, MoESpec
 from edgeinfer.errors import UnsupportedArchitectureError
+from edgeinfer.quant.products import activate, multiply
 from edgeinfer.quant.statistics import InputStatistics, StatisticsAccumulator
 
-__all__ = ["ExpertTokens", "LayerWalk", "Signal", "Tensors", "Visit", "activate", "mix_experts", "multiply"]
+__all__ = ["ExpertTokens", "LayerWalk", "Signal", "Tensors", "Visit", "mix_experts"]
 
 Floats = NDArray[np.float32]
 # The same tokens in every stream, (N, width) each.
 Signal = tuple[Floats, ...]
 
-# Tokens that go through gate and up at a time, whose product is the widest: it stays at some tens of MB.
-_CHUNK_TOKENS = 1024
-_UNCOMPUTED = ("mixers", "kv_sources", "per_layer")  # parts of a decoder
+_UNCOMPUTED = ("kv_sources", "per_layer")  # parts of a decoder
 # A whole tensor by its canonical name.
 Tensors = Callable[[str], Floats]
 # What a matrix becomes, given its name, its values (R, C) and what enters it; None: no token of the texts does.
 Visit = Callable[[str, Floats, InputStatistics | None], Floats]
-
-
-def multiply(x: Floats, weight: Floats, bias: Floats | None = None) -> Floats:  # (N, C), (R, C) -> (N, R)
-    """The product with a matrix, and a bias (R,) added."""
-    product: Floats = x @ weight.T
-    if bias is not None:
-        product += bias
-    return product
-
-
-def activate(
-    x: Floats,  # (N, D)
-    weight: Floats,  # (2 F, D), or (F, D) where not gated
-    bias: Floats | None = None,  # (2 F,)
-    *,
-    gated: bool = True,
-    activation: Activation = "silu",
-    xielu: Floats | None = None,  # (2,)
-) -> Floats:  # (N, F)
-    """The inner values of an MLP."""
-    inner = np.empty((len(x), len(weight) // (2 if gated else 1)), np.float32)
-    for start in range(0, len(x), _CHUNK_TOKENS):
-        rows = slice(start, start + _CHUNK_TOKENS)
-        product = multiply(x[rows], weight, bias)
-        if gated:
-            gate, up = np.split(product, 2, axis=1)
-            inner[rows] = gate_up(activation, gate, up, xielu)
-        else:
-            inner[rows] = inner_values(activation, product, xielu)
-    return inner
 
 
 class LayerWalk:
@@ -113,11 +84,18 @@ class LayerWalk:
 
     def run(self, layer: int, states: Signal) -> Signal:
         """The hidden states after a layer, of those before it, which are overwritten."""
-        entering = self._entering(f"layers.{layer}.attn", states)
-        self._add(f"layers.{layer}.attn", self._attention(layer, entering), states)
-        if not self.spec.parallel:
+        parts, feeds = self.spec.parts_of(layer), layer not in self.spec.no_mlp
+        entering = self._entering(f"layers.{layer}.attn", states) if parts else states
+        given = [
+            self._attention(layer, entering) if p == "attention" else self._recur(layer, p, entering) for p in parts
+        ]
+        if given:
+            changes = tuple(reduce(np.add, each) for each in zip(*given, strict=True))
+            self._add(f"layers.{layer}.attn", changes, states)
+        if feeds and not self.spec.parallel:
             entering = self._entering(f"layers.{layer}.mlp", states)
-        self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
+        if feeds:
+            self._add(f"layers.{layer}.mlp", self._mlp(layer, entering), states)
         for state in states if self.spec.layer_scales else ():
             state *= self.tensors("layer_scales")[layer]
         return states
@@ -178,6 +156,23 @@ class LayerWalk:
         if spec.inner_norms:
             mixed = self.norm(f"{prefix}.inner_norm", mixed)
         return self.linear(f"{prefix}.out", mixed, spec.output_bias)
+
+    def _recur(self, layer: int, mixer: Mixer, entering: Signal) -> Signal:
+        """What a recurrence makes of each text."""
+        spec, prefix = self.spec, f"layers.{layer}.mixer"
+        sizes = {"conv": spec.conv, "mamba2": spec.mamba2}.get(mixer)
+        biased = sizes is not None and sizes.bias
+        products = {"in": self.linear(f"{prefix}.in", entering, biased)}
+        if mixer == "delta":
+            gates = self.tensors(f"{prefix}.gates")
+            products["gates"] = tuple(multiply(x, gates) for x in entering)
+        weights = {name: self.tensors(f"{prefix}.{name}") for name in recurrent.vectors(spec, mixer)}
+
+        def mixed(stream: int) -> Floats:
+            read, own = recurrent.enter(spec, layer, lambda name: products[name][stream])
+            return np.concatenate([recurrent.mix(spec, mixer, weights, read[t], own[t]) for t in self._texts])
+
+        return self.linear(f"{prefix}.out", tuple(map(mixed, range(len(entering)))), biased)
 
     def _attend(
         self,
@@ -348,7 +343,7 @@ def mix_experts(walk: LayerWalk, layer: int, moe: MoESpec, normed: Signal) -> Si
         if moe.shared_gate:
             gate = walk.tensors(f"{prefix}.shared.gate")
             columns = tuple(logistic(multiply(x, gate)[:, 0]) for x in normed)
-        _add_expert(walk, f"{prefix}.shared", "gate_up", normed, columns, mixed)
+        _add_expert(walk, f"{prefix}.shared", inner, normed, columns, mixed)
     return mixed
 
 

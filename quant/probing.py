@@ -162,13 +162,19 @@ class _ProbeWalk(LayerWalk):
 def _groups(spec: DecoderSpec, layer: int) -> Iterator[str]:
     """Names of the probes that begin in a layer."""
     prefix, moe = f"layers.{layer}.", spec.experts_of(layer)
-    yield from (f"{prefix}attn.{name}" for name in spec.attention_matrices)
+    for part in spec.parts_of(layer):
+        if part == "attention":
+            yield from (f"{prefix}attn.{name}" for name in spec.attention_matrices)
+        else:
+            yield from (f"{prefix}mixer.in", f"{prefix}mixer.out")
+    if layer in spec.no_mlp:
+        return
     if moe is None:
         yield from (f"{prefix}mlp.{'gate_up' if spec.gated else 'up'}", f"{prefix}mlp.down")
         return
     yield from (f"{prefix}mlp.experts.*.{'gate_up' if moe.gated else 'up'}", f"{prefix}mlp.experts.*.down")
     if moe.shared_size:
-        yield from (f"{prefix}mlp.shared.gate_up", f"{prefix}mlp.shared.down")
+        yield from (f"{prefix}mlp.shared.{'gate_up' if moe.gated else 'up'}", f"{prefix}mlp.shared.down")
 
 
 def _energy(x: Floats, error: Floats) -> float:  # (T, K), (N, K)

@@ -35,8 +35,8 @@ def fold_layer(
         statistics: of what enters each of the layer's matrices, by name; one without is left as it is.
     """
     folder, prefix = _Folder(tensors, plan, statistics), f"layers.{layer}"
-    reading = [f"{prefix}.attn.{name}" for name in ("qkv", "gate", "q", "q_a", "kv_a")]
-    attention = [name for name in reading if name in tensors]
+    reading = [f"{prefix}.{name}" for name in ("attn.qkv", "attn.gate", "attn.q", "attn.q_a", "attn.kv_a", "mixer.in")]
+    attention, gates = [name for name in reading if name in tensors], [f"{prefix}.mixer.gates"]
     moe = spec.experts_of(layer)
     if moe is None:
         readers, others = [f"{prefix}.mlp.{'gate_up' if spec.gated else 'up'}"], []
@@ -49,7 +49,11 @@ def fold_layer(
         others = [name for name in routers if name in tensors]
         inner = (experts if moe.gated and not moe.expert_bias else []) + shared
     if spec.pre_norm:
-        folder.into_norm(f"{prefix}.attn_norm", attention + (readers if spec.parallel else []), others * spec.parallel)
+        folder.into_norm(
+            f"{prefix}.attn_norm",
+            attention + readers * spec.parallel,
+            others * spec.parallel + gates * (gates[0] in tensors),
+        )
     if not (spec.value_norm or spec.inner_norms):
         values = "qkv" if spec.latent is None else "v_b"
         folder.into_values(spec, layer, f"{prefix}.attn.{values}", f"{prefix}.attn.out")

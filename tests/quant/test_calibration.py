@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec, MoESpec, RopeSpec
-from edgeinfer.bundle.recurrence import ConvSpec
 from edgeinfer.errors import UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -371,7 +370,6 @@ class Forgetful(Recorder):
 
 
 def test_parts_that_calibration_would_leave_out_are_refused_by_name() -> None:
-    conv: dict[str, Any] = {"mixers": ("conv",), "conv": ConvSpec(3)}
-    spec = DecoderSpec(32, 16, 24, 1, 2, 1, 8, 64, 1e-6, RopeSpec("default", 1e4, 8), **conv)
-    with pytest.raises(UnsupportedArchitectureError, match="with mixers"):
+    spec = DecoderSpec(32, 16, 24, 2, 2, 1, 8, 64, 1e-6, RopeSpec("default", 1e4, 8), kv_sources=(0, 0))
+    with pytest.raises(UnsupportedArchitectureError, match="with kv_sources"):
         LayerWalk(spec, Tensors({}).tensor, [4], lambda _, weight, __: weight, (False,), hessian=False)

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, recurrent
 from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -35,7 +35,6 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice, ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.backends.reference import recurrent
 from edgeinfer.runtime.backends.reference.layer_ends import ReferenceEnds
 from edgeinfer.runtime.backends.reference.mixture import ReferenceMixture
 from edgeinfer.runtime.backends.reference.planes import expert_bias_weights, high_plane, two_plane_weights
@@ -227,10 +226,10 @@ class ReferenceBackend:
         read, apart = recurrent.enter(self._spec, layer, lambda name: self._linear(f"{prefix}.{name}", x))
         self.cache.write(place, total - size, np.zeros((1, size, 0), np.float32), read[None])
         _, kept = self.cache.read(place, 0, total)  # (1, T, C)
-        mix, weights = recurrent.MIXES[mixer], recurrent.weights_of(self._weights, prefix)
+        weights = recurrent.weights_of(self._weights, prefix)
         texts = (kept[0, np.flatnonzero(visible)] for visible in seen)  # (n, C), the row's own last
-        mixed = np.stack([mix(self._spec, weights, text, own) for text, own in zip(texts, apart, strict=True)])
-        return self._linear(f"{prefix}.out", mixed)
+        rows = (recurrent.mix(self._spec, mixer, weights, *each) for each in zip(texts, apart[:, None], strict=True))
+        return self._linear(f"{prefix}.out", np.concatenate(list(rows)))
 
     def _attention(
         self,

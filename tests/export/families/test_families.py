@@ -54,7 +54,7 @@ def walked(bundle: Bundle) -> Floats:
     """What calibration computes: every layer over the whole text."""
     spec = bundle.manifest.decoder
     assert spec is not None
-    if spec.mixers or spec.kv_sources or spec.per_layer is not None or (spec.moe is not None and spec.moe.beside):
+    if spec.kv_sources or spec.per_layer is not None or (spec.moe is not None and spec.moe.beside):
         return run(ReferenceBackend(bundle, CONTEXT), TOKENS)
     walk = LayerWalk(spec, bundle.tensor, [len(TOKENS)], lambda name, weight, seen: weight, (False,), hessian=False)
     states: Signal = (bundle.tensor("embed")[TOKENS],)
@@ -191,7 +191,9 @@ def rename(file: Path, root: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-@pytest.mark.parametrize("name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1", "MiniCPM3"])
+@pytest.mark.parametrize(
+    "name", ["Olmo2", "Cohere", "Starcoder2", "Gemma2", "Dots1", "MiniCPM3", "Qwen3_5", "FalconH1"]
+)
 def test_rounding_for_a_text_keeps_what_a_family_computes(name: str, method: str, tmp_path: Path) -> None:
     family = next(family for family in FAMILIES if family.name == name)
     model = make_checkpoint(tmp_path / "checkpoint", name, **family.settings[0])

@@ -11,9 +11,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec, RopeSpec, StateLayer
+from edgeinfer.bundle import DecoderSpec, RopeSpec, StateLayer, recurrent
 from edgeinfer.bundle.recurrence import Mamba2Spec
-from edgeinfer.runtime.backends.reference.recurrent import MIXES
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StateLayout
@@ -97,8 +96,7 @@ class Text:
         )
         weights = {{"weights": "conv", "bias": "conv_bias"}.get(name, name): v for name, v in self.known.items()}
         gates, kept = np.split(self.x[0], [spec.inner_size], axis=1)
-        rows = [MIXES["mamba2"](decoder, weights, kept[: row + 1], gates[row]) for row in range(ROWS)]
-        return np.stack(rows)
+        return recurrent.mix(decoder, "mamba2", weights, kept, gates)
 
 
 @pytest.fixture

@@ -1,20 +1,22 @@
-"""Recurrent layers in plain numpy: each row again from what is kept of every token of its text."""
+"""Recurrent layers in plain numpy, over whole texts: what the reference backend and calibration compute alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.arithmetic import silu
 from edgeinfer.bundle.recurrence import Mixer
-from edgeinfer.runtime.arrays import Floats
+from edgeinfer.bundle.spec import DecoderSpec
 
-__all__ = ["MIXES", "enter", "weights_of", "widths"]
+__all__ = ["enter", "mix", "vectors", "weights_of", "widths"]
 
+Floats = NDArray[np.float32]
 # Of what a layer's products give, (S, C): what is kept of every token, and what only the row itself needs.
 Entered = tuple[Floats, Floats]
-# What a row's recurrence gives, (F,): of the layer's weights, what is kept of its text (n, C), and its own part.
+# What a recurrence gives, (m, F): of a layer's weights, what is kept of a text (n, C), and the last m rows' own parts.
 Mix = Callable[[DecoderSpec, Mapping[str, Floats], Floats, Floats], Floats]
 _EPSILON = np.float32(1e-6)  # of the norm of queries and keys: transformers, models/qwen3_next, l2norm
 
@@ -43,6 +45,16 @@ def enter(spec: DecoderSpec, layer: int, product: Callable[[str], Floats]) -> En
     return np.concatenate([read, product("gates")], axis=1), gate
 
 
+def vectors(spec: DecoderSpec, mixer: Mixer) -> tuple[str, ...]:
+    """Names of what a layer's recurrence has beside its products."""
+    if mixer == "conv":
+        return ("conv", "conv_bias") if spec.conv is not None and spec.conv.bias else ("conv",)
+    names, scan = ("conv", "dt_bias", "a_log"), spec.mamba2
+    if mixer == "delta" or scan is None:
+        return (*names, "norm")
+    return (*names, "d", *(("conv_bias",) if scan.conv_bias else ()), *(("norm",) if scan.normed else ()))
+
+
 def weights_of(weights: Mapping[str, Floats], prefix: str) -> dict[str, Floats]:
     """Those of one layer's mixer by their own names."""
     begin = f"{prefix}."
@@ -59,20 +71,16 @@ def _convolved(weights: Mapping[str, Floats], text: Floats) -> Floats:  # (n, C)
     return sums
 
 
-def _silu(x: Floats) -> Floats:
-    value: Floats = x * np.float32(0.5) * (1 + np.tanh(x / 2))
-    return value
-
-
 def _short_conv(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own: Floats) -> Floats:
-    last: Floats = _convolved(weights, text[-weights["conv"].shape[2] :])[-1]
-    return own * last
+    # Only what the convolution reaches back to.
+    reached = text[-(len(own) + weights["conv"].shape[2] - 1) :]
+    return own * _convolved(weights, reached)[-len(own) :]
 
 
 def _delta_rule(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own: Floats) -> Floats:
     delta, (read, gates) = spec.delta, np.split(text, [-2 * len(weights["a_log"])], axis=1)
     assert delta is not None, "a layer with a delta rule has its sizes"
-    mixed = _silu(_convolved(weights, read))
+    mixed = silu(_convolved(weights, read))
     queries, keys, values = np.split(mixed, [delta.keys, 2 * delta.keys], axis=1)
     each = delta.value_heads // delta.key_heads
     q, k = (
@@ -84,13 +92,16 @@ def _delta_rule(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, 
     beta = np.float32(0.5) * (1 + np.tanh(b / 2))
     decay = np.exp(-np.exp(weights["a_log"]) * np.logaddexp(a + weights["dt_bias"], np.float32(0)))
     state = np.zeros((delta.value_heads, delta.key_size, delta.value_size), np.float32)
+    heads, first = np.empty((len(own), *v.shape[1:]), np.float32), len(text) - len(own)
     for token in range(len(text)):
         state *= decay[token, :, None, None]
-        known = np.einsum("hk,hkv->hv", k[token], state)
+        known = (k[token, :, None] @ state)[:, 0]
         state += k[token, :, :, None] * ((v[token] - known) * beta[token, :, None])[:, None]
-    heads = np.einsum("hk,hkv->hv", q[-1], state) / np.sqrt(np.float32(delta.key_size))
-    scale = np.sqrt(np.mean(heads * heads, axis=1, keepdims=True) + np.float32(spec.norm_eps))
-    given: Floats = (heads / scale * weights["norm"]).reshape(-1) * _silu(own)
+        if token >= first:
+            heads[token - first] = (q[token, :, None] @ state)[:, 0]
+    heads /= np.sqrt(np.float32(delta.key_size))
+    scale = np.sqrt(np.mean(heads * heads, axis=2, keepdims=True) + np.float32(spec.norm_eps))
+    given: Floats = (heads / scale * weights["norm"]).reshape(len(own), -1) * silu(own)
     return given
 
 
@@ -104,7 +115,7 @@ def _mamba2(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own:
     assert scan is not None, "a layer with such a recurrence has its sizes"
     read, steps = np.split(text, [scan.conv_size], axis=1)
     shared, each = scan.groups * scan.state_size, scan.heads // scan.groups
-    x, b, c = np.split(_silu(_convolved(weights, read)), [scan.inner_size, scan.inner_size + shared], axis=1)
+    x, b, c = np.split(silu(_convolved(weights, read)), [scan.inner_size, scan.inner_size + shared], axis=1)
     x = x.reshape(len(text), scan.heads, scan.head_size)
     b, c = (np.repeat(part.reshape(len(text), scan.groups, -1), each, axis=1) for part in (b, c))  # (n, H, N)
     dt = np.logaddexp(steps + weights["dt_bias"], np.float32(0))  # (n, H)
@@ -112,18 +123,37 @@ def _mamba2(spec: DecoderSpec, weights: Mapping[str, Floats], text: Floats, own:
         dt = np.clip(dt, np.float32(scan.least_step), np.float32(scan.most_step))
     decay = np.exp(-np.exp(weights["a_log"]) * dt)
     state = np.zeros((scan.heads, scan.head_size, scan.state_size), np.float32)
+    given, first = np.empty((len(own), *x.shape[1:]), np.float32), len(text) - len(own)
     for token in range(len(text)):
-        added = (dt[token, :, None] * x[token])[:, :, None] * b[token, :, None]
-        state = decay[token, :, None, None] * state + added
-    heads = (np.einsum("hpn,hn->hp", state, c[-1]) + weights["d"][:, None] * x[-1]).reshape(-1)
-    gate = _silu(own)
+        state *= decay[token, :, None, None]
+        state += (dt[token, :, None] * x[token])[:, :, None] * b[token, :, None]
+        if token >= first:
+            given[token - first] = (state @ c[token, :, :, None])[..., 0]
+    heads, gate = (given + weights["d"][:, None] * x[first:]).reshape(len(own), -1), silu(own)
     if not scan.normed:
         ungrouped: Floats = heads * gate
         return ungrouped
-    parts = (heads if scan.norm_first else heads * gate).reshape(scan.groups, -1)
-    parts = parts / np.sqrt(np.mean(parts * parts, axis=1, keepdims=True) + np.float32(spec.norm_eps))
-    given: Floats = parts.reshape(-1) * weights["norm"] * (gate if scan.norm_first else 1)
-    return given
+    parts = (heads if scan.norm_first else heads * gate).reshape(len(own), scan.groups, -1)
+    parts = parts / np.sqrt(np.mean(parts * parts, axis=2, keepdims=True) + np.float32(spec.norm_eps))
+    normed: Floats = parts.reshape(len(own), -1) * weights["norm"] * (gate if scan.norm_first else 1)
+    return normed
 
 
-MIXES: dict[Mixer, Mix] = {"conv": _short_conv, "delta": _delta_rule, "mamba2": _mamba2}
+_MIXES: dict[Mixer, Mix] = {"conv": _short_conv, "delta": _delta_rule, "mamba2": _mamba2}
+
+
+def mix(
+    spec: DecoderSpec,
+    mixer: Mixer,
+    weights: Mapping[str, Floats],
+    text: Floats,  # (n, C)
+    own: Floats,  # (m, G)
+) -> Floats:  # (m, F)
+    """What a recurrence gives for the last rows of a text.
+
+    Args:
+        weights: of `weights_of`.
+        text: what is kept of each token.
+        own: what only each of those rows needs.
+    """
+    return _MIXES[mixer](spec, weights, text, own)
