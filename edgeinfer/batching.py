@@ -143,7 +143,13 @@ class ReplyBatch:
             raise CapabilityError(message, hint)
         self._main = parts
         self._parallel = parallel
-        self.scheduler = Scheduler(backend, parts.engine.chunk, make_room=self._make_room)
+        self.scheduler = Scheduler(
+            backend,
+            parts.engine.chunk,
+            make_room=self._make_room,
+            pass_ms=parts.speculator.pass_ms if parts.speculator.most else None,
+            draft_rows=parts.speculator.most,
+        )
         self._free: list[Slot] = []  # the one that was left longest ago first
         self._busy: list[Slot] = []
 
@@ -242,7 +248,7 @@ class ReplyBatch:
         main = self._main.engine
         sequence = self.scheduler.new_sequence(main.backend.cache.capacity)
         engine = Engine(sequence, main.chunk, prefixes=main.prefixes)
-        return Slot(self, self._main.beside(engine))
+        return Slot(self, self._main.beside(engine, lambda: self.running))
 
     def _make_room(self, pages: int) -> None:
         """Lets go of rows of replies that are over, those used longest ago first, until so many pages are free."""

@@ -155,14 +155,17 @@ class TokenStream:
         return True
 
     def move(self, parts: ModelParts, turns: Turns) -> None:
-        """Goes on in another sequence of the model, decoding plainly there; `shareable` says whether it can."""
+        """Goes on in another sequence of the model, beside others; `shareable` says whether it can."""
+        assert parts.drafting is not None, "the sequence shares passes"
         with self._lock:
             if self._result is not None:
                 return
             self._finish_pass()
             self._close_steps()
-            self._first_strategy = self._first_strategy or self._strategy
-            self._strategy = DecodingStrategy(parts.engine.backend, self._sampler)
+            before = self._strategy
+            self._strategy = parts.speculator.strategy_beside(self._sampler, self._config, parts.drafting, before)
+            # What it counted is told where the rest is decoded plainly.
+            self._first_strategy = self._first_strategy or before
             parts.engine.use_adapter(self._config.adapter)
             parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
             self._turns.leave(self)

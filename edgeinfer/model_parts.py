@@ -15,6 +15,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import Origin
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.speculation.company import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token
 from edgeinfer.runtime.weights.verification import Verification
@@ -37,6 +38,7 @@ class ModelParts:
         watched: the backend where it has experts, which tells how they are used.
         decoder: what its layers are, where the bundle says it.
         main: of a reply beside others, the parts of the model itself.
+        drafting: of a reply beside others, what drafts for its sequence.
     """
 
     engine: Engine
@@ -55,10 +57,16 @@ class ModelParts:
     watched: ExpertCountingBackend | None = None
     decoder: DecoderSpec | None = None
     main: ModelParts | None = None
+    drafting: SequenceDrafting | None = None
 
-    def beside(self, engine: Engine) -> ModelParts:
-        """The same model with the engine of another sequence, for a reply beside others."""
-        return replace(self, engine=engine, watched=None, main=self)
+    def beside(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
+        """The same model with the engine of another sequence, for a reply beside others.
+
+        Args:
+            replies: tells how many are made side by side now.
+        """
+        drafting = SequenceDrafting(engine.backend, replies)
+        return replace(self, engine=engine, watched=None, main=self, drafting=drafting)
 
     @property
     def info(self) -> ModelInfo:

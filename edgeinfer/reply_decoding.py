@@ -77,9 +77,9 @@ def make_strategy(
         CapabilityError: the backend cannot do it.
     """
     engine = parts.engine
-    if parts.main is not None:
+    if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
-        return DecodingStrategy(engine.backend, sampler)
+        return parts.speculator.strategy_beside(sampler, config, parts.drafting)
     if config.search != "off":
         # As few of them search.
         from edgeinfer.runtime.search.registry import make_search

@@ -72,6 +72,8 @@ class ForwardInput:
         experts: None leaves the choice to the routers: the whole model.
         visibility: what the rows see, in place of a tree; None is all of the cache.
         tapped: what a draft module reads of its target for each row, where `hidden` does not give it states of its own.
+        gains: of a draft behind its root, how many tokens each row is expected to add; a pass that rows of other texts
+            share may leave out the last ones, and gives the logits of those it has. None leaves out nothing.
     """
 
     tokens: Ints  # (S,)
@@ -85,6 +87,7 @@ class ForwardInput:
     experts: ExpertChoice | None = None
     visibility: Visibility | None = None
     tapped: Floats | None = None  # (S, W)
+    gains: tuple[float, ...] | None = None  # (S,)
 
     @property
     def is_chain(self) -> bool:

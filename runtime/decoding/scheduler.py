@@ -27,42 +27,10 @@ from edgeinfer.runtime.backends.contract import (
     check_pass,
 )
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend, WrappedBackend
+from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 
-__all__ = ["PromptShare", "Scheduler", "SequenceBackend", "SequenceTask", "sharing_backend"]
-
-# Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
-_FIRST_ROWS, _LEAST_ROWS = 16, 8
-# By how much one pass may change the rows of prompts in the next.
-_SLOWER, _FASTER = 0.5, 1.5
-# By how much a new figure counts in the running mean of a pass without prompts.
-_WEIGHT = 0.2
-
-
-class PromptShare:
-    """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
-
-    Args:
-        gap: how many times longer such a pass may take than one without prompts.
-        most: rows of prompts in any pass.
-
-    Attributes:
-        rows: of prompts in the next pass with others'.
-    """
-
-    def __init__(self, gap: float, most: int) -> None:
-        self.rows = min(_FIRST_ROWS, most)
-        self._gap = gap
-        self._most = most
-        self._plain_ms = 0.0
-
-    def observe(self, prompt_rows: int, ms: float) -> None:
-        """Learns from a pass that had rows of sequences that are being decoded."""
-        if not prompt_rows:
-            self._plain_ms += (_WEIGHT if self._plain_ms else 1.0) * (ms - self._plain_ms)
-        elif self._plain_ms and prompt_rows >= self.rows:
-            change = min(max(self._gap * self._plain_ms / ms, _SLOWER), _FASTER)
-            self.rows = int(min(max(self.rows * change, _LEAST_ROWS), self._most))
+__all__ = ["Scheduler", "SequenceBackend", "SequenceTask", "sharing_backend"]
 
 
 class SequenceBackend(WrappedBackend[Backend]):
@@ -118,6 +86,8 @@ class Scheduler:
         prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
         gap: as `PromptShare` takes it.
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
+        pass_ms: milliseconds of a pass of so many rows, by which drafts are cut to what pays; None leaves them whole.
+        draft_rows: rows of drafts in a pass that is shared at most.
     """
 
     def __init__(
@@ -127,6 +97,8 @@ class Scheduler:
         *,
         gap: float = 2.0,
         make_room: Callable[[int], None],
+        pass_ms: Callable[[int], float] | None = None,
+        draft_rows: int = 0,
     ) -> None:
         assert isinstance(backend, TogetherBackend), "sequences cannot share its passes"
         self._backend = backend
@@ -134,6 +106,7 @@ class Scheduler:
         self._prompt_rows = prompt_rows
         self._share = PromptShare(gap, prompt_rows)
         self._make_room = make_room
+        self._pass_ms, self._draft_rows = pass_ms, draft_rows
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._alone: SequenceBackend | None = None  # whose pass runs by itself
@@ -254,6 +227,7 @@ class Scheduler:
         """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
         first = waiting[0].batch
         alike = [request for request in waiting if request.batch.goes_with(first)]
+        self._cut_drafts(alike)
         chosen = self._with_pages(self._chosen(alike), waiting)
         if not chosen:
             return
@@ -285,6 +259,17 @@ class Scheduler:
                 room -= count
         return chosen
 
+    def _cut_drafts(self, alike: list[RowRequest]) -> None:
+        """Leaves of the drafts what is worth most in one pass with all others' rows."""
+        drafted = [request for request in alike if request.batch.gains is not None]
+        if not drafted or self._pass_ms is None:
+            return
+        # Rows that come in any case: those of prompts too, but what they are worth is not counted in tokens.
+        others = sum(request.left for request in alike if request.batch.gains is None and not request.can_wait)
+        gains = [*(request.batch.gains or () for request in drafted), *((1.0,),) * others]
+        for request, rows in zip(drafted, draft_rows(gains, self._pass_ms, self._draft_rows), strict=False):
+            request.cut(rows)
+
     def _with_pages(
         self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
     ) -> list[tuple[RowRequest, int]]:
@@ -294,6 +279,11 @@ class Scheduler:
         kept: list[tuple[RowRequest, int]] = []
         for request, count in sorted(chosen, key=lambda each: age[id(each[0])]):
             wanted = request.cache.pages_for(count)
+            if wanted > free and request.batch.gains is not None:
+                # No draft takes what others hold.
+                request.cut(1)
+                count = 1
+                wanted = request.cache.pages_for(count)
             if wanted > free:
                 free += self._provide(wanted, reserved=self._together.free_pages - free)
             if wanted > free and not kept:

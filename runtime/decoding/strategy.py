@@ -116,6 +116,8 @@ class SpeculationStatistics(DecodingStatistics):
         pass_ms: milliseconds of whole passes of the target by their rows.
         asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
         plain_overhead_ms: what plain steps took besides their pass, one entry each.
+        alone: the passes are of this reply's rows, so that these times tell what passes and rounds cost; where others'
+            rows share them, `pass_ms`, `asking` and `plain_overhead_ms` get no entries.
     """
 
     rounds: int = 0
@@ -134,6 +136,7 @@ class SpeculationStatistics(DecodingStatistics):
     plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
     per_drafter: dict[str, DrafterUse] = field(default_factory=dict)
+    alone: bool = True
 
     def add_round(
         self,
@@ -165,7 +168,8 @@ class SpeculationStatistics(DecodingStatistics):
         self.draft_ms += times.draft_ms
         self.verify_ms += times.verify_ms
         self.overhead_ms += times.overhead_ms
-        self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, committed))
+        if self.alone:
+            self.asking.append((max(0.0, times.draft_ms - guessed_ms) + times.overhead_ms, committed))
         names = dict.fromkeys(sources)
         self.choices["+".join(names) or "none"] += 1
         self.accepted_per_position = _raised(self.accepted_per_position, range(len(accepted)))
@@ -188,8 +192,9 @@ class SpeculationStatistics(DecodingStatistics):
         self.verify_ms += sum(verify_ms)
         self.overhead_ms += steps * overhead_ms
         self.choices["none"] += steps
-        self.pass_ms[1] += verify_ms
-        self.plain_overhead_ms += [overhead_ms] * steps
+        if self.alone:
+            self.pass_ms[1] += verify_ms
+            self.plain_overhead_ms += [overhead_ms] * steps
 
 
 def _raised(counts: list[int], places: range | list[int]) -> list[int]:

@@ -43,12 +43,20 @@ class RowRequest:
     @property
     def can_wait(self) -> bool:
         """Whether its rows may be cut into several passes, as a prompt's."""
-        return self.batch.is_chain and self.left >= _LONG
+        return self.batch.is_chain and self.batch.gains is None and self.left >= _LONG
 
     @property
     def over(self) -> bool:
         """Whether its task can go on."""
         return self.error is not None or not self.left
+
+    def cut(self, rows: int) -> None:
+        """Leaves out what a draft has behind so many rows."""
+        batch = self.batch
+        if rows < len(batch.tokens):
+            tree = None if batch.tree is None else batch.tree[:rows]
+            gains = None if batch.gains is None else batch.gains[:rows]
+            self.batch = dataclasses.replace(self.next_rows(rows), tree=tree, gains=gains)
 
     def next_rows(self, count: int) -> ForwardInput:
         """The next rows, as a pass's input."""

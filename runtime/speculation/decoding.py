@@ -68,7 +68,8 @@ class SpeculativeDecoding(DecodingStrategy):
         verification: decides what is accepted.
         main_branch_only: side branches of trees are not trusted, so that text is plain decoding's bit for bit.
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
-        on_plain_ms: is called with the milliseconds of plain steps.
+        on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
+        statistics: that rounds are added to; None begins some.
 
     Attributes:
         statistics: of the rounds so far.
@@ -85,9 +86,10 @@ class SpeculativeDecoding(DecodingStrategy):
         main_branch_only: bool = False,
         noise: float = 0.0,
         on_plain_ms: Callable[[float], None],
+        statistics: SpeculationStatistics | None = None,
     ) -> None:
         super().__init__(backend, sampler)
-        self.statistics = SpeculationStatistics()
+        self.statistics = statistics or SpeculationStatistics()
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._probing = next((drafter for drafter in drafters if isinstance(drafter, ProbingDrafter)), None)
         self._governor = governor
@@ -158,8 +160,10 @@ class SpeculativeDecoding(DecodingStrategy):
 
         # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule
         # accepts a path of the draft while it agrees with them, and takes one further token from the last of them.
+        # Of a pass that other texts share, it has as much of the draft as is worth most there.
         passed = self._evaluate(draft, base)
         verified = time.perf_counter_ns()
+        chain, draft = draft.is_chain, draft.first(len(passed.fed) - 1)
         target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
         verdict = self._verification.verify(draft, target)
         if self._main_branch_only:
@@ -167,7 +171,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]
-        if draft.is_chain:
+        if chain:
             self._backend.cache.trim(base + len(rows))
         else:
             self._backend.cache.keep(base, rows)
@@ -193,19 +197,22 @@ class SpeculativeDecoding(DecodingStrategy):
         started = time.perf_counter_ns()
         size = len(fed)
         rows = np.arange(size if states is None else len(states))
+        gains = (1.0, *draft.likely) if draft.likely and states is None else None
         if resumption is not None:
             batch = ForwardInput(fed, rows + base, rows, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
         else:
             # Of probe rows the states count, not the tokens.
             tokens = fed if states is None else np.pad(fed, (0, len(rows) - size))
             if draft.is_chain:
-                batch = ForwardInput(tokens, rows + base, rows, hidden=states)
+                batch = ForwardInput(tokens, rows + base, rows, hidden=states, gains=gains)
             else:
                 tree, depths = _tree_rows(draft, len(rows))
-                batch = ForwardInput(tokens, np.array(depths) + base, rows, tree=np.array(tree), hidden=states)
+                places, parents = np.array(depths) + base, np.array(tree)
+                batch = ForwardInput(tokens, places, rows, tree=parents, hidden=states, gains=gains)
         output = self._backend.forward(batch)
         logits, resumed = output.logits, resumption is not None
-        return _Evaluated(fed, logits[:size], logits[size:], output.hidden, started, resumed)
+        size = min(size, len(logits))
+        return _Evaluated(fed[:size], logits[:size], logits[size:], output.hidden, started, resumed)
 
     def _resume(self, draft: Draft, base: int) -> Resumption | None:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
@@ -291,7 +298,8 @@ class SpeculativeDecoding(DecodingStrategy):
             other = self._other_ns / steps
             self._governor.rested(steps)
             self.statistics.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
-            self._on_plain_ms((median(self._pass_ns) + other) / 1e6)
+            if self.statistics.alone:
+                self._on_plain_ms((median(self._pass_ns) + other) / 1e6)
             self._pass_ns.clear()
             self._other_ns = 0
             self._unobserved += steps
@@ -308,6 +316,8 @@ class SpeculativeDecoding(DecodingStrategy):
             times=spent,
             guessed_ms=self._governor.guessed_ms,
         )
+        if not self.statistics.alone:
+            return
         if not passed.resumed:
             self.statistics.pass_ms[rows].append((verified - passed.started) / 1e6)
         if rows == 1:

@@ -109,6 +109,11 @@ class DeviceCosts:
                 self.exact.largest_difference,
             )
 
+    def pass_ms(self, rows: int) -> float:
+        """One pass of the target over so many rows."""
+        assert self._passes is not None, "prepare comes first"
+        return self._passes.ms(rows)
+
     def of(self, drafters: Sequence[Drafter]) -> Costs:
         """All costs of rounds with these drafters."""
         assert self._passes is not None, "prepare comes first"

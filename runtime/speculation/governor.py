@@ -123,7 +123,10 @@ class _Tree:
     def cut(self, length: int) -> Draft:
         nodes = self.nodes[:length]
         return Draft(
-            tuple(asked.guess for asked in nodes), tuple(self.parents[:length]), tuple(asked.drafter for asked in nodes)
+            tuple(asked.guess for asked in nodes),
+            tuple(self.parents[:length]),
+            tuple(asked.drafter for asked in nodes),
+            tuple(self.likely[:length]),
         )
 
 
@@ -146,25 +149,29 @@ class Governor:
         self._guess_ms = {drafter.name: costs.guess_ms(drafter.name) for drafter in drafters}
         # Cheap ones first: whether a costly one is asked depends on what they say.
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
-        self._pass_ms = [costs.pass_ms(rows) for rows in range(1, most + 2)]
-        self._pass_ms_of = costs.pass_ms
         self._round_ms = costs.round_ms
+        self._reprice(costs)
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
         self._asked: dict[tuple[int, ...], list[Asked]] = {}
         self._at_work: Drafter | None = None
         self._spent = 0.0
-        self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
-        self._rest, self._next_rest = 0, _FIRST_REST
-        cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
-        self._asking_ms = self._round_ms + sum(cheap)
         self._saved = _FIRST_LOSS_BUDGET * self._pass_ms[0]
         self._tries = _TRIES
         self._probe_tries = _TRIES
         self._reach = 1.0  # how likely all of the last draft's first path is accepted
         self._needs = 0.0  # what the cheapest draft would have risked that promised more than plain decoding
         self._said, self._unpaid = 0, list(_UNPAID)
+
+    def _reprice(self, costs: RoundCosts) -> None:
+        """Goes by other costs of passes from now on, by which it finds out anew whether drafting is faster."""
+        self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
+        self._pass_ms_of = costs.pass_ms
+        cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
+        self._asking_ms = self._round_ms + sum(cheap)
+        self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
+        self._rest, self._next_rest = 0, _FIRST_REST
 
     @property
     def rest(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from weakref import WeakSet
@@ -17,15 +17,16 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import SpeculationUse
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDrafting
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
-from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
 from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
@@ -81,6 +82,7 @@ class Speculator:
         self._position_acceptance = PositionAcceptance(profile.arrays(ACCEPTANCE))
         # Of replies that run or are paused.
         self._live: WeakSet[SpeculativeDecoding] = WeakSet()
+        self._drafting: WeakSet[SequenceDrafting] = WeakSet()  # of sequences side by side
         self._saved = time.monotonic()
         if self._allowed:
             self._costs.prepare()
@@ -101,6 +103,15 @@ class Speculator:
         """A plain step, the median of this process's latest; None before the first was timed."""
         return median(self._plain_ms) if self._plain_ms else None
 
+    @property
+    def most(self) -> int:
+        """Tokens in a draft at most; 0 where nothing drafts."""
+        return self._limit if self._allowed else 0
+
+    def pass_ms(self, rows: int) -> float:
+        """Milliseconds of a pass of the target over so many rows; only where something may draft."""
+        return self._costs.pass_ms(rows)
+
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
         """Makes the strategy of a generation: speculative, or plain decoding.
 
@@ -116,11 +127,8 @@ class Speculator:
         width, costs = self._width(config, verification), self._costs.of(drafters)
         # Where attention reads pages, rows of side branches have the bits of a chain's.
         bound = verification.name == "keyed" and not self._parts.target.capabilities.paged
-        if config.speculation == "auto" and not self._chosen and not config.choices:
-            # A draft model or layers of one's own have passes to pay for; the tables alone decide.
-            cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
-            if costs.round_ms + cheap > _MOST_ASKING * costs.pass_ms(1):
-                return DecodingStrategy(self._parts.target, sampler)
+        if not self._may_pay(config, drafters, costs):
+            return DecodingStrategy(self._parts.target, sampler)
         governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
         strategy = SpeculativeDecoding(
             self._parts.target,
@@ -135,10 +143,61 @@ class Speculator:
         self._live.add(strategy)
         return strategy
 
+    def strategy_beside(
+        self,
+        sampler: Sampler,
+        config: GenerationConfig,
+        drafting: SequenceDrafting,
+        before: DecodingStrategy | None = None,
+    ) -> DecodingStrategy:
+        """Makes the strategy of a generation whose passes others share, or of the rest of one that had its own.
+
+        Only the keyed rule gives the text that the reply has alone, whatever is drafted; by another it decodes plainly.
+
+        Args:
+            drafting: of its sequence.
+            before: decoded the reply until now; None where it begins.
+
+        Raises:
+            UsageError, CapabilityError: as `strategy`.
+        """
+        verification, names = find_verification(config.verification), self._names(config.speculation)
+        drafters = drafting.beside([self._drafter(name) for name in names]) if self._limit else []
+        if verification.name != "keyed" or not drafters:
+            return DecodingStrategy(drafting.backend, sampler)
+        costs, width = self._costs.of(drafters), self._width(config, verification)
+        if not self._may_pay(config, drafters, costs):
+            return DecodingStrategy(drafting.backend, sampler)
+        self._drafting.add(drafting)
+        most = min(self._limit, config.draft_max or self._limit)
+        statistics = before.statistics if isinstance(before, SpeculativeDecoding) else SpeculationStatistics()
+        statistics.alone = False
+        strategy = SpeculativeDecoding(
+            drafting.backend,
+            sampler,
+            drafters,
+            CompanyGovernor(drafters, costs, self._acceptance, most, width, drafting.texts),
+            verification,
+            noise=0.0 if self._costs.exact is None else self._costs.exact.noise,
+            on_plain_ms=self._plain_ms.append,
+            statistics=statistics,
+        )
+        self._live.add(strategy)
+        return strategy
+
+    def _may_pay(self, config: GenerationConfig, drafters: Sequence[Drafter], costs: RoundCosts) -> bool:
+        """Whether drafts can pay for asking their tables, where it was left to the model whether to draft."""
+        if config.speculation != "auto" or self._chosen or config.choices:
+            return True
+        # A draft model or layers of one's own have passes to pay for; the tables alone decide.
+        cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
+        return costs.round_ms + cheap <= _MOST_ASKING * costs.pass_ms(1)
+
     @property
     def nbytes(self) -> int:
         """Bytes of what drafters hold."""
-        return sum(drafter.nbytes() for drafter in self._drafters.values())
+        own = sum(drafter.nbytes() for drafter in self._drafters.values())
+        return own + sum(drafting.nbytes() for drafting in self._drafting)
 
     def shorten(self) -> bool:
         """Drafts half as many tokens from the next round on; false where drafts cannot be shorter."""
@@ -233,7 +292,7 @@ class Speculator:
             return SpeculationUse(mode=mode, exact=self._is_exact(config), plain_ms=plain)
         statistics, verification = strategy.statistics, find_verification(config.verification)
         plain = self._costs.plain_step_ms(statistics) if plain is None else plain
-        speedup = plain / per_token_ms if plain and per_token_ms else None
+        speedup = plain / per_token_ms if plain and per_token_ms and statistics.alone else None
         return SpeculationUse(
             mode=config.speculation,
             verification=verification.name,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
 from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.decoding.scheduler import PromptShare
+from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.cache import export_checkpoint, made
 from tests.cli import TIME_LIMIT, environment
 from tests.factories import make_checkpoint
+from tests.speculation import load_eager
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
 STORY = "Once upon a time there was a little dog who lived in a big house by the sea. "
@@ -39,8 +41,8 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    # Pages for one context and a prefix or two: replies of long prompts have to give way.
-    with edgeinfer.load(context=192, threads=1, prefix_cache="1MB", remember=False) as loaded:
+    # Pages for one context and a prefix or two: replies of long prompts have to give way. All that can be is drafted.
+    with load_eager(context=192, prefix_cache="1MB", remember=False, speculation="copy,ngram,recycle") as loaded:
         yield loaded
 
 
@@ -256,3 +258,42 @@ def test_prompts_take_what_the_gap_leaves() -> None:
     for _ in range(20):
         share.observe(share.rows, 100.0)
     assert share.rows == 8
+
+
+def test_drafts_beside_others_leave_every_reply_as_it_is_alone() -> None:
+    """Whatever a pass has room for of each draft; and beside more replies fewer tokens are drafted."""
+    prompts = [STORY * 3 + STORY[:cut] for cut in (5, 12, 20, 33)]
+    drafted = []
+    with load_eager(context=512, speculation="copy,ngram,recycle", draft_max=6) as model:
+        ways: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "seed": 3})
+        for options in ways:
+            for parallel in (2, 4):
+                given = model.generate_batch(prompts, parallel=parallel, max_tokens=32, ignore_eos=True, **options)
+                for prompt, reply in zip(prompts, given, strict=True):
+                    alone = model.generate(prompt, max_tokens=32, ignore_eos=True, speculation="off", **options)
+                    assert reply.token_ids == alone.token_ids
+                drafted.append(sum(reply.speculation.drafted for reply in given))
+                assert sum(reply.speculation.accepted for reply in given) > 0
+    assert min(drafted) > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    drafts=st.lists(st.lists(st.floats(0.01, 1), max_size=3), min_size=1, max_size=3),
+    steps=st.lists(st.floats(0, 2), min_size=13, max_size=13),
+    most=st.integers(0, 6),
+)
+def test_a_pass_has_the_rows_of_drafts_that_are_worth_most(
+    drafts: list[list[float]], steps: list[float], most: int
+) -> None:
+    gains = [[1.0, *sorted(draft, reverse=True)] for draft in drafts]
+    costs = list(itertools.accumulate(steps, initial=1.0))
+
+    def worth(rows: Sequence[int]) -> float:
+        return sum(sum(draft[:count]) for draft, count in zip(gains, rows, strict=True)) / costs[sum(rows)]
+
+    ways = itertools.product(*(range(1, len(draft) + 1) for draft in gains))
+    best = max(worth(rows) for rows in ways if sum(rows) - len(rows) <= most)
+    chosen = draft_rows(gains, costs.__getitem__, most)
+    assert sum(chosen) - len(chosen) <= most
+    assert worth(chosen) == pytest.approx(best)

@@ -33,6 +33,7 @@ def joined(batches: Sequence[ForwardInput]) -> ForwardInput:
         rows=np.concatenate([batch.rows + start for batch, start in zip(batches, starts[:-1], strict=True)]),
         tree=None,
         visibility=None,
+        gains=None,
         hidden=np.concatenate(states) if states else None,
     )
 

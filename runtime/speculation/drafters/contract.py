@@ -120,11 +120,13 @@ class Draft:
         guesses: the nodes, parents before children; of a chain in order.
         parents: index of each node's parent, -1 for the root.
         sources: name of the drafter of each node.
+        likely: how likely the path to each node is to be accepted; empty where nobody estimated it.
     """
 
     guesses: tuple[Guess, ...] = ()
     parents: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
+    likely: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.guesses)
@@ -157,6 +159,12 @@ class Draft:
             nodes.append(node)
             node = self.parents[node]
         return tuple(nodes[::-1])
+
+    def first(self, length: int) -> Draft:
+        """The same draft without the nodes behind so many."""
+        if length == len(self):
+            return self
+        return Draft(self.guesses[:length], self.parents[:length], self.sources[:length], self.likely[:length])
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root's child to this node; empty for the root (-1)."""
@@ -277,6 +285,10 @@ class Drafter:
         """
         return None
 
+    def beside(self) -> Drafter | None:
+        """Another of its kind for a text that is decoded beside, which shares what both learn; None where none can."""
+        return None
+
     def observe(self, round: Round) -> None:
         """Learns from a round."""
 
@@ -340,6 +352,7 @@ def main_branch_first(draft: Draft) -> Draft:
         tuple(draft.guesses[node] for node in order),
         tuple(place[draft.parents[node]] for node in order),
         tuple(draft.sources[node] for node in order),
+        tuple(draft.likely[node] for node in order) if draft.likely else (),
     )
 
 

@@ -28,6 +28,10 @@ class ForcedDrafter(Drafter):
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
 
+    def beside(self) -> ForcedDrafter:
+        """Another."""
+        return ForcedDrafter()
+
 
 # Signs of the source's next token combine four things, each with the upper edges of its buckets, the last one open:
 # tokens of agreement since the last miss;
@@ -120,6 +124,10 @@ class CopyDrafter(Drafter):
             place = self._after(place, token, (token,), committed=True)
             self._index.append(token)
         self._places = {(): place}
+
+    def beside(self) -> CopyDrafter:
+        """Another, for a conversation of its own."""
+        return CopyDrafter()
 
     def nbytes(self) -> int:
         """Bytes of the index and the substitutions."""

@@ -55,18 +55,24 @@ class NgramDrafter(Drafter):
     Args:
         vocabulary: V; token ids lie in [0, V).
         bits: the tables have 2**bits slots of 24 bytes.
+        beside: whose tables it shares, instead of having its own.
     """
 
     name = "ngram"
     priors: Sequence[float] = _PRIORS
     branches = True
 
-    def __init__(self, vocabulary: int, bits: int = _BITS) -> None:
+    def __init__(self, vocabulary: int, bits: int = _BITS, *, beside: NgramDrafter | None = None) -> None:
         self._vocabulary = vocabulary
+        self._bits = bits
         self._shift = 64 - bits
-        slots = 1 << bits
-        tokens, counts = np.full((slots, _WAYS), _NONE, np.int32), np.zeros((slots, _WAYS), np.uint8)
-        self._hold(np.zeros(slots, np.uint32), tokens, counts)
+        self._shares = beside is not None
+        if beside is not None:
+            self._hold(beside._tags, beside._tokens, beside._counts)
+        else:
+            slots = 1 << bits
+            tokens, counts = np.full((slots, _WAYS), _NONE, np.int32), np.zeros((slots, _WAYS), np.uint8)
+            self._hold(np.zeros(slots, np.uint32), tokens, counts)
         self._text = np.zeros(_REMEMBERED, np.int32)  # what was learnt last, as far as it is remembered
         self._length = 0
         self._tail: list[int] = []
@@ -124,9 +130,14 @@ class NgramDrafter(Drafter):
                 self._text[self._length] = token
                 self._length += 1
 
+    def beside(self) -> NgramDrafter:
+        """Another with the same tables, which both fill."""
+        return NgramDrafter(self._vocabulary, self._bits, beside=self)
+
     def nbytes(self) -> int:
-        """Bytes of the tables; the same from the beginning."""
-        return self._tags.nbytes + self._tokens.nbytes + self._counts.nbytes + self._text.nbytes
+        """Bytes of the tables, where they are its own, and of the text; the same from the beginning."""
+        tables = 0 if self._shares else self._tags.nbytes + self._tokens.nbytes + self._counts.nbytes
+        return tables + self._text.nbytes
 
     def state(self) -> State:
         """The tables and the vocabulary's size."""

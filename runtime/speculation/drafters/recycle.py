@@ -38,15 +38,20 @@ class RecycleDrafter(Drafter):
 
     Args:
         vocabulary: V; token ids lie in [0, V).
+        beside: whose matrix it shares, instead of having its own.
     """
 
     name = "recycle"
     priors: Sequence[float] = _PRIORS
     branches = True
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, *, beside: RecycleDrafter | None = None) -> None:
         self._vocabulary = vocabulary
-        self._hold(np.full((vocabulary, _BEST), _NONE, np.int32), np.zeros(vocabulary, np.uint8))
+        self._shares = beside is not None
+        if beside is not None:
+            self._hold(beside._best, beside._came)
+        else:
+            self._hold(np.full((vocabulary, _BEST), _NONE, np.int32), np.zeros(vocabulary, np.uint8))
         self._last = _NONE
 
     def _hold(self, best: NDArray[np.int32], came: NDArray[np.uint8]) -> None:
@@ -92,9 +97,13 @@ class RecycleDrafter(Drafter):
                 self._fill(start, round.logits[row])
             self._move_first(fed, first)
 
+    def beside(self) -> RecycleDrafter:
+        """Another with the same matrix, which both fill."""
+        return RecycleDrafter(self._vocabulary, beside=self)
+
     def nbytes(self) -> int:
-        """Bytes of the matrix and the counts; the same from the beginning."""
-        return self._best.nbytes + self._came.nbytes
+        """Bytes of the matrix and the counts, where they are its own; the same from the beginning."""
+        return 0 if self._shares else self._best.nbytes + self._came.nbytes
 
     def state(self) -> State:
         """The rows that were written, and the vocabulary's size."""

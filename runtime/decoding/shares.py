@@ -1,0 +1,72 @@
+"""How many rows of prompts and of drafts a pass has that several sequences share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+__all__ = ["PromptShare", "draft_rows"]
+
+# Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
+_FIRST_ROWS, _LEAST_ROWS = 16, 8
+# By how much one pass may change the rows of prompts in the next.
+_SLOWER, _FASTER = 0.5, 1.5
+# By how much a new figure counts in the running mean of a pass without prompts.
+_WEIGHT = 0.2
+
+
+class PromptShare:
+    """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
+
+    Args:
+        gap: how many times longer such a pass may take than one without prompts.
+        most: rows of prompts in any pass.
+
+    Attributes:
+        rows: of prompts in the next pass with others'.
+    """
+
+    def __init__(self, gap: float, most: int) -> None:
+        self.rows = min(_FIRST_ROWS, most)
+        self._gap = gap
+        self._most = most
+        self._plain_ms = 0.0
+
+    def observe(self, prompt_rows: int, ms: float) -> None:
+        """Learns from a pass that had rows of sequences that are being decoded."""
+        if not prompt_rows:
+            self._plain_ms += (_WEIGHT if self._plain_ms else 1.0) * (ms - self._plain_ms)
+        elif self._plain_ms and prompt_rows >= self.rows:
+            change = min(max(self._gap * self._plain_ms / ms, _SLOWER), _FASTER)
+            self.rows = int(min(max(self.rows * change, _LEAST_ROWS), self._most))
+
+
+def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> list[int]:
+    """How many rows of each draft, its root included, give a pass the most expected tokens per millisecond.
+
+    Roots come in any case. Of what may follow, the row of the highest gain is next, whose draft it is of; where the
+    tokens per millisecond are most, rows end (goodput, Liu et al. 2024, "Optimizing Speculative Decoding for Serving
+    Large Language Models Using Goodput"). What drafts cost to make is spent by then.
+
+    Args:
+        gains: expected tokens that each row adds, by drafts; each begins with its root. A draft that must be whole, or
+            is none, has its root alone.
+        pass_ms: milliseconds of a pass of so many rows.
+        most: rows of drafts in the pass at most, besides roots.
+    """
+    rows = [1] * len(gains)
+    chosen = list(rows)
+    total, tokens = len(gains), sum(draft[0] for draft in gains)
+    best = tokens / pass_ms(total)
+    waiting = [(-draft[1], place) for place, draft in enumerate(gains) if len(draft) > 1]
+    heapq.heapify(waiting)
+    while waiting and total - len(gains) < most:
+        gain, place = heapq.heappop(waiting)
+        rows[place] += 1
+        total += 1
+        tokens -= gain
+        if (worth := tokens / pass_ms(total)) > best:
+            best, chosen = worth, list(rows)
+        if rows[place] < len(gains[place]):
+            heapq.heappush(waiting, (-gains[place][rows[place]], place))
+    return chosen

@@ -1,0 +1,102 @@
+"""Drafting for texts that are decoded side by side: what a draft costs them all, and the drafters of each text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.drafters.contract import Drafter
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
+
+__all__ = ["CompanyCosts", "CompanyGovernor", "SequenceDrafting"]
+
+# Plain steps after which it is looked again how many texts share the passes.
+_LOOK = 16
+
+
+class CompanyCosts:
+    """Implements `governor.RoundCosts` for one of several texts that share each pass.
+
+    A plain step costs a text its share of the common pass. Its drafts come on top: the others wait for all that their
+    rows and their making take. So a draft pays by these costs where it raises the tokens per millisecond of all.
+
+    Args:
+        costs: of one text alone.
+        texts: that share passes, at least 1.
+    """
+
+    def __init__(self, costs: RoundCosts, texts: int) -> None:
+        self._costs = costs
+        self._others = texts - 1
+        self._plain_ms = costs.pass_ms(texts)
+
+    def pass_ms(self, rows: int) -> float:
+        """The share of a plain pass, and what drafted rows add to it."""
+        more = self._costs.pass_ms(self._others + rows) - self._plain_ms
+        return self._plain_ms / (self._others + 1) + more
+
+    def guess_ms(self, drafter: str) -> float:
+        """One guess."""
+        return self._costs.guess_ms(drafter)
+
+    @property
+    def round_ms(self) -> float:
+        """What a round costs besides its pass and its guesses."""
+        return self._costs.round_ms
+
+
+class CompanyGovernor(Governor):
+    """Governs as its base does, by what drafts cost beside as many texts as there are.
+
+    Args:
+        drafters, acceptance, most, width: as `Governor` takes them.
+        costs: of one text alone.
+        texts: tells how many share passes now.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        costs: RoundCosts,
+        acceptance: Acceptance,
+        most: int,
+        width: int,
+        texts: Callable[[], int],
+    ) -> None:
+        self._alone, self._count, self._texts = costs, texts, max(1, texts())
+        super().__init__(drafters, CompanyCosts(costs, self._texts), acceptance, most, width)
+
+    @property
+    def rest(self) -> int:
+        """Counts plain steps before a drafter is asked, or before it is looked again how many texts there are."""
+        if (texts := max(1, self._count())) != self._texts:
+            self._texts = texts
+            self._reprice(CompanyCosts(self._alone, texts))
+        return min(super().rest, _LOOK)
+
+
+class SequenceDrafting:
+    """What drafts for the texts of one sequence beside others.
+
+    Args:
+        backend: of the sequence.
+        texts: tells how many are decoded side by side now.
+    """
+
+    def __init__(self, backend: Backend, texts: Callable[[], int]) -> None:
+        self.backend = backend
+        self.texts = texts
+        self._drafters: dict[str, tuple[Drafter, Drafter | None]] = {}
+
+    def beside(self, drafters: Sequence[Drafter]) -> list[Drafter]:
+        """The sequence's own of these drafters, without those of which a text beside others can have none."""
+        for drafter in drafters:
+            if self._drafters.get(drafter.name, (None,))[0] is not drafter:
+                self._drafters[drafter.name] = drafter, drafter.beside()
+        found = [self._drafters[drafter.name][1] for drafter in drafters]
+        return [own for own in found if own is not None]
+
+    def nbytes(self) -> int:
+        """Bytes that the sequence's drafters hold of their own."""
+        return sum(own.nbytes() for _, own in self._drafters.values() if own is not None)
