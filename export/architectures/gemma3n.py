@@ -9,9 +9,8 @@ from edgeinfer.export.architectures.base import SEEING_ROOTS, Architecture, Nami
 from edgeinfer.export.architectures.gemma4 import (
     HEARING_IGNORABLE,
     SHARED_IGNORABLE,
-    kv_sources,
-    per_layer,
     refine_gemma4,
+    shared_fields,
 )
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
@@ -64,26 +63,17 @@ def _read(config: HFConfig, tied: bool) -> DecoderSpec:
         tied,
         intermediate_size=wide[0] if listed else config.integer("intermediate_size"),
         mlp_sizes=tuple(wide) if listed and len(set(wide)) > 1 else (),
-        activation=config.activation("hidden_activation"),
-        post_norm=True,
-        qk_norm=True,
-        value_norm=True,
-        qkv_bias=config.flag("attention_bias"),
-        output_bias=config.flag("attention_bias"),
-        attention_scale=1.0,
-        logit_softcap=config.number("final_logit_softcapping") if config.get("final_logit_softcapping") else 0.0,
         windows=config.windows_of(slides),
         rope=whole,
         more_ropes=(local,) if any(slides) else (),
         rope_layers=tuple(map(int, slides)) if any(slides) else (),
-        kv_sources=kv_sources(config, slides),
-        per_layer=per_layer(config),
         streams=StreamsSpec(
             config.integer("altup_num_inputs", 4),
             config.integer("laurel_rank", 64),
             scaled is None or config.flag("altup_correct_scale"),
         ),
         sparsity=sparsity if any(sparsity) else (),
+        **shared_fields(config, slides),
     )
 
 

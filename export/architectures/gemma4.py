@@ -13,7 +13,7 @@ from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["GEMMA4", "HEARING_IGNORABLE", "SHARED_IGNORABLE", "kv_sources", "per_layer", "refine_gemma4"]
+__all__ = ["GEMMA4", "HEARING_IGNORABLE", "SHARED_IGNORABLE", "refine_gemma4", "shared_fields"]
 
 # Of models that hear as well: their other tensors; and keys and values of layers that read those of others.
 HEARING_IGNORABLE = (*SEEING_IGNORABLE, "*audio_tower.*", "*embed_vision.*", "*embed_audio.*")
@@ -23,7 +23,7 @@ _FULL_HEAD_DIM, _WINDOW = 512, 512  # likewise
 _HINT = "Check that config.json is complete and belongs to this model."
 
 
-def kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
+def _kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
     """The layers whose keys and values each reads: the last `num_kv_shared_layers` those of the last layer of their
     kind before them."""
     layers = len(slides)
@@ -37,12 +37,33 @@ def kv_sources(config: HFConfig, slides: list[bool]) -> tuple[int, ...]:
     return tuple(layer if layer < first else own[slides[layer]] for layer in range(layers))
 
 
-def per_layer(config: HFConfig) -> PerLayerSpec | None:
+def _per_layer(config: HFConfig) -> PerLayerSpec | None:
     """Per-layer embeddings, where the model has any."""
     if config.get("hidden_size_per_layer_input") == 0:
         return None
     size = config.integer("hidden_size_per_layer_input", 256)
     return PerLayerSpec(size, config.integer("vocab_size_per_layer_input", config.integer("vocab_size")))
+
+
+def shared_fields(config: HFConfig, slides: list[bool]) -> dict[str, Any]:
+    """What Gemma 3n and Gemma 4 have alike.
+
+    Args:
+        slides: of each layer, whether it sees a window alone.
+    """
+    capped = config.get("final_logit_softcapping") is not None
+    return {
+        "activation": config.activation("hidden_activation"),
+        "post_norm": True,
+        "qk_norm": True,
+        "value_norm": True,
+        "qkv_bias": config.flag("attention_bias"),
+        "output_bias": config.flag("attention_bias"),
+        "attention_scale": 1.0,
+        "logit_softcap": config.number("final_logit_softcapping") if capped else 0.0,
+        "kv_sources": _kv_sources(config, slides),
+        "per_layer": _per_layer(config),
+    }
 
 
 def _refine_per_layer(spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
@@ -101,27 +122,18 @@ def _read(config: HFConfig, tied: bool) -> DecoderSpec:
     slides = config.slides(_PATTERN)
     slides[-1] = False
     full, window = _full_heads(config, slides), config.integer("sliding_window", _WINDOW)
-    sources, wide = kv_sources(config, slides), config.integer("intermediate_size")
-    capped = config.get("final_logit_softcapping") is not None
+    fields, wide = shared_fields(config, slides), config.integer("intermediate_size")
+    sources = fields["kv_sources"]
     doubled = bool(sources) and config.flag("use_double_wide_mlp")
     return common_spec(
         config,
         tied,
-        activation=config.activation("hidden_activation"),
-        post_norm=True,
-        qk_norm=True,
-        value_norm=True,
-        qkv_bias=config.flag("attention_bias"),
-        output_bias=config.flag("attention_bias"),
-        attention_scale=1.0,
-        logit_softcap=config.number("final_logit_softcapping") if capped else 0.0,
         windows=tuple(window if slide else 0 for slide in slides) if any(slides) else (),
         full_heads=full,
-        kv_sources=sources,
         mlp_sizes=tuple(wide * (1 + (s != i)) for i, s in enumerate(sources)) if doubled else (),
         layer_scales=True,
-        per_layer=per_layer(config),
         moe=_experts(config) if config.flag("enable_moe_block") else None,
+        **fields,
         **_ropes(config, slides, full.head_dim),
     )
 

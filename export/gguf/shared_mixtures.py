@@ -14,7 +14,16 @@ __all__ = ["COHERE", "SHARED_MIXTURES"]
 
 COHERE = (("logit_scale", "logit_scale", 0.0625),)
 
-_SIGMOID = ("choice_bias",)
+_SIGMOID = GgufMixture(
+    None,
+    leading=True,
+    router="sigmoid",
+    gating=True,
+    scale=True,
+    groups=True,
+    shared="count",
+    parts=("choice_bias",),
+)
 
 
 def _ernie_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
@@ -48,9 +57,7 @@ SHARED_MIXTURES = {
         partial_rope=True,
         free_heads=True,
         tensors={"mlp_norm": ("post_attention_norm.weight",)},
-        mixture=GgufMixture(
-            None, leading=True, router="sigmoid", gating=True, scale=True, groups=True, shared="count", parts=_SIGMOID
-        ),
+        mixture=_SIGMOID,
     ),
     "dots1": GgufArchitecture(
         "dots1",
@@ -58,9 +65,7 @@ SHARED_MIXTURES = {
         grouped=False,
         own_head=True,
         qkv_bias=False,
-        mixture=GgufMixture(
-            None, leading=True, router="sigmoid", gating=True, scale=True, groups=True, shared="count", parts=_SIGMOID
-        ),
+        mixture=_SIGMOID,
     ),
     "ernie4_5_moe": GgufArchitecture(
         "ernie4_5-moe",
