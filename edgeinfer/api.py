@@ -244,18 +244,20 @@ class Model(Replying):
         """Whether replies can be made side by side, in passes that they share."""
         return batch_backend(self._parts) is not None
 
-    def reply_batch(self, parallel: int) -> ReplyBatch:
+    def reply_batch(self, parallel: int, *, gap: float = 2.0) -> ReplyBatch:
         """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
         closed. `generate_batch` is the simple way.
 
         Args:
             parallel: replies side by side at most.
+            gap: how many times longer a pass may take with rows of prompts than without: while a long prompt is
+                evaluated, the tokens of other replies come so many times further apart.
 
         Raises:
             CapabilityError: replies of this model cannot share passes.
             UsageError: another thread runs a reply, or works with the model.
         """
-        return ReplyBatch(self._idle(), self._threads, parallel)
+        return ReplyBatch(self._idle(), self._threads, parallel, gap)
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]

@@ -125,13 +125,16 @@ class ReplyBatch:
         model: gives the parts of the model, of which nobody else has anything until the batch is closed.
         threads: by which the model knows the slot of a reply.
         parallel: replies side by side at most.
+        gap: how many times longer a pass may take with rows of prompts than without.
 
     Raises:
         CapabilityError: replies of this model cannot share passes.
         UsageError: another thread runs a reply, or works with the model.
     """
 
-    def __init__(self, model: AbstractContextManager[ModelParts], threads: SlotThreads, parallel: int) -> None:
+    def __init__(
+        self, model: AbstractContextManager[ModelParts], threads: SlotThreads, parallel: int, gap: float
+    ) -> None:
         self._threads = threads
         self._open = ExitStack()
         parts = self._open.enter_context(model)
@@ -146,6 +149,7 @@ class ReplyBatch:
         self.scheduler = Scheduler(
             backend,
             parts.engine.chunk,
+            gap=gap,
             make_room=self._make_room,
             pass_ms=parts.speculator.pass_ms if parts.speculator.most else None,
             draft_rows=parts.speculator.most,

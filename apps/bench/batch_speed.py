@@ -177,13 +177,16 @@ def measure_gaps(args: argparse.Namespace) -> dict[str, Any]:
             for name in ("without", "with"):
                 found, clients = gaps.setdefault(name, []), max(args.clients)
                 prompts = [tokens.prompt(args.prompt) for _ in range(clients)]
-                _run(model, prompts, tokens.prompt(args.document) if name == "with" else None, args.tokens, found)
+                late = tokens.prompt(args.document) if name == "with" else None
+                _run(model, prompts, late, args.tokens, args.gap, found)
     return {name: {f"p{at}": percentile(each, at) for at in (50, 99, 100)} for name, each in gaps.items()}
 
 
-def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, tokens: int, gaps: list[float]) -> None:
+def _run(
+    model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, tokens: int, gap: float, gaps: list[float]
+) -> None:
     """Notes the gaps of replies from when all have begun; while the late prompt is evaluated, if there is one."""
-    begun, watched = 0, False
+    begun, watched, since = 0, False, 0.0
 
     def reply(prompt: list[int]) -> Callable[[Slot], None]:
         def work(_: Slot) -> None:
@@ -193,7 +196,7 @@ def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, token
                 now = time.perf_counter()
                 if last is None:
                     begun += 1
-                elif watched:
+                elif watched and last >= since:
                     gaps.append((now - last) * 1e3)
                 last = now
 
@@ -204,12 +207,12 @@ def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, token
         model.generate(late or [], max_tokens=1)
         watched = False
 
-    with closing(model.reply_batch(len(prompts) + 1)) as batch:
+    with closing(model.reply_batch(len(prompts) + 1, gap=gap)) as batch:
         for prompt in prompts:
             batch.add(reply(prompt))
         while batch.step():
             if begun == len(prompts):
-                begun, watched = 0, True
+                begun, watched, since = 0, True, time.perf_counter()
                 if late is not None:
                     batch.add(arrive)
 
@@ -230,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--document", type=int, default=1500, help="tokens of the document, or of the late prompt")
     parser.add_argument("--question", type=int, default=16, help="tokens of each question on the document")
     parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--gap", type=float, default=2.0, help="as Model.reply_batch takes it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096, help="ids of prompts are below")
     parser.add_argument("--seed", type=int, default=0)

@@ -95,7 +95,7 @@ class Scheduler:
         backend: Backend,
         prompt_rows: int,
         *,
-        gap: float = 2.0,
+        gap: float,
         make_room: Callable[[int], None],
         pass_ms: Callable[[int], float] | None = None,
         draft_rows: int = 0,
@@ -203,7 +203,7 @@ class Scheduler:
             started = time.perf_counter()
             (output,) = self._together.forward_together([(sequence.cache, batch)])
             if len(batch.tokens) == 1:
-                self._share.observe(0, (time.perf_counter() - started) * 1e3)
+                self._share.observe(1, 0, (time.perf_counter() - started) * 1e3)
         finally:
             with self._lock:
                 self._alone = None
@@ -241,8 +241,8 @@ class Scheduler:
                 request.error = copy.copy(error)
             return
         prompt_rows = sum(count for request, count in chosen if request.can_wait)
-        if any(not request.can_wait for request, _ in chosen):
-            self._share.observe(prompt_rows, (time.perf_counter() - started) * 1e3)
+        if rows := sum(count for _, count in chosen) - prompt_rows:
+            self._share.observe(rows, prompt_rows, (time.perf_counter() - started) * 1e3)
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["PromptShare", "draft_rows"]
 
-# Rows of prompts in a pass with others' to begin with, and at least: a pass of eight costs little more than one of one.
-_FIRST_ROWS, _LEAST_ROWS = 16, 8
+# Rows of prompts in the first pass with others'; a pass of eight costs little more than one of one.
+_FIRST_ROWS = 8
 # By how much one pass may change the rows of prompts in the next.
 _SLOWER, _FASTER = 0.5, 1.5
 # By how much a new figure counts in the running mean of a pass without prompts.
@@ -30,15 +30,22 @@ class PromptShare:
         self.rows = min(_FIRST_ROWS, most)
         self._gap = gap
         self._most = most
-        self._plain_ms = 0.0
+        self._plain_ms: dict[int, float] = {}  # by rows
 
-    def observe(self, prompt_rows: int, ms: float) -> None:
-        """Learns from a pass that had rows of sequences that are being decoded."""
+    def observe(self, rows: int, prompt_rows: int, ms: float) -> None:
+        """Learns from a pass that had so many rows of sequences that are being decoded, and of prompts."""
         if not prompt_rows:
-            self._plain_ms += (_WEIGHT if self._plain_ms else 1.0) * (ms - self._plain_ms)
+            known = self._plain_ms.get(rows, ms)
+            self._plain_ms[rows] = known + _WEIGHT * (ms - known)
         elif self._plain_ms and prompt_rows >= self.rows:
-            change = min(max(self._gap * self._plain_ms / ms, _SLOWER), _FASTER)
-            self.rows = int(min(max(self.rows * change, _LEAST_ROWS), self._most))
+            nearest = min(self._plain_ms, key=lambda known: (abs(known - rows), known))
+            change = min(max(self._gap * self._plain_ms[nearest] / ms, _SLOWER), _FASTER)
+            self.rows = min(max(_stepped(self.rows, change), 1), self._most)
+
+
+def _stepped(rows: int, change: float) -> int:
+    """So many times more rows, in whole ones: at least one more where it is more."""
+    return max(int(rows * change), rows + 1) if change > 1 else int(rows * change)
 
 
 def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> list[int]:

@@ -16,9 +16,6 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 
 __all__ = ["RowRequest", "SequenceTask"]
 
-# Rows of one sequence from which on they may be a prompt's, and wait for those of others.
-_LONG = 17
-
 
 @dataclass(eq=False)
 class RowRequest:
@@ -42,8 +39,8 @@ class RowRequest:
 
     @property
     def can_wait(self) -> bool:
-        """Whether its rows may be cut into several passes, as a prompt's."""
-        return self.batch.is_chain and self.batch.gains is None and self.left >= _LONG
+        """Whether its rows may be cut into several passes: a prompt's, of which at most the last is continued."""
+        return self.batch.is_chain and len(self.batch.rows) < len(self.batch.tokens)
 
     @property
     def over(self) -> bool:

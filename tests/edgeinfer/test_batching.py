@@ -251,13 +251,15 @@ with edgeinfer.load(sys.argv[1], parallel=8, context=256, threads=1, speculation
 
 def test_prompts_take_what_the_gap_leaves() -> None:
     share = PromptShare(2.0, 512)
-    share.observe(0, 10.0)
+    for rows in (1, 4):
+        share.observe(rows, 0, 8.0 + 0.5 * rows)
+    for rows, least, most in ((4, 15, 25), (5, 15, 25), (1, 12, 20)):  # what the nearest of these takes twice
+        for _ in range(20):
+            share.observe(rows, share.rows, 8.0 + 0.5 * (rows + share.rows))
+        assert least <= share.rows <= most
     for _ in range(20):
-        share.observe(share.rows, 10.0 + 0.5 * share.rows)
-    assert 15 <= share.rows <= 25  # twice ten milliseconds
-    for _ in range(20):
-        share.observe(share.rows, 100.0)
-    assert share.rows == 8
+        share.observe(4, share.rows, 100.0)
+    assert share.rows == 1
 
 
 def test_drafts_beside_others_leave_every_reply_as_it_is_alone() -> None:
