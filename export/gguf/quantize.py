@@ -249,17 +249,25 @@ def _refused(source: Path, target: Path, kind: FileType, reason: str) -> EdgeInf
 def _check_result(path: Path, source: GgufFile, layers: tuple[int, ...]) -> None:
     """Checks the written file, which llama.cpp does not."""
     try:
-        written = {tensor.name: tensor.shape for tensor in read_gguf(path).tensors}
+        written = {tensor.name: _counted(tensor.shape) for tensor in read_gguf(path).tensors}
     except BundleError as error:
         raise BackendError(
             f"llama.cpp wrote a file that is damaged: {error.message}", "Choose another type."
         ) from error
-    wanted = {renumbered(t.name, layers): t.shape for t in source.tensors if not _is_pruned(t.name, layers)}
-    if written != wanted:
-        lost = sorted(wanted.keys() ^ written.keys()) or ["their shapes"]
-        raise BackendError(
-            f"llama.cpp wrote tensors that differ from those requested: {lost[0]}.", "Choose another type."
-        )
+    kept = [tensor for tensor in source.tensors if not _is_pruned(tensor.name, layers)]
+    wanted = {renumbered(tensor.name, layers): _counted(tensor.shape) for tensor in kept}
+    differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
+    if differing:
+        asked, found = (shapes.get(differing[0], "none") for shapes in (wanted, written))
+        message = f"llama.cpp wrote {differing[0]} with another shape than requested: {found}, not {asked}."
+        raise BackendError(message, "Choose another type.")
+
+
+def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with the dimensions that llama.cpp counts: a norm's (1, K) of one group becomes (K,)."""
+    while len(shape) > 1 and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:

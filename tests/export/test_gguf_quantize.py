@@ -137,6 +137,17 @@ def test_experts_are_quantized_by_what_enters_each(tmp_path: Path) -> None:
         quantize_gguf(tmp_path / "float.gguf", tmp_path / "r.gguf", "Q4_0", importance={name: columns[:64]})
 
 
+def test_dimensions_of_one_may_be_left_out(tmp_path: Path) -> None:
+    """llama.cpp writes the norm of a recurrence of one group with one dimension."""
+    sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16}
+    make_checkpoint(tmp_path / "model", "Mamba2", tie_word_embeddings=True, **sizes)
+    write_gguf(tmp_path / "model", tmp_path / "float.gguf", vocabulary=False)
+    quantize_gguf(tmp_path / "float.gguf", tmp_path / "q.gguf", "Q8_0")
+    plain = predict(tmp_path / "float.gguf")
+    assert types(tmp_path / "q.gguf")["blk.0.ssm_in.weight"] == "Q8_0"
+    assert np.abs(predict(tmp_path / "q.gguf") - plain).mean() < 0.1 * plain.std()
+
+
 def test_quantizing_twice_must_be_asked_for(tmp_path: Path, llama: tuple[Path, Any]) -> None:
     quantize_gguf(llama[0], tmp_path / "eight.gguf", "Q8_0")
     with pytest.raises(UsageError, match="already quantized"):
