@@ -1,10 +1,13 @@
-"""How often guesses come true, learnt for each drafter, sign and agreement as text is made.
+"""How often guesses come true, learnt for each drafter, sign, agreement and rank among siblings as text is made.
 
 A guess's estimate is its cell's share of successes, drawn towards the drafter's prior while there is little evidence,
 times a factor for its place in the draft: behind guesses that are themselves uncertain the shares of single cells
 multiply to a little too much or too little. Of several guesses for one place the one of highest estimate is taken, and
 the highest of several estimates is too high on average (the winner's curse), so what became of guesses that were taken
 is learnt once more, by how high they were estimated.
+
+Of siblings at most one comes true, so those of each rank are counted apart: a second guess takes nothing from what is
+known of first ones, which decide how deep a draft goes and who is asked.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _LATEST = 20.0
 # Buckets of estimates whose reliability is learnt, the observations a bucket remembers, and those that 1 counts for.
 _EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
 _TAKEN_MEMORY, _TAKEN_WEIGHT = 100.0, 6.0
+# Ranks among the guesses of one drafter for one place that are told apart; those behind share the last one's counts.
+_RANKS = 4
 # No guess is certain; a chain of certain ones would be worth any length.
 _SUREST = 0.999
 # Places in a draft that are told apart; those behind share the last one's factor.
@@ -43,20 +48,22 @@ class _Record:
     """What is known of one drafter's guesses."""
 
     def __init__(self, priors: Sequence[float]) -> None:
-        self.priors = np.repeat(np.array(priors, np.float64)[:, None], _AGREEMENTS, 1)  # (signs, agreements)
+        shape = len(priors), _AGREEMENTS, _RANKS
+        self.priors = np.broadcast_to(np.array(priors, np.float64)[:, None, None], shape)
         self.accepted = np.zeros_like(self.priors)
         self.seen = np.zeros_like(self.priors)
-        self.estimates: list[list[float]] = self.priors.tolist()
-        # Successes and what the cells expected of them, by place.
-        self.came = [0.0] * _DEPTHS
-        self.expected = [0.0] * _DEPTHS
+        self.estimates: list[list[list[float]]] = self.priors.tolist()
+        # Successes and what the cells expected of them, by place and rank.
+        self.came = np.zeros((_DEPTHS, _RANKS)).tolist()
+        self.expected = np.zeros((_DEPTHS, _RANKS)).tolist()
         self.taken = [[0.0, 0.0] for _ in range(len(_EDGES) + 1)]  # successes, and what was expected of them
-        self.mean = float(np.mean(priors))
+        mean = float(np.mean(priors))
+        self.means = [mean * (1 - mean) ** rank for rank in range(_RANKS)]
 
-    def refresh(self, sign: int, agreement: int) -> None:
-        accepted, seen = float(self.accepted[sign, agreement]), float(self.seen[sign, agreement])
-        prior = float(self.priors[sign, agreement])
-        self.estimates[sign][agreement] = (accepted + _PRIOR_WEIGHT * prior) / (seen + _PRIOR_WEIGHT)
+    def refresh(self, sign: int, agreement: int, rank: int) -> None:
+        cell = sign, agreement, rank
+        accepted, seen, prior = float(self.accepted[cell]), float(self.seen[cell]), float(self.priors[cell])
+        self.estimates[sign][agreement][rank] = (accepted + _PRIOR_WEIGHT * prior) / (seen + _PRIOR_WEIGHT)
 
 
 class Acceptance:
@@ -69,11 +76,16 @@ class Acceptance:
         """Begins to learn about a drafter, with its acceptance by sign before any observation."""
         self._records[drafter] = _Record(priors)
 
-    def estimate(self, drafter: str, sign: int, agreement: int, depth: int) -> float:
-        """Probability that the target chooses this guess, if all before it in the draft are accepted."""
-        record, place = self._records[drafter], min(depth, _DEPTHS - 1)
-        factor = (record.came[place] + _DEPTH_WEIGHT) / (record.expected[place] + _DEPTH_WEIGHT)
-        return min(record.estimates[sign][agreement] * factor, _SUREST)
+    def estimate(self, drafter: str, sign: int, agreement: int, depth: int, rank: int = 0) -> float:
+        """Probability that the target chooses this guess, if all before it in the draft are accepted.
+
+        Args:
+            depth: nodes of the draft above it.
+            rank: the drafter's guesses for this place before it.
+        """
+        record, place, rank = self._records[drafter], min(depth, _DEPTHS - 1), min(rank, _RANKS - 1)
+        factor = (record.came[place][rank] + _DEPTH_WEIGHT) / (record.expected[place][rank] + _DEPTH_WEIGHT)
+        return min(record.estimates[sign][agreement][rank] * factor, _SUREST)
 
     def reliable(self, drafter: str, estimate: float) -> float:
         """Probability of a guess that is taken because its estimate is the highest."""
@@ -85,20 +97,21 @@ class Acceptance:
         cell, kept = self._records[drafter].taken[bisect_right(_EDGES, estimate)], 1 - 1 / _TAKEN_MEMORY
         cell[0], cell[1] = cell[0] * kept + came, cell[1] * kept + estimate
 
-    def mean(self, drafter: str) -> float:
-        """Share of the drafter's latest guesses that came true, whatever their signs."""
-        return self._records[drafter].mean
+    def mean(self, drafter: str, rank: int = 0) -> float:
+        """Share of the drafter's latest guesses of a rank that came true, whatever their signs."""
+        return self._records[drafter].means[min(rank, _RANKS - 1)]
 
-    def observe(self, drafter: str, sign: int, agreement: int, depth: int, came: bool) -> None:
-        """Learns what became of a guess whose predecessors were accepted."""
-        record, cell, place = self._records[drafter], (sign, agreement), min(depth, _DEPTHS - 1)
-        kept = 1 - 1 / _MEMORY
-        record.came[place] = record.came[place] * kept + came
-        record.expected[place] = record.expected[place] * kept + record.estimates[sign][agreement]
+    def observe(self, drafter: str, sign: int, agreement: int, depth: int, came: bool, rank: int = 0) -> None:
+        """Learns what became of a guess whose predecessors were accepted; the arguments are as of `estimate`."""
+        record, place, rank = self._records[drafter], min(depth, _DEPTHS - 1), min(rank, _RANKS - 1)
+        cell, kept = (sign, agreement, rank), 1 - 1 / _MEMORY
+        expected = record.estimates[sign][agreement][rank]
+        record.came[place][rank] = record.came[place][rank] * kept + came
+        record.expected[place][rank] = record.expected[place][rank] * kept + expected
         record.accepted[cell] = record.accepted[cell] * kept + came
         record.seen[cell] = record.seen[cell] * kept + 1
-        record.mean += (came - record.mean) / _LATEST
-        record.refresh(sign, agreement)
+        record.means[rank] += (came - record.means[rank]) / _LATEST
+        record.refresh(sign, agreement, rank)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Successes and observations of every cell, for the next session."""
@@ -126,12 +139,13 @@ class Acceptance:
         record.accepted, record.seen = accepted, seen
         record.estimates = ((accepted + _PRIOR_WEIGHT * record.priors) / (seen + _PRIOR_WEIGHT)).tolist()
         places, taken = state.get(f"{drafter}_places"), state.get(f"{drafter}_taken")
-        if places is not None and places.shape == (2, _DEPTHS) and _are_counts(places):
+        if places is not None and places.shape == (2, _DEPTHS, _RANKS) and _are_counts(places):
             record.came, record.expected = places.tolist()
         if taken is not None and taken.shape == (len(record.taken), 2) and _are_counts(taken):
             record.taken = taken.tolist()
-        if seen.any():
-            record.mean = float(accepted.sum() / seen.sum())
+        for rank, (came, tried) in enumerate(zip(accepted.sum((0, 1)), seen.sum((0, 1)), strict=True)):
+            if tried > 0:
+                record.means[rank] = float(came / tried)
 
 
 def _are_counts(array: NDArray[Any]) -> bool:

@@ -70,10 +70,15 @@ class RoundCosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A guess with what it was estimated at, before and after what is known of guesses that were taken."""
+    """A guess with what it was estimated at, before and after what is known of guesses that were taken.
+
+    Attributes:
+        rank: guesses of the same drafter for the same place before it.
+    """
 
     drafter: str
     guess: Guess
+    rank: int
     agreement: int
     raw: float
     estimate: float
@@ -257,8 +262,8 @@ class Governor:
         committed = round.committed
         for depth, token in enumerate(committed):
             for asked in self._asked.get(committed[:depth], ()):
-                came = asked.guess.token == token
-                self._acceptance.observe(asked.drafter, asked.guess.sign, asked.agreement, depth, came)
+                came, sign = asked.guess.token == token, asked.guess.sign
+                self._acceptance.observe(asked.drafter, sign, asked.agreement, depth, came, asked.rank)
             if here := self._asked.get(committed[:depth]):
                 top = max(here, key=lambda asked: asked.estimate)
                 self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
@@ -327,14 +332,17 @@ class Governor:
         surest: dict[int, Asked] = {}
         for a in sorted(asked, key=lambda a: -a.estimate):
             surest.setdefault(a.guess.token, a)
-        candidates = []
+        candidates, left = [], 1.0
         for rank, a in enumerate(list(surest.values())[: self._width]):
-            candidates.append(_Candidate(-likely * a.estimate, tree.found, node, a, main_branch and rank == 0))
+            # At most one of different tokens comes true.
+            estimate = min(a.estimate, left)
+            left -= estimate
+            candidates.append(_Candidate(-likely * estimate, tree.found, node, a, main_branch and rank == 0))
             tree.found += 1
         return candidates
 
     def _ask(self, context: Context, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
-        answers: list[tuple[str, Guess]] = []
+        answers: list[tuple[str, int, Guess]] = []
         best, best_ms = 0.0, 0.0
         for drafter in self._drafters:
             name, ms = drafter.name, self._guess_ms[drafter.name]
@@ -352,15 +360,17 @@ class Governor:
             self._spent += ms
             if drafter.uses_target:
                 self._at_work = drafter
-            for guess in guesses:
-                answers.append((name, guess))
-                estimate = self._acceptance.estimate(name, guess.sign, ALONE, len(path))
+            for rank, guess in enumerate(guesses):
+                answers.append((name, rank, guess))
+                estimate = self._acceptance.estimate(name, guess.sign, ALONE, len(path), rank)
                 if estimate > best:
                     best, best_ms = estimate, ms
-        return [self._estimated(name, guess, answers, len(path)) for name, guess in answers]
+        return [self._estimated(*answer, answers, len(path)) for answer in answers]
 
-    def _estimated(self, name: str, guess: Guess, answers: Sequence[tuple[str, Guess]], depth: int) -> Asked:
-        others = [other.token for drafter, other in answers if drafter != name]
+    def _estimated(
+        self, name: str, rank: int, guess: Guess, answers: Sequence[tuple[str, int, Guess]], depth: int
+    ) -> Asked:
+        others = [other.token for drafter, _, other in answers if drafter != name]
         agreement = ALONE if not others else CONFIRMED if guess.token in others else CONTRADICTED
-        raw = self._acceptance.estimate(name, guess.sign, agreement, depth)
-        return Asked(name, guess, agreement, raw, self._acceptance.reliable(name, raw))
+        raw = self._acceptance.estimate(name, guess.sign, agreement, depth, rank)
+        return Asked(name, guess, rank, agreement, raw, self._acceptance.reliable(name, raw))

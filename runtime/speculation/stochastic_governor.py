@@ -1,47 +1,139 @@
-"""Drafts whose tokens are drawn from distributions: nothing about a draft is decided by what was drawn.
+"""Drafts whose tokens are drawn from distributions: no token's presence or place is decided by its own draw.
 
-Verification by ratio is lossless only if presence and place of a drawn token do not depend on the draws, its own
-included. So who is asked and how far is decided by running means, before each draw, and nothing drawn is dropped.
+Verification by ratio is lossless where each token, given all that was drafted before it, is drawn from its distribution
+(rejection.py). So before each draw it is decided whether and where to draw, by running means, by what tables say, and
+by the tokens drawn so far: how likely the path is that they make (SpecDec++), and whether an elder sibling leaves
+anything (DySpec). What was drawn is never dropped.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import field
+from itertools import count
 
-from edgeinfer.runtime.speculation.acceptance import ALONE
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess
-from edgeinfer.runtime.speculation.governor import Asked, Governor
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.speculation.acceptance import ALONE, Acceptance
+from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.governor import Asked, Governor, RoundCosts
 
 __all__ = ["ChainsGovernor", "StochasticGovernor"]
 
+# How fast the estimate of siblings that are no longer drawn recovers: some seventy rounds to half.
+_RECOVERY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where draws may follow each other: behind a node, by one drafter.
+
+    Attributes:
+        node: of the draft; -1 is the root.
+        path: tokens from the root's child to it.
+        likely: how likely it is that all of them are accepted.
+        drafter: that draws.
+        estimate: how likely its first draw is accepted, as far as can be said before it is drawn.
+    """
+
+    node: int
+    path: tuple[int, ...]
+    likely: float
+    drafter: Drafter
+    estimate: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Slot:
+    """A draw that may be made: the likeliest to be accepted comes first, of equals the one that was found first.
+
+    Attributes:
+        rank: draws at the place before it.
+        left: how likely it is that none of those is accepted where the place is reached.
+    """
+
+    unlikely: float
+    order: int
+    place: _Place = field(compare=False)
+    rank: int = field(compare=False)
+    left: float = field(compare=False)
+
 
 class StochasticGovernor(Governor):
-    """Builds a chain, or with a width above 1 a chain with siblings at every node, and learns as its base does."""
+    """Builds a chain, or with a width above 1 a tree of up to so many siblings at every node, and learns as its base.
+
+    The next draw is made where it is likeliest to be accepted, as long as it and what may follow are worth their time.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1
+    ) -> None:
+        super().__init__(drafters, costs, acceptance, most, width)
+        ranks = range(1, width)
+        self._siblings = {d.name: [acceptance.mean(d.name, rank) for rank in ranks] for d in drafters}
 
     def draft(self, context: Context, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        most = min(room, self._most)
+        most, order = min(room, self._most), count()
         guesses: list[Guess] = []
         parents: list[int] = []
         sources: list[str] = []
-        path: list[int] = []
-        node, likely = -1, 1.0
-        while len(guesses) < most:
+        slots: list[_Slot] = []
+
+        def offer(place: _Place, rank: int, left: float) -> None:
+            name = place.drafter.name
+            estimate = place.estimate if rank == 0 else min(self._siblings[name][rank - 1], left)
+            heapq.heappush(slots, _Slot(-place.likely * estimate, next(order), place, rank, left))
+
+        def look(node: int, path: tuple[int, ...], likely: float) -> None:
             drafter, estimate = self._most_promising(context, path, likely, len(guesses))
-            if drafter is None:
-                break
-            asked = self._ask_one(drafter, context, path, min(self._width, most - len(guesses)))
-            if not asked:
-                break
-            likely *= estimate
-            parents += [node] * len(asked)
-            guesses += [a.guess for a in asked]
-            sources += [drafter.name] * len(asked)
-            node = len(guesses) - len(asked)
-            path.append(asked[0].guess.token)
+            if drafter is not None:
+                offer(_Place(node, path, likely, drafter, estimate), 0, 1.0)
+
+        if most > 0:
+            look(-1, (), 1.0)
+        while slots and len(guesses) < most:
+            slot = heapq.heappop(slots)
+            place, rank = slot.place, slot.rank
+            if not self._pays(slot, len(guesses)):
+                continue
+            if rank == 0:
+                self._ask_one(place.drafter, context, list(place.path), self._width)
+            asked = self._asked[place.path]
+            if rank == len(asked):
+                continue
+            drawn = asked[rank]
+            guesses.append(drawn.guess)
+            parents.append(place.node)
+            sources.append(place.drafter.name)
+            estimate = min(drawn.estimate, slot.left)
+            if rank + 1 < self._width:
+                offer(place, rank + 1, slot.left - estimate)
+            if len(guesses) < most:
+                look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
+
+    def observe(self, round: Round) -> None:
+        """Learns from what became of the last draft."""
+        super().observe(round)
+        ranks = {(asked.drafter, asked.rank) for every in self._asked.values() for asked in every}
+        for name, estimates in self._siblings.items():
+            first = self._estimates[name]
+            for rank, estimate in enumerate(estimates, 1):
+                if (name, rank) in ranks:
+                    estimates[rank - 1] = self._acceptance.mean(name, rank)
+                else:
+                    estimates[rank - 1] = estimate + (first * (1 - first) ** rank - estimate) * _RECOVERY
+
+    def _pays(self, slot: _Slot, size: int) -> bool:
+        """Whether a draw and what may follow it are worth their time in a draft of so many tokens."""
+        place = slot.place
+        ms = self._guess_ms[place.drafter.name]
+        if self._ahead(-slot.unlikely / place.estimate, place.estimate, size, ms) <= 0:
+            return False
+        return self._affords(self._pass_ms[size + 1] + self._spent + (0.0 if slot.rank else ms))
 
     def _most_promising(
         self, context: Context, path: Sequence[int], likely: float, size: int
@@ -66,8 +158,8 @@ class StochasticGovernor(Governor):
         self._spent += self._guess_ms[drafter.name]
         if drafter.uses_target:
             self._at_work = drafter
-        answers = [(drafter.name, guess) for guess in drafter.guesses(context, path, width if drafter.branches else 1)]
-        asked = [self._estimated(name, guess, answers, len(path)) for name, guess in answers]
+        guesses = drafter.guesses(context, path, width if drafter.branches else 1)
+        asked = [self._estimated(drafter.name, rank, guess, (), len(path)) for rank, guess in enumerate(guesses)]
         self._asked[tuple(path)] = asked
         return asked
 

@@ -18,12 +18,9 @@ def acceptance() -> Acceptance:
     return acceptance
 
 
-def test_begins_with_the_priors(acceptance: Acceptance) -> None:
+def test_begins_with_the_priors_and_follows_the_evidence_of_each_cell_apart(acceptance: Acceptance) -> None:
     assert acceptance.estimate("copy", 0, ALONE, 0) == pytest.approx(0.1)
     assert acceptance.estimate("copy", 1, CONFIRMED, 3) == pytest.approx(0.6)
-
-
-def test_follows_the_evidence_of_each_cell_apart(acceptance: Acceptance) -> None:
     for _ in range(100):
         acceptance.observe("copy", 0, CONFIRMED, 0, True)
         acceptance.observe("copy", 1, CONTRADICTED, 0, False)
@@ -46,10 +43,13 @@ def test_learns_that_guesses_deep_in_a_draft_fail_more_often(acceptance: Accepta
     assert acceptance.estimate("copy", 1, ALONE, 4) < 0.8 * acceptance.estimate("copy", 1, ALONE, 0)
 
 
-def test_the_mean_follows_the_latest_guesses(acceptance: Acceptance) -> None:
+def test_siblings_take_nothing_from_first_guesses(acceptance: Acceptance) -> None:
     for _ in range(100):
         acceptance.observe("copy", 0, ALONE, 0, True)
-    assert acceptance.mean("copy") > 0.95
+        for rank in range(1, 6):
+            acceptance.observe("copy", 0, ALONE, 0, False, rank)
+    assert acceptance.mean("copy") > 0.95 > 0.05 > acceptance.mean("copy", 5)
+    assert acceptance.estimate("copy", 0, ALONE, 0) > 0.9 > 0.05 > acceptance.estimate("copy", 0, ALONE, 0, 5)
 
 
 @settings(deadline=None)
@@ -69,7 +69,7 @@ def test_estimates_are_probabilities_and_survive_storage(outcomes: list[tuple[in
 
 
 def test_counts_of_other_signs_are_left_alone(acceptance: Acceptance) -> None:
-    acceptance.restore("copy", {"copy_accepted": np.ones((5, 3)), "copy_seen": np.ones((5, 3))})
+    acceptance.restore("copy", {"copy_accepted": np.ones((5, 3, 4)), "copy_seen": np.ones((5, 3, 4))})
     acceptance.restore("copy", {})
     assert acceptance.estimate("copy", 0, ALONE, 0) == pytest.approx(0.1)
 
@@ -77,5 +77,7 @@ def test_counts_of_other_signs_are_left_alone(acceptance: Acceptance) -> None:
 def test_damaged_counts_are_refused(acceptance: Acceptance) -> None:
     for accepted in (-1.0, 3.0, np.nan, np.inf):
         with pytest.raises(StorageError, match="damaged"):
-            acceptance.restore("copy", {"copy_accepted": np.full((2, 3), accepted), "copy_seen": np.full((2, 3), 2.0)})
+            acceptance.restore(
+                "copy", {"copy_accepted": np.full((2, 3, 4), accepted), "copy_seen": np.full((2, 3, 4), 2.0)}
+            )
             pytest.fail(f"{accepted} of two was taken")

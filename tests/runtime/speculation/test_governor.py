@@ -24,6 +24,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Verdict,
 )
 from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
 from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.recorded import check_recorded
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
@@ -116,10 +117,11 @@ def decode(
     most: int = 15,
     width: int = 1,
     rests: bool = False,
+    kind: type[Governor] = Governor,
 ) -> Run:
     """Decodes a text with perfect verification; times by the prices. Plain steps are taken where the governor rests, if
     `rests`."""
-    governor = Governor(drafters, prices, learning(drafters), most, width)
+    governor = kind(drafters, prices, learning(drafters), most, width)
     context = Context(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
     run = Run(governor, [], 0.0, [])
     while len(context.tokens) < len(text):
@@ -215,6 +217,16 @@ def test_trees_hedge_where_rows_are_free() -> None:
     tree = decode([hedged], text, Prices(FLAT), width=2)
     assert not all(draft.is_chain for draft in tree.drafts)
     assert tree.ms < 0.6 * chain.ms
+
+
+def test_wide_drafts_are_as_fast_as_chains_where_no_second_guess_is_right() -> None:
+    text = text_of(500)
+    for kind, passes, guess_ms in product((Governor, StochasticGovernor), (FLAT, STAIRS), (0.0, 1.0)):
+        prices = Prices(passes, {"model": guess_ms})
+        chain, *wide = (
+            decode([Prophet("model", text, 0.8)], text, prices, width=width, kind=kind).ms for width in (1, 2, 3)
+        )
+        assert max(wide) <= 1.02 * chain, (kind, passes is FLAT, guess_ms)
 
 
 def test_the_same_costs_and_texts_give_the_same_decisions() -> None:
