@@ -109,6 +109,7 @@ class Scheduler:
         self._pass_ms, self._draft_rows = pass_ms, draft_rows
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
+        self._current: SequenceTask | None = None  # that goes on now
         self._alone: SequenceBackend | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
         self._closing = False
@@ -160,21 +161,20 @@ class Scheduler:
                 if task.request is not None and not task.request.over:
                     task.request.error = PassCancelledError("All sequences were ended.")
                 task.request = None
-                task.resume()
+                self._go_on(task)
         self._tasks.clear()
         self._closing = False
 
     def give_way(self) -> None:
         """Lets others have a pass; on a task's thread."""
-        task = self._current()
-        if task is not None and not self._closing:
-            task.wait()
+        if self._current is not None and not self._closing:
+            self._current.wait()
 
     def evaluate(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
         """Waits for rows, which a later pass evaluates; the only task, and who is none, runs it at once."""
         if self._closing:
             raise PassCancelledError("All sequences were ended.")
-        task = self._current()
+        task = self._current
         if task is None or (len(self._tasks) == 1 and not self._awaited):
             return self._evaluate_alone(sequence, batch)
         task.request = request = RowRequest(sequence.cache, batch)
@@ -191,9 +191,6 @@ class Scheduler:
                 request = task.request
                 if request is not None and request.cache is sequence.cache and not request.over:
                     request.error = PassCancelledError("The sequence was cancelled.")
-
-    def _current(self) -> SequenceTask | None:
-        return next((task for task in self._tasks if task.is_current), None)
 
     def _evaluate_alone(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
         self._provide(sequence.cache.pages_for(len(batch.tokens)))
@@ -214,14 +211,20 @@ class Scheduler:
         if task.request is not None and not task.request.over:
             return
         try:
-            task.resume()
+            self._go_on(task)
         except BaseException:  # an interrupt: the task goes on meanwhile, and nothing else may before it waits
             self._closing = True
             self._backend.cancel()
             task.await_end_of_turn()
+            self._current = None
             raise
         if task.over:
             self._tasks.remove(task)
+
+    def _go_on(self, task: SequenceTask) -> None:
+        self._current = task
+        task.resume()
+        self._current = None
 
     def _pass(self, waiting: list[RowRequest]) -> None:
         """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
@@ -274,8 +277,11 @@ class Scheduler:
         self, chosen: list[tuple[RowRequest, int]], waiting: Sequence[RowRequest]
     ) -> list[tuple[RowRequest, int]]:
         """Those of them that there are pages for. Where the oldest has none, the youngest loses what it has."""
-        age = {id(request): place for place, request in enumerate(waiting)}
         free = self._together.free_pages
+        # A row needs at most a page of its own, and a copy of the one that it goes on in.
+        if sum(count + 1 for _, count in chosen) <= free:
+            return chosen
+        age = {id(request): place for place, request in enumerate(waiting)}
         kept: list[tuple[RowRequest, int]] = []
         for request, count in sorted(chosen, key=lambda each: age[id(each[0])]):
             wanted = request.cache.pages_for(count)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from dataclasses import field
 
 import numpy as np
 
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -17,30 +15,32 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 __all__ = ["RowRequest", "SequenceTask"]
 
 
-@dataclass(eq=False)
 class RowRequest:
     """Rows of one sequence that a task waits for.
 
+    Args:
+        cache: of the sequence.
+        batch: the rows.
+
     Attributes:
+        cache, batch: as given; drafts may be cut.
         fed: rows that passes have evaluated.
         parts: what these passes gave, copied; the last one's is a view.
+        error: that the task is to raise.
+        can_wait: its rows may be cut into several passes: a prompt's, of which at most the last is continued.
     """
 
-    cache: SharingCache
-    batch: ForwardInput
-    fed: int = 0
-    parts: list[ForwardOutput] = field(default_factory=list)
-    error: BaseException | None = None
+    def __init__(self, cache: SharingCache, batch: ForwardInput) -> None:
+        self.cache, self.batch = cache, batch
+        self.fed = 0
+        self.parts: list[ForwardOutput] = []
+        self.error: BaseException | None = None
+        self.can_wait = batch.is_chain and len(batch.rows) < len(batch.tokens)
 
     @property
     def left(self) -> int:
         """Rows that were not evaluated yet."""
         return len(self.batch.tokens) - self.fed
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether its rows may be cut into several passes: a prompt's, of which at most the last is continued."""
-        return self.batch.is_chain and len(self.batch.rows) < len(self.batch.tokens)
 
     @property
     def over(self) -> bool:
@@ -106,7 +106,10 @@ class SequenceTask:
         self.over = False
         self.request: RowRequest | None = None
         self._work = work
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Held until the other side lets go; a lock does without the queues of a semaphore, which is written in Python.
+        self._turn, self._back = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._back.acquire()
         self._thread = threading.Thread(target=self._run, name="edgeinfer-sequence", daemon=True)
         self._thread.start()
 
@@ -125,11 +128,6 @@ class SequenceTask:
         """Waits for the next turn; on the task's own thread."""
         self._back.release()
         self._turn.acquire()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is the task's."""
-        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         self._turn.acquire()
