@@ -146,13 +146,15 @@ class ReplyBatch:
             raise CapabilityError(message, hint)
         self._main = parts
         self._parallel = parallel
+        drafts = parts.speculator.most
         self.scheduler = Scheduler(
             backend,
             parts.engine.chunk,
             gap=gap,
             make_room=self._make_room,
-            pass_ms=parts.speculator.pass_ms if parts.speculator.most else None,
-            draft_rows=parts.speculator.most,
+            pass_ms=parts.speculator.pass_ms if drafts else None,
+            draft_rows=drafts,
+            on_pass_ms=parts.speculator.observe_pass if drafts else None,
         )
         self._free: list[Slot] = []  # the one that was left longest ago first
         self._busy: list[Slot] = []

@@ -88,6 +88,7 @@ class Scheduler:
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
         pass_ms: milliseconds of a pass of so many rows, by which drafts are cut to what pays; None leaves them whole.
         draft_rows: rows of drafts in a pass that is shared at most.
+        on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Scheduler:
         make_room: Callable[[int], None],
         pass_ms: Callable[[int], float] | None = None,
         draft_rows: int = 0,
+        on_pass_ms: Callable[[int, float], None] | None = None,
     ) -> None:
         assert isinstance(backend, TogetherBackend), "sequences cannot share its passes"
         self._backend = backend
@@ -106,7 +108,7 @@ class Scheduler:
         self._prompt_rows = prompt_rows
         self._share = PromptShare(gap, prompt_rows)
         self._make_room = make_room
-        self._pass_ms, self._draft_rows = pass_ms, draft_rows
+        self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._current: SequenceTask | None = None  # that goes on now
@@ -245,7 +247,10 @@ class Scheduler:
             return
         prompt_rows = sum(count for request, count in chosen if request.can_wait)
         if rows := sum(count for _, count in chosen) - prompt_rows:
-            self._share.observe(rows, prompt_rows, (time.perf_counter() - started) * 1e3)
+            ms = (time.perf_counter() - started) * 1e3
+            self._share.observe(rows, prompt_rows, ms)
+            if self._on_pass_ms is not None and not prompt_rows:
+                self._on_pass_ms(rows, ms)
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
 

@@ -99,7 +99,8 @@ class SpeculativeDecoding(DecodingStrategy):
         self._on_plain_ms = on_plain_ms
         self._most = backend.cache.capacity  # tokens in a draft
         self._plain_left = 0  # plain steps still to take before drafters are asked
-        self._unobserved = 0  # plain steps that drafters have not been told of
+        self._started = False  # drafters know the text
+        self._unobserved = 0  # plain steps since then that drafters have not been told of
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
         self._lost = 0
@@ -109,13 +110,20 @@ class SpeculativeDecoding(DecodingStrategy):
         """The token after a prompt, of which no more is drafted."""
         tokens = super().first(prompt, logits, room)
         self._count_plain_steps()
-        self._unobserved, self._plain_hidden = 0, None
+        self._plain_hidden = None
         self._context.tokens[:] = [*prompt, *tokens]
+        self._started = False
+        if self._governor.asks:
+            self._start()
+        return tokens
+
+    def _start(self) -> None:
+        """Shows drafters the text so far."""
+        self._started, self._unobserved = True, 0
         # What they index is planned for a context; a text that outgrew it has been forgotten by the target too.
         latest = self._context.tokens[-self._backend.cache.capacity :]
         for drafter in self._drafters.values():
             drafter.begin(latest)
-        return tokens
 
     def next(self, room: int, lost: int = 0) -> Sequence[int]:
         """One round or one plain step: the tokens it committed, of which all but the last were fed then.
@@ -279,6 +287,8 @@ class SpeculativeDecoding(DecodingStrategy):
     def _catch_up(self) -> None:
         """Tells drafters of the plain steps since the last round."""
         self._count_plain_steps()
+        if not self._started:
+            self._start()
         if not self._unobserved:
             return
         tokens = tuple(self._context.tokens[-self._unobserved :])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -41,6 +43,8 @@ _SLOW_MS = 100.0
 _MOST_PROBES = 8
 # Rounds that tell what one costs.
 _ENOUGH = 5
+# Passes of one size that texts shared of which the latest count.
+_SHARED = 64
 _EXACT = "exact"
 
 
@@ -69,6 +73,7 @@ class DeviceCosts:
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
         self._overhead_ms = 0.0  # of a plain step, once there were some
+        self._shared_ms: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=_SHARED))  # by rows
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
@@ -124,11 +129,16 @@ class DeviceCosts:
             self._save()
         return stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms))
 
+    def observe(self, rows: int, ms: float) -> None:
+        """Notes a pass that several texts shared, for `learn`; all its rows are of replies, not of prompts."""
+        self._shared_ms[rows].append(ms)
+
     def learn(self, statistics: SpeculationStatistics) -> None:
-        """Follows the passes and rounds of a reply; kept with the next `save`."""
+        """Follows the passes and rounds of a reply, and passes that texts shared; kept with the next `save`."""
         if self._passes is None:
             return
-        self._passes = self._passes.following(statistics.pass_ms)
+        self._passes = self._passes.following({**statistics.pass_ms, **self._shared_ms})
+        self._shared_ms.clear()
         if len(statistics.plain_overhead_ms) >= _ENOUGH:
             self._overhead_ms = median(statistics.plain_overhead_ms)
         if len(statistics.asking) >= _ENOUGH and self._overhead_ms:

@@ -194,6 +194,11 @@ class Governor:
         return max(self._rest, unpaid, 0)
 
     @property
+    def asks(self) -> bool:
+        """Whether drafters are asked for anything as things are; until they are, they need not know the text."""
+        return True
+
+    @property
     def guessed_ms(self) -> float:
         """What the last draft's guesses cost."""
         return self._spent

@@ -112,6 +112,10 @@ class Speculator:
         """Milliseconds of a pass of the target over so many rows; only where something may draft."""
         return self._costs.pass_ms(rows)
 
+    def observe_pass(self, rows: int, ms: float) -> None:
+        """Learns from a pass over so many rows that replies shared."""
+        self._costs.observe(rows, ms)
+
     def strategy(self, sampler: Sampler, config: GenerationConfig) -> DecodingStrategy:
         """Makes the strategy of a generation: speculative, or plain decoding.
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.company import CompanyGovernor
 from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
     Draft,
@@ -163,6 +164,22 @@ def test_drafts_nothing_where_every_row_costs_a_pass() -> None:
     run = decode([Prophet("copy", text, 0.9)], text, Prices(LINEAR))
     assert run.ms <= 1.001 * run.plain_ms
     assert sum(len(draft) for draft in run.drafts) == 0
+
+
+@pytest.mark.slow
+def test_beside_many_texts_no_drafter_is_asked_before_some_of_them_have_ended() -> None:
+    text, sharing = text_of(100), 8
+    drafter = Prophet("copy", text, 1.0)
+    steep = Prices({rows: 10.0 + 4.0 * max(0, rows - 4) for rows in range(1, 65)})  # a row costs more than an eighth
+    governor = CompanyGovernor([drafter], steep, learning([drafter]), 15, 1, lambda: sharing)
+    for _ in range(50):
+        assert not governor.asks
+        steps = governor.rest
+        assert steps > 0
+        governor.rested(steps)
+    sharing = 2
+    governor.rested(governor.rest)
+    assert governor.asks and governor.rest == 0
 
 
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8])
