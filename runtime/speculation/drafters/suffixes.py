@@ -114,6 +114,16 @@ class SuffixIndex:
             best, size = position, length
         return self._extended(best, drafted) if size == _LONGEST else (best, size)
 
+    def latest_of_last(self) -> tuple[int, int]:
+        """Where the text went on after the latest earlier occurrence of its last token, and 1; (NONE, 0) without one.
+
+        Reads the whole text where there is none.
+        """
+        behind = reversed(self.tokens)
+        last = next(behind, NONE)
+        distance = next((n for n, token in enumerate(behind) if token == last), NONE)
+        return (NONE, 0) if distance == NONE else (len(self.tokens) - 1 - distance, 1)
+
     def only_successor(self, token: int, *, twice: bool = False) -> int:
         """What has followed this token each time, and at least two times if asked so; NONE where that varies."""
         known = self._after.get(token, _SEVERAL)

@@ -25,9 +25,23 @@ def told(prompt: list[int], *committed: int) -> CopyDrafter:
 
 @settings(deadline=None)
 @given(TOKENS)
-def test_after_a_prompt_it_goes_on_with_the_longest_match(prompt: list[int]) -> None:
+def test_after_a_prompt_it_goes_on_with_the_longest_match_or_the_last_token(prompt: list[int]) -> None:
     position, length = searched(prompt, [])
-    assert [guess.token for guess in ask(told(prompt))] == ([prompt[position]] if length else [])
+    if not length:
+        # Of the reply only its first token is known, which may begin an edit of what the prompt has.
+        position = max((place for place in range(1, len(prompt)) if prompt[place - 1] == prompt[-1]), default=0)
+    assert [guess.token for guess in ask(told(prompt))] == ([prompt[position]] if position > 0 else [])
+
+
+def test_an_edit_is_drafted_from_the_replys_first_token() -> None:
+    # "... <source> <reply>: 10", and then word after word with one of them changed.
+    drafter = told([1, 2, *SOURCE, 3, 10])
+    assert chain(drafter, 40) == SOURCE[1:41]
+    assert 0.5 < drafter.priors[ask(drafter)[0].sign] < 0.7
+    drafter.observe(settled([99]))
+    assert chain(drafter, 5) == SOURCE[2:7]
+    # Later in a reply one token alone is no match.
+    assert ask(told([1, 2, *SOURCE, 3, 98], 10)) == []
 
 
 def test_of_matches_the_longest_wins_over_the_latest() -> None:
