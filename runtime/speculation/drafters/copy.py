@@ -53,16 +53,13 @@ _SOURCE_PRIORS = tuple(
     1 / (1 + math.exp(_CAUTION - sum(terms))) for terms in product(_BY_RUN, _BY_DOUBT, _BY_KIND, _BY_SURENESS)
 )
 # Further signs: the exact match's token where the source's is another, by the match's length; the source's own token
-# where a substitution is made. Each came once in ten times. The last one is of a reply's second token, where nothing but
-# the first is known to stand in the text: of 316 instructions with answers whose first token the instruction has, 199 go
-# on as the instruction does.
+# where a substitution is made. Each came once in ten times. The last sign is of a reply's second token, where only the
+# first is known to stand in the text: 199 of 316 answers whose first token their instruction has go on as that does.
 _LENGTHS = (2, 3, 5, 9)
 _MATCHED = len(_SOURCE_PRIORS)
 _UNREPLACED = _MATCHED + len(_LENGTHS) + 1
-_BEGUN = _UNREPLACED + 1
+_STARTED = _UNREPLACED + 1
 _PRIORS = (*_SOURCE_PRIORS, *(0.1,) * (len(_LENGTHS) + 2), 0.6)
-
-
 # Nothing but the last token speaks for a place.
 _FIRST_TOKEN = Evidence.of_match(1)
 
@@ -78,9 +75,9 @@ class _Place(NamedTuple):
 class CopyDrafter(Drafter):
     """Repeats the conversation: what followed the longest earlier match, kept in step through changes.
 
-    After `begin` the guess is the continuation of the longest match (CopySpec, algorithms.md C2). Where there is none, the
-    reply's first token may begin an edit of the prompt's own text, and the guess goes on from where that token stood last.
-    While the reply repeats a source it follows that source (C4), until a longer match turns up.
+    After `begin` the guess is the continuation of the longest match (CopySpec, algorithms.md C2). Where there is none,
+    the reply's first token may begin an edit of the prompt's own text: the guess follows what stood behind that token
+    last. While the reply repeats a source it follows that source (C4), until a longer match turns up.
     """
 
     name = "copy"
@@ -116,7 +113,7 @@ class CopyDrafter(Drafter):
         if cursor is None:
             return []
         last = path[-1] if path else self._index.tokens[-1]
-        sign = _BEGUN if not path and cursor.evidence == _FIRST_TOKEN else self._sign(cursor, last)
+        sign = _STARTED if not path and cursor.evidence == _FIRST_TOKEN else self._sign(cursor, last)
         found = [Guess(cursor.token, sign)]
         if width == 1:
             return found
