@@ -121,7 +121,8 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
             for name, graph in decoder_graphs(spec, tensors, layout, taps).items():
                 (work / name).write_bytes(graph)
             if module is not None:
-                write_module(work, ModuleTarget(manifest, plans, checkpoint, sidecar), module, config, progress)
+                borrowed = {own: planned.of(name) for own, name in module.described.borrowed.items()}
+                write_module(work, ModuleTarget(manifest, sidecar, borrowed), module, config, progress)
             seal(work, manifest)
     return out
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from edgeinfer.export.training.sizing import StudentSize
     from edgeinfer.tools.distilling import ModelReplier
 
-__all__ = ["add_drafter_parser", "add_sorted_parser", "repliers"]
+__all__ = ["add_drafter_parser", "add_sorted_parser", "repliers", "speed_rows"]
 
 _DRAFTER = (
     "Train a tiny drafter for a model, in the size that pays off on this device, on your text and on "
@@ -98,7 +98,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
     stages = facts["acceptance"].items()
     rows = [(f"acceptance {name}", f"{a['agreement']:.3f}, {a['mean_accepted_length']:.2f}") for name, a in stages]
     report(
-        args, facts, [("size", args.size or f"{trained.size.width}x{trained.size.layers}"), *rows, *_speed_rows(facts)]
+        args, facts, [("size", args.size or f"{trained.size.width}x{trained.size.layers}"), *rows, *speed_rows(facts)]
     )
     return 0
 
@@ -187,7 +187,8 @@ def _finish(args: argparse.Namespace, source: Path, trained: DrafterTraining, ba
     return facts
 
 
-def _speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+def speed_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns what a report's table says of speed on the engine."""
     from edgeinfer.tools.distilling import DraftFigures
 
     if "engine" not in facts:

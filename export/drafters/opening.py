@@ -6,8 +6,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from edgeinfer.bundle import NATIVE
+from edgeinfer.bundle import NATIVE, DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import Architecture
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
@@ -18,7 +19,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.quant import METHODS
 
-__all__ = ["OpenedModule", "open_module"]
+__all__ = ["OpenedModule", "open_drafter", "open_module"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -52,12 +53,22 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
     if target.carried_size != target.hidden_size:
         message = "A drafter of a model whose layers compute with several streams of hidden states is not supported."
         raise UnsupportedArchitectureError(message, "Leave --drafter out.")
-    hf_config = read_config(config.drafter)
-    with Checkpoint(config.drafter) as checkpoint:
-        described = describe_eagle(ModuleSource(hf_config, checkpoint, target))
-        if (reason := _changed_head(described, config)) is not None:
+    with open_drafter(config.drafter, target) as opened:
+        if (reason := _changed_head(opened.described, config)) is not None:
             raise UsageError(reason, "Choose another --method, such as gptq, or leave the drafter out.")
-        yield OpenedModule(described, checkpoint)
+        yield opened
+
+
+@contextmanager
+def open_drafter(folder: Path, target: DecoderSpec) -> Iterator[OpenedModule]:
+    """A module in a checkpoint of its own.
+
+    Raises:
+        CheckpointError: it is damaged, or for another model.
+    """
+    config = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        yield OpenedModule(describe_eagle(ModuleSource(config, checkpoint, target)), checkpoint)
 
 
 def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> OpenedModule | None:

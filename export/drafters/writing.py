@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgeinfer.bundle import NATIVE, WEIGHTS, Capabilities, Manifest, seal
@@ -14,13 +14,11 @@ from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.manifest import capabilities_in
 from edgeinfer.bundle.nesting import NESTED
 from edgeinfer.bundle.tables import Outline, lay_out
-from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
 from edgeinfer.export.drafters.opening import OpenedModule
 from edgeinfer.export.graph.draft_module import module_graph
 from edgeinfer.export.options.config import ExportConfig
-from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
 from edgeinfer.export.weights.writer import outline
@@ -36,18 +34,13 @@ class ModuleTarget:
 
     Attributes:
         manifest: with its tensors in the layout that is stored.
-        plans: of its tensors.
         sidecar: its tokenizer, which is the module's.
+        borrowed: tensors as its checkpoint has them that the module has copies of, by their names in the module.
     """
 
     manifest: Manifest
-    plans: tuple[TensorPlan, ...]
-    checkpoint: Checkpoint
     sidecar: Sidecar
-
-    def rows(self, name: str) -> PlannedRows:
-        """One of its tensors as its checkpoint has it."""
-        return PlannedRows(self.checkpoint, next(plan for plan in self.plans if plan.name == name))
+    borrowed: Mapping[str, PlannedRows] = field(default_factory=dict)
 
     @property
     def weights(self) -> str:
@@ -77,7 +70,7 @@ def write_module(
     for plan in described.plans:
         for source in plan.sources:
             checkpoint.require(source.name, source.stored_shape)
-    borrowed = {own: target.rows(name) for own, name in described.borrowed.items()}
+    borrowed = target.borrowed
     shapes = {plan.name: plan.shape for plan in padded.plans} | {name: rows.shape for name, rows in borrowed.items()}
     quant = _quantized(shapes, config)
     outlines = [outline(plan, quant.scheme(plan.name)) for plan in padded.plans]

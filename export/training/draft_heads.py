@@ -22,7 +22,7 @@ from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import require
 from edgeinfer.export.training.tasks import Batches
-from edgeinfer.export.training.text import TokenFile
+from edgeinfer.export.training.text import TokenFile, frequent_tokens
 
 __all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states", "half"]
 
@@ -91,7 +91,8 @@ class HeadsTask(ABC):
         self.shape = shape
         self._target, self._sources, self._batches = target, sources, batches
         model = target.model
-        self._tokens = _frequent(sources, shape.rows(model.lm_head.weight.shape[0]))  # (K,)
+        chosen = frequent_tokens(sources, shape.rows(model.lm_head.weight.shape[0]))
+        self._tokens = torch.from_numpy(chosen)  # (K,)
         self._rows = model.lm_head.weight.detach()[self._tokens]  # (K, D)
         self._norm = model.model.norm.weight.detach()
         self._modules = self._make(self._rows.shape[1]).to(target.device)
@@ -159,14 +160,6 @@ class HeadsTask(ABC):
     @abstractmethod
     def _arrays(self) -> dict[str, NDArray[Any]]:
         """The heads' arrays, by the names that bundles use."""
-
-
-def _frequent(sources: tuple[TokenFile, ...], count: int) -> torch.Tensor:  # (K,)
-    """The most frequent tokens, ascending; of equals the lower ids."""
-    most = max(int(tokens.ids.max()) for tokens in sources) + 1
-    counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
-    chosen = np.argsort(-np.asarray(counts), kind="stable")[:count]
-    return torch.from_numpy(np.sort(chosen).astype(np.int64))
 
 
 class MedusaTask(HeadsTask):

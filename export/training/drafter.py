@@ -26,7 +26,7 @@ from edgeinfer.export.training.samples import Replier, SampleOptions, TorchRepli
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
 from edgeinfer.export.training.text import TextSource, TokenFile
-from edgeinfer.export.training.trainer import Task, Trained, Trainer
+from edgeinfer.export.training.trainer import Trained, Trainer, step_seconds
 from edgeinfer.results import Progress
 
 __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
@@ -36,8 +36,6 @@ _ROWS = 4
 _DRAFTED = 4
 # Shares of the minutes: reading text, drawing replies and reading them with the target, learning from them.
 _SHARES = (0.25, 0.3, 0.45)
-# Steps that tell what one costs.
-_TRIED = 4
 # Of the samples, what is kept for measuring; and windows that are read for it.
 _VALIDATION, _WINDOWS = 0.04, 48
 _PROMPTS = 4000
@@ -282,7 +280,8 @@ def _measured(
     """The schedule that fits the minutes, by the time that a few steps and replies take here."""
     assert options.minutes is not None, "there are steps otherwise"
     # Learning from distributions takes what reading takes.
-    step = _step_seconds(TextTask(make_student(options.size, target, options.seed), tokens, batches, {}))
+    task = TextTask(make_student(options.size, target, options.seed), tokens, batches, {})
+    step = step_seconds(task, time.perf_counter)
     few = max(1, options.sampling.rows // 8)
     started = time.perf_counter()
     heat = [options.sampling.temperatures[i % len(options.sampling.temperatures)] for i in range(len(prompts[:few]))]
@@ -297,12 +296,3 @@ def _measured(
     seconds = [60 * options.minutes * share for share in _SHARES]
     samples = options.samples or int(seconds[1] / per_token)
     return Schedule(max(1, int(seconds[0] / step)), max(1, int(seconds[2] / step)), max(samples, 40 * options.length))
-
-
-def _step_seconds(task: Task) -> float:
-    """Seconds of a training step, without the first."""
-    torch.autograd.backward(task.loss(0))
-    started = time.perf_counter()
-    for step in range(_TRIED):
-        torch.autograd.backward(task.loss(step))
-    return (time.perf_counter() - started) / _TRIED

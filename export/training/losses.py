@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 __all__ = [
     "cross_entropy",
     "divergence",
+    "divergence_from_logits",
     "in_pieces",
     "taught_divergence",
 ]
@@ -69,6 +70,16 @@ def divergence(
         return F.kl_div(guessed, wanted, reduction="sum", log_target=True)
 
     return in_pieces(piece, known, hidden, teacher)
+
+
+def divergence_from_logits(hidden: torch.Tensor, head: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """As `divergence`, from a teacher's logits of the same tokens.  hidden (N, D), head (V, D), logits (N, V)"""
+
+    def piece(states: torch.Tensor, taught: torch.Tensor) -> torch.Tensor:
+        guessed, wanted = torch.log_softmax(states @ head.T, -1), torch.log_softmax(taught, -1)
+        return F.kl_div(guessed, wanted, reduction="sum", log_target=True)
+
+    return in_pieces(piece, len(head), hidden, logits)
 
 
 def taught_divergence(

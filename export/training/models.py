@@ -88,14 +88,17 @@ class Target:
         return device
 
 
-def load_target(source: Path, device: torch.device | None = None) -> Target:
+def load_target(source: Path, device: torch.device | None = None, *, any_family: bool = False) -> Target:
     """Loads a checkpoint folder, or a bundle.
+
+    Args:
+        any_family: a checkpoint may be of any that transformers has, as its layers are not called one by one.
 
     Raises:
         ModelError: it is missing or damaged.
         UsageError: a bundle of an architecture that cannot be multiplied out.
     """
-    model, digest = _from_bundle(source) if (source / MANIFEST).is_file() else _from_checkpoint(source)
+    model, digest = _from_bundle(source) if (source / MANIFEST).is_file() else _from_checkpoint(source, any_family)
     model.requires_grad_(False)
     model.train(False)
     generation = _optional(source / _GENERATION)
@@ -128,9 +131,9 @@ def _from_bundle(path: Path) -> tuple[Any, str]:
     return model, hashlib.sha256(read_bytes(path / MANIFEST)).hexdigest()
 
 
-def _from_checkpoint(path: Path) -> tuple[Any, str]:
+def _from_checkpoint(path: Path, any_family: bool) -> tuple[Any, str]:
     config = read_config(path)
-    if config.model_type not in _FAMILIES:
+    if not any_family and config.model_type not in _FAMILIES:
         hint = f"Give one of {', '.join(_FAMILIES)}."
         raise ModelError(
             f"{path} is a {config.model_type or 'model of unknown type'}, which cannot be trained here.", hint

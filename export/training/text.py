@@ -33,6 +33,7 @@ __all__ = [
     "Split",
     "TextSource",
     "TokenFile",
+    "frequent_tokens",
     "make_tokenizer",
     "open_tokens",
     "read_stories",
@@ -123,6 +124,14 @@ def open_tokens(path: Path) -> TokenFile:
     except (OSError, ValueError) as error:
         raise StorageError(f"Cannot read {path}: {error}.", "Remove it; it will be written again.") from error
     return TokenFile(ids, digest)
+
+
+def frequent_tokens(sources: Sequence[TokenFile], count: int) -> Ints:  # (K,)
+    """The most frequent tokens, ascending; of equals the lower ids."""
+    most = max(int(tokens.ids.max()) for tokens in sources) + 1
+    counts = sum(np.bincount(tokens.ids, minlength=max(most, count)) for tokens in sources)
+    chosen: Ints = np.sort(np.argsort(-np.asarray(counts), kind="stable")[:count]).astype(np.int64)
+    return chosen
 
 
 def read_stories(folder: Path, excluded: Path | None = None) -> list[str]:

@@ -39,12 +39,15 @@ __all__ = [
     "load_state",
     "remove_states",
     "save_state",
+    "step_seconds",
 ]
 
 _FORMAT = "edgeinfer-training"
 _TENSORS, _TABLE = "state.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
 _ANOTHER = "Give another working folder, or remove this one to start again."
+# Steps that tell what one costs.
+_TRIED = 4
 _BETAS = (0.9, 0.95)
 _EPSILON = 1e-8
 # What the optimizer keeps of a parameter; "step" counts its own, as not every step need reach every parameter.
@@ -214,6 +217,15 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no CUDA device, or PyTorch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def step_seconds(task: Task, clock: Callable[[], float]) -> float:
+    """Seconds of a training step, without the first."""
+    torch.autograd.backward(task.loss(0))
+    started = clock()
+    for step in range(_TRIED):
+        torch.autograd.backward(task.loss(step))
+    return (clock() - started) / _TRIED
 
 
 class Trainer:

@@ -1,0 +1,217 @@
+"""An EAGLE-3 head in torch, with the names of its published layout, and the checkpoint that it is saved as."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.export.training.options import require
+
+__all__ = ["EagleHead", "HeadShape", "default_taps"]
+
+_EPS = 1e-5
+_THETA = 10_000.0
+# Initial deviation of matrices, as Llama's.
+_DEVIATION = 0.02
+# Targets of fewer layers are read before others than those that EAGLE-3 reads (eagle/model/modeling_llama_kv.py).
+_USUAL_LAYERS = 8
+
+
+def default_taps(layers: int) -> tuple[int, int, int]:
+    """The layers of a target before which its states are read: EAGLE-3's, and in shallow targets others that differ."""
+    if layers >= _USUAL_LAYERS:
+        return 2, layers // 2, layers - 3
+    return min(1, layers - 1), layers // 2, layers - 1
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Sizes of a head.
+
+    Attributes:
+        width: D, hidden size of the target and of the head.
+        inner: of the MLP.
+        vocabulary: V, of the target.
+        drafted: Vd, tokens that it can draft.
+        taps: layers of the target before which it reads states.
+    """
+
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    drafted: int
+    taps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self._shape = shape
+        entering, queries, keys = 2 * shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = torch.nn.Linear(entering, queries, bias=False)
+        self.k_proj = torch.nn.Linear(entering, keys, bias=False)
+        self.v_proj = torch.nn.Linear(entering, keys, bias=False)
+        self.o_proj = torch.nn.Linear(queries, shape.width, bias=False)
+
+    def forward(self, entering: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
+        """Attends to the rows of the text up to each own and, behind them, to what the same chain drafted.
+
+        Args:
+            past: keys and values of earlier steps, those of the text first; gets this step's. (B, H, S, Dh) each
+        """
+        shape, step = self._shape, len(past)
+        split = [F.linear(entering, part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
+        queries, keys, values = (each.view(*each.shape[:2], -1, shape.head_dim).transpose(1, 2) for each in split)
+        queries, keys = (_rotated(each, step) for each in (queries, keys))
+        shared = shape.heads // shape.kv_heads
+        keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
+        past.append((keys, values))
+        if step == 0:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        else:
+            mixed = _chain_attention(queries, past)
+        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return projected
+
+
+def _chain_attention(queries: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, H, S, Dh)
+    """Each row sees the text up to itself, and of every later step the row of its own chain alone."""
+    (keys, values), drafted = past[0], past[1:]
+    queries = queries / queries.shape[-1] ** 0.5
+    rows = queries.shape[2]
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu(1)
+    scores = (queries @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)  # (B, H, S, S)
+    own = torch.stack([(queries * key).sum(-1) for key, _ in drafted], -1)  # (B, H, S, steps)
+    weights = torch.softmax(torch.cat([scores, own], -1), -1)
+    mixed = weights[..., :rows] @ values
+    for place, (_, value) in enumerate(drafted):
+        mixed = mixed + weights[..., rows + place, None] * value
+    return mixed
+
+
+def _rotated(x: Tensor, start: int) -> Tensor:  # (B, H, S, Dh)
+    half = x.shape[-1] // 2
+    frequencies = torch.pow(_THETA, -torch.arange(half, device=x.device) / half)
+    angles = (torch.arange(x.shape[2], device=x.device) + start)[:, None] * frequencies  # (S, Dh / 2)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class _MLP(torch.nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(width, inner, bias=False)
+        self.up_proj = torch.nn.Linear(width, inner, bias=False)
+        self.down_proj = torch.nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
+        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return projected
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.input_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
+        self.hidden_norm = torch.nn.RMSNorm(shape.width, _EPS)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
+        self.mlp = _MLP(shape.width, shape.inner)
+
+    def forward(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
+        entering = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
+        hidden: Tensor = states + self.self_attn(entering, past)
+        further: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return further
+
+
+class EagleHead(torch.nn.Module):
+    """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints.
+
+    Args:
+        head: the target's rows of the tokens that can be drafted, with which the own ones begin. (Vd, D)
+    """
+
+    def __init__(self, shape: HeadShape, head: Tensor) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = torch.nn.Linear(len(shape.taps) * shape.width, shape.width, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = torch.nn.RMSNorm(shape.width, _EPS)
+        self.lm_head = torch.nn.Linear(shape.width, shape.drafted, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=_DEVIATION)
+        with torch.no_grad():
+            # At first the state is that of the last tap, which is the nearest to what the target says.
+            self.fc.weight[:, -shape.width :] += torch.eye(shape.width)
+            # Logits of about one, so that nothing is thought certain at first.
+            self.lm_head.weight.copy_(head / head.square().sum(-1).mean().sqrt())
+
+    def states(self, tapped: Tensor) -> Tensor:  # (B, S, W) -> (B, S, D)
+        """The states that stand for the target's."""
+        given: Tensor = self.fc(tapped)
+        return given
+
+    def step(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
+        """The states behind the next token of every row; `past` gets keys and values.
+
+        Args:
+            states: the target's of the rows before, or those of the step before.
+            embedded: of the tokens.
+        """
+        found: Tensor = self.midlayer(states, embedded, past)
+        return found
+
+    def save(self, folder: Path, tokens: Tensor) -> None:
+        """Writes the head as a checkpoint that `edgeinfer export --drafter` and others read.
+
+        Args:
+            tokens: the target's that its own are, ascending. (Vd,)
+
+        Raises:
+            StorageError: the folder cannot be written, or the disk is full.
+        """
+        known = torch.zeros(self.shape.vocabulary, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
+        maps = {"d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": known}
+        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(state | maps, folder / "model.safetensors")
+            (folder / "config.json").write_text(json.dumps(_config(self.shape), indent=1), "utf-8")
+
+
+def _config(shape: HeadShape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "draft_vocab_size": shape.drafted,
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+        # Texts may be as long as the target's.
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": _EPS,
+        "rope_theta": _THETA,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
