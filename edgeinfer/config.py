@@ -10,10 +10,11 @@ from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
+from edgeinfer.device_options import DeviceOptions
 from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
-from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone, suggestion
+from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
@@ -21,7 +22,6 @@ from edgeinfer.wording import Setting, shown
 
 __all__ = [
     "COUNTED",
-    "DEVICES",
     "GGUF_KV_TYPES",
     "KV_TYPES",
     "LOAD_GROUPS",
@@ -40,11 +40,6 @@ __all__ = [
     "parse_size",
 ]
 
-# Where models run; runtime/devices has them, a test holds the two equal.
-DEVICES = (
-    "cpu", "cuda", "directml", "webgpu", "qnn", "coreml", "openvino", "openvino:NPU", "openvino:GPU", "openvino:CPU",
-    "xnnpack",
-)  # fmt: skip
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
@@ -165,7 +160,7 @@ class Cache(CacheOptions, OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters):
+class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions):
     """How a model is loaded. Each option is declared with its help, range and names (`options_of`)."""
 
     context: int | None = option(
@@ -310,14 +305,6 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters):
         metavar="FILE|off",
         group=_RESOURCES,
     )
-    # Where a device fails, the CPU runs the model.
-    device: str = option(
-        "auto",
-        help="device to run on: auto, or one listed by `edgeinfer devices`, such as openvino:NPU (default: auto)",
-        cli="--device",
-        metavar="NAME",
-        group=_RESOURCES,
-    )
 
     @classmethod
     def of(cls, **options: Any) -> Self:
@@ -344,9 +331,7 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters):
         drafters_in(self.speculation)
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
-        if self.device not in ("auto", *DEVICES):
-            hint = f"{suggestion(self.device, DEVICES)}Choose auto or one of {', '.join(DEVICES)}."
-            raise UsageError(f"There is no device {self.device!r}.", hint)
+        self.check_device()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class Bundles:
             check_same_vocabulary(target, drafter)
         choice = choose_backend(target, config)
         # Backend and device asked for are the target's; a draft model runs on its own, beside it on the CPU.
-        own = dataclasses.replace(config, backend=None, device="cpu", adapters={})
+        own = dataclasses.replace(config.on_device("cpu"), backend=None, adapters={})
         drafter_choice = None if drafter is None else choose_backend(drafter, own)
         return cls(choice, drafter_choice, settings_for(choice, config))
 
@@ -211,7 +211,7 @@ class LoadRequest:
 
     def on(self, device: str) -> LoadRequest:
         """The same on one device, by no plan yet, with the tuned settings for it."""
-        config = dataclasses.replace(self.config, device=device)
+        config = self.config.on_device(device)
         choice = choose_backend(self.bundles.target, config)
         bundles = dataclasses.replace(self.bundles, choice=choice, settings=settings_for(choice, config), planned=None)
         return dataclasses.replace(self, bundles=bundles, config=config, plan=None)
@@ -220,7 +220,7 @@ class LoadRequest:
         """The same on the device of the plan, where there is one."""
         if self.plan is None:
             return self
-        config = dataclasses.replace(self.config, device=self.plan.device)
+        config = self.config.on_device(self.plan.device)
         bundles = dataclasses.replace(self.bundles, choice=choose_backend(self.bundles.target, config))
         return dataclasses.replace(self, bundles=bundles, config=config)
 

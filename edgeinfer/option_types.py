@@ -178,9 +178,11 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
 
     Attributes:
         adapters: folders of LoRA adapters in PEFT's layout, by the names that replies choose them by.
+        gpu_layers: layers of a GGUF model to run on a graphics processor, the last first, or "auto".
     """
 
     adapters: Mapping[str, str | Path]
+    gpu_layers: int | str | None
 
 
 class LoadOptionsButContext(RareLoadOptions, total=False):

@@ -23,7 +23,7 @@ ROOMS = ("export", "quant", "runtime", "apps")
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.drafting", "edgeinfer.searching"),
-    "edgeinfer.reply_options",
+    *("edgeinfer.device_options", "edgeinfer.reply_options"),
 }
 CORE = {
     "edgeinfer.records",
@@ -49,6 +49,7 @@ ALLOWED = {
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.adapting": CHECKED,
+    "edgeinfer.device_options": CHECKED,
     "edgeinfer.drafting": CHECKED,
     "edgeinfer.searching": CHECKED,
     "edgeinfer.reply_options": CHECKED,

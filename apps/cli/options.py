@@ -49,7 +49,7 @@ MEMORY = (
 )
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
-LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", *DRAFTING)
+LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", "gpu_layers", *DRAFTING)
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)

@@ -29,7 +29,7 @@ does not fit.
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
 """
-_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", *DRAFTING)
+_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts"),
@@ -83,7 +83,8 @@ def _print_plan(plan: MemoryPlan) -> None:
     print_table(rows, header=("memory", "", "choices", "needs", "tokens/s"))
     if plan.footprint.device:
         own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
-        print_table(own, title=f"\nmemory of {plan.device}, which no budget counts")
+        layers = f", for {plan.configuration.gpu_layers} layers" if plan.configuration.gpu_layers else ""
+        print_table(own, title=f"\nmemory of {plan.device}{layers}, which no budget counts")
     print(f"\n{_basis(plan)}")
 
 
@@ -156,6 +157,7 @@ def _print_terms(plan: MemoryPlan) -> None:
         "threads": _tuned(plan, "threads"),
         "prompt tokens per pass": _tuned(plan, "prefill_chunk"),
         "device": plan.device,
+        "layers on a graphics processor": str(choice.gpu_layers or ""),
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, KVScales, Layout
@@ -13,6 +14,7 @@ from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
+from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.kv_scales import kv_scales
@@ -81,6 +83,15 @@ class BackendFactory(ABC):
         """
         return bundle.manifest.layout
 
+    def device(self, config: LoadConfig) -> Device:
+        """The device that it runs a model on.
+
+        Raises:
+            UsageError, DeviceError: it cannot run one as asked.
+        """
+        config.refuse_gpu_layers(self.engine())
+        return choose_device(config, self.graphs)
+
     @abstractmethod
     def engine(self) -> str:
         """Name and version of the library that runs the model."""
@@ -100,6 +111,10 @@ class BackendFactory(ABC):
     @abstractmethod
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """What a bundle takes."""
+
+    def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
+        """How many layers run on a graphics processor; None where it has none."""
+        return None
 
     def most_drafted(self, bundle: Bundle) -> int | None:
         """Tokens of a draft that can be taken back again, at most; None where any number can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from edgeinfer.config import LoadConfig
+from edgeinfer.device_options import is_graphics
 from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.runtime.devices.contract import CPU, Device, DeviceEntry, Graphs
 from edgeinfer.runtime.devices.providers import is_installed
@@ -39,6 +40,9 @@ def runs(device: Device, graphs: Graphs) -> bool:
 
 
 def _asked_for(config: LoadConfig, graphs: Graphs) -> Device:
+    if is_graphics(config.device) and config.device not in {entry.name for entry in ENTRIES}:
+        message = f"The device {config.device} is llama.cpp's, which runs GGUF files alone."
+        raise DeviceError(message, "Export it with --format gguf, or use " + Setting("device", "cpu") + ".")
     entry, device = find_device(config.device)
     if device.on_cpu:
         return device

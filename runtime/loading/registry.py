@@ -10,7 +10,6 @@ from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
-from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, kv_types_on, memory_on, weights_modes_on
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
@@ -84,7 +83,7 @@ def choose_backend(bundle: Bundle, config: LoadConfig) -> BackendChoice:
             raise UsageError(f"There is no backend {name!r}.", f"Choose one of {', '.join(BACKENDS)}.")
         raise BundleError(f"The bundle needs the backend {name!r}.", "Update edgeinfer, or export the model again.")
     factory = BACKENDS[name]()
-    device = choose_device(config, factory.graphs)
+    device = factory.device(config)
     return BackendChoice(name, bundle, factory.layout(bundle, config, device), device)
 
 
@@ -132,6 +131,7 @@ def plan_input_of(
         most_drafted=factory.most_drafted(bundle),
         settings=settings,
         device=device,
+        offload=factory.offload(choice, config),
     )
 
 

@@ -52,7 +52,7 @@ def configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Config
         ContextLengthError: as `wanted_context`.
         UsageError: a kind of cache or of weights is asked for that the model does not have.
     """
-    return _product(_dimensions(plan_input, config))
+    return map(plan_input.placed, _product(_dimensions(plan_input, config)))
 
 
 def modest_configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
@@ -64,7 +64,7 @@ def modest_configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator
     least = every._replace(
         contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
     )
-    return _product(least)
+    return map(plan_input.placed, _product(least))
 
 
 class _Dimensions(NamedTuple):

@@ -32,6 +32,7 @@ class Configuration:
         expert_bytes: of experts that are in memory at once; 0 where all are, or the weights are streamed.
         expert_count: of experts that every token uses; None leaves it to the model.
         draft_model: whether a second, smaller model is in memory to draft.
+        gpu_layers: of the last layers, as many as run on a graphics processor; the head counts as one.
     """
 
     context: int
@@ -45,6 +46,7 @@ class Configuration:
     expert_bytes: int = 0
     expert_count: int | None = None
     draft_model: bool = False
+    gpu_layers: int = 0
 
 
 @dataclass(frozen=True)

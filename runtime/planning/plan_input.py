@@ -7,6 +7,7 @@ it is loaded, so a budget there is watched, not promised.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
@@ -70,6 +71,7 @@ class PlanInput:
         settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
         device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
+        offload: how many layers run on a graphics processor; None where none do.
         option_bytes: what options take beside the model; None for a draft model, which is planned with its target.
     """
 
@@ -88,6 +90,7 @@ class PlanInput:
     settings: TunedSettings = UNTUNED
     device: Device = CPU
     device_note: str = ""
+    offload: Callable[[Configuration], int] | None = None
     option_bytes: OptionBytes | None = None
 
     @property
@@ -100,13 +103,20 @@ class PlanInput:
         """The target's manifest."""
         return self.bundle.manifest
 
+    def placed(self, configuration: Configuration) -> Configuration:
+        """The same with its layers on a graphics processor counted."""
+        if self.offload is None:
+            return configuration
+        return dataclasses.replace(configuration, gpu_layers=self.offload(configuration))
+
     def variant(self, configuration: Configuration) -> str:
         """What passes cost, and may round, as in no other way of running the model: the kind of cache, streaming,
-        experts left out of memory; "" is the usual one."""
+        experts left out of memory, layers on a graphics processor; "" is the usual one."""
         usual = self.variant_of(configuration.kv, configuration.weights)
         streamed = f" streamed {configuration.window_layers}" if configuration.window_layers else ""
         experts = f" experts {configuration.expert_bytes}" if configuration.expert_bytes else ""
-        return usual + streamed + experts
+        layers = f" gpu {configuration.gpu_layers}" if configuration.gpu_layers else ""
+        return usual + streamed + experts + layers
 
     def variant_of(self, kv: str, weights: str) -> str:
         """The same of a type of cache and a mode of weights, which are in memory."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import pytest
 
 from edgeinfer.adaptive import COMPUTES
-from edgeinfer.config import DEVICES, KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.config import KV_TYPES, OVERFLOWS, WEIGHTS_MODES
+from edgeinfer.device_options import DEVICES
 from edgeinfer.drafting import DRAFTERS, VERIFICATIONS
 from edgeinfer.errors import BudgetError, EdgeInferError, ModelError, UsageError
 from edgeinfer.searching import SEARCHES

@@ -26,6 +26,7 @@ from edgeinfer.runtime.backends.llamacpp.adapters import LlamaAdapters
 from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
+from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, drafted_at_once
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
 from edgeinfer.runtime.backends.llamacpp.recurrent_cache import RecurrentCache
@@ -49,6 +50,7 @@ class LlamaCppBackend:
         draft_rows: rows of a pass whose logits are computed at once; more are computed in parts.
         sequences: paths of a draft tree at most.
         expert_count: experts of a token in place of the model's own number.
+        offload: layers on a graphics processor.
         adapters: GGUF files of those that passes may have, by name.
         progress: told how much of the weights is loaded.
 
@@ -77,13 +79,16 @@ class LlamaCppBackend:
         draft_rows: int = 16,
         sequences: int = SEQUENCES,
         expert_count: int | None = None,
+        offload: Offload | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.geometry = bundle.manifest.geometry
         _check_kv(kv, self.geometry.head_dim)
         self._run_ns = 0
-        self.vocabulary = LlamaModel(bundle.gguf, weights=weights, expert_count=expert_count, progress=progress)
+        self.vocabulary = LlamaModel(
+            bundle.gguf, weights=weights, expert_count=expert_count, offload=offload, progress=progress
+        )
         recurrent = self.vocabulary.recurrent
         self.capabilities = bundle.manifest.capabilities
         if recurrent:
@@ -99,6 +104,7 @@ class LlamaCppBackend:
             # Of states each sequence takes its own; nothing is in passing there.
             sequences=0 if recurrent else sequences,
             rollback=drafted_at_once(bundle.gguf, draft_rows - 1) if recurrent else 0,
+            offloaded=offload is not None,
         )
         try:
             self._context = LlamaContext(self.vocabulary.lib, self.vocabulary.pointer, options)
@@ -110,8 +116,8 @@ class LlamaCppBackend:
         except AdapterError:
             self.close()
             raise
-        # Rows that only fill a pass up would have a state too.
-        self._row_steps = RowSteps(0.0, 0.0) if recurrent else RowSteps.of(bundle.gguf, weights)
+        # Rows that only fill a pass up would have a state too, and save nothing on a graphics processor.
+        self._row_steps = RowSteps(0.0, 0.0) if recurrent or offload else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
         whole = not self.vocabulary.windowed
         self.cache = (

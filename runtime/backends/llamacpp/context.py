@@ -45,6 +45,7 @@ class ContextOptions:
         outputs: logit rows of a pass at most.
         sequences: that may share the cache, one more not counted for what is in passing.
         rollback: rows of a pass that recurrent layers can go back by; more states are kept for them.
+        offloaded: some layers run on a graphics processor, and keep their cells there.
     """
 
     cells: int
@@ -55,6 +56,7 @@ class ContextOptions:
     sequences: int
     adaptive_threads: bool = False
     rollback: int = 0
+    offloaded: bool = False
 
     @property
     def spare(self) -> int:
@@ -66,7 +68,7 @@ class LlamaContext:
     """A context of a model and the batch that is fed to it.
 
     Attributes:
-        kv_bytes: of the cache, as llama.cpp says; all of it is taken at once.
+        kv_bytes: of the cache in the process, as llama.cpp says; all of it is taken at once.
         run_ns: nanoseconds of the last pass.
 
     Raises:
@@ -214,7 +216,9 @@ def _params(lib: Any, options: ContextOptions) -> Any:
     # On a processor, 8 rows after 1,500 take 4 times as long with it; a cache of blocks cannot do without.
     flash = LLAMA_KV[options.kv].blocks
     params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.offload_kqv = params.op_offload = False
+    params.offload_kqv = options.offloaded
+    # Products of a long pass stay where their matrices are, which a copy of them would double.
+    params.op_offload = False
     # Cells of a sliding window stay, so that a cut can go back behind it.
     params.swa_full = True
     params.kv_unified = True
@@ -231,9 +235,9 @@ def _c_library() -> ctypes.CDLL:
 
 
 def _logged_sizes(lines: list[str], what: str) -> list[int]:
-    """Bytes of the buffers of a kind that llama.cpp said it allocated."""
-    found = re.findall(rf"{what} buffer size = +([\d.]+) MiB", "".join(lines))
-    return [int(float(size) * 1024**2) for size in found]
+    """Bytes of the buffers of a kind that llama.cpp said it allocated in the process, not on a device."""
+    found = re.findall(rf"(\S+) +{what} buffer size = +([\d.]+) MiB", "".join(lines))
+    return [int(float(size) * 1024**2) for place, size in found if place.startswith("CPU") or place.endswith("_Host")]
 
 
 def _bytes(blob: NDArray[np.uint8]) -> Any:

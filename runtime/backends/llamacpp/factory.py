@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.bundle.kv_types import FLOAT16, FLOAT32, LLAMA_KV
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED
+from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
+from edgeinfer.runtime.backends.llamacpp.footprint import GgufMemory, layers_that_fit
+from edgeinfer.runtime.backends.llamacpp.graphics import Offload, find_processor, graphics_device
 from edgeinfer.runtime.backends.llamacpp.memory import (
-    GgufMemory,
     drafted_at_once,
     fits_blocks,
     is_recurrent,
     packed_bytes,
 )
-from edgeinfer.runtime.planning.configuration import ModelMemory, TokenizerMode
+from edgeinfer.runtime.backends.llamacpp.placement import Division
+from edgeinfer.runtime.devices.contract import Device
+from edgeinfer.runtime.devices.providers import device_error
+from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.text.contract import TokenizerLike
 
@@ -63,9 +69,25 @@ class LlamaCppFactory(BackendFactory):
 
         return " ".join(("llama.cpp", *features(llama_library())))
 
+    def device(self, config: LoadConfig) -> Device:
+        """A graphics processor where one is asked for."""
+        if config.wants_graphics:
+            return graphics_device(find_processor(config.device))
+        return super().device(config)
+
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a context."""
-        return GgufMemory(choice.bundle)
+        return GgufMemory(choice.bundle, not choice.device.on_cpu and find_processor(choice.device.name).shared)
+
+    def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
+        """As many layers as are asked for, or as fit into the memory that is free now."""
+        if choice.device.on_cpu:
+            return None
+        gguf, processor = choice.bundle.gguf, find_processor(choice.device.name)
+        if isinstance(config.gpu_layers, int):
+            asked = Division.of(gguf, config.gpu_layers).gpu_layers
+            return lambda configuration: asked
+        return lambda configuration: layers_that_fit(gguf, processor, configuration)
 
     def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """llama.cpp has the vocabulary in memory whether it is used or not."""
@@ -81,6 +103,15 @@ class LlamaCppFactory(BackendFactory):
 
     def make(self, order: BackendOrder) -> Backend:
         """A context."""
+        if order.device.on_cpu:
+            return self._make(order, None)
+        layers = order.configuration.gpu_layers
+        try:
+            return self._make(order, Offload(find_processor(order.device.name), layers) if layers else None)
+        except (BundleError, BackendError) as error:
+            raise device_error(order.device, error.message) from error
+
+    def _make(self, order: BackendOrder, offload: Offload | None) -> Backend:
         from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 
         plan = order.configuration
@@ -96,6 +127,7 @@ class LlamaCppFactory(BackendFactory):
             # As many paths as a tree can have.
             sequences=plan.draft_max + 1,
             expert_count=plan.expert_count,
+            offload=offload,
             progress=order.progress,
             adapters=order.config.adapters,
         )

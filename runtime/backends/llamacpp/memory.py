@@ -1,34 +1,32 @@
-"""What a GGUF file takes in llama.cpp, from its header alone: upper bounds for a plan, and the plan's terms.
+"""What a GGUF file takes in llama.cpp, from its header alone: upper bounds for a plan.
 
 Measured on 0.3.36; where llama.cpp says what it allocated, the bounds are checked against that by the tests.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.bundle.gguf_bundle import geometry_of
 from edgeinfer.bundle.kv_types import LLAMA_KV
-from edgeinfer.records import dataclass
-from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, TokenizerMode
+from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS, Division
 
 __all__ = [
     "CODE_BYTES",
     "PADDING",
     "SEQUENCES",
-    "GgufMemory",
     "cells",
     "compute_bytes",
+    "device_bytes",
+    "device_cache_bytes",
     "drafted_at_once",
     "fits_blocks",
     "is_head_packed",
@@ -127,26 +125,55 @@ def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:
     return whole * attending // geometry.num_layers
 
 
-def packed_bytes(gguf: GgufFile, weights: str) -> int:
-    """Copies of matrices in the order the kernels like best, where weights are kept this way."""
-    return sum(tensor.nbytes for tensor in _packed(gguf, weights))
+def packed_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
+    """Copies of matrices in the order the kernels like best, where weights are kept this way.
+
+    Args:
+        gpu_layers: that run on a graphics processor, and lie there.
+    """
+    return sum(tensor.nbytes for tensor in _packed(gguf, weights, gpu_layers))
 
 
-def mapped_bytes(gguf: GgufFile, weights: str) -> int:
+def mapped_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
     """Of what is read in place; where the embedding is only looked up, of the pages that this touches."""
+    division = Division.of(gguf, gpu_layers)
+    here = [tensor for tensor in gguf.tensors if not division.on_device(tensor.name)]
     if weights == "mapped":
-        return gguf.tensor_bytes
-    packed = {tensor.name for tensor in _packed(gguf, weights)}
-    read = sum(tensor.nbytes for tensor in gguf.tensors if tensor.name not in packed and tensor.name != _EMBEDDING)
+        return sum(tensor.nbytes for tensor in here)
+    packed = {tensor.name for tensor in _packed(gguf, weights, gpu_layers)}
+    read = sum(tensor.nbytes for tensor in here if tensor.name not in packed and tensor.name != _EMBEDDING)
     embedding = gguf.by_name[_EMBEDDING].nbytes
-    return read + (min(embedding, _LOOKED_UP_BYTES) if looks_up(gguf, weights) else embedding)
+    return read + (min(embedding, _LOOKED_UP_BYTES) if looks_up(gguf, weights, gpu_layers) else embedding)
 
 
-def looks_up(gguf: GgufFile, weights: str) -> bool:
+def device_bytes(gguf: GgufFile, gpu_layers: int) -> int:
+    """Of the weights on a graphics processor; a head that is the embedding lies there too."""
+    division = Division.of(gguf, gpu_layers)
+    there = sum(tensor.nbytes for tensor in gguf.tensors if division.on_device(tensor.name))
+    return there + (gguf.by_name[_EMBEDDING].nbytes if gpu_layers and _HEAD not in gguf.by_name else 0)
+
+
+def device_cache_bytes(gguf: GgufFile, kv: str, capacity: int, draft_max: int, gpu_layers: int) -> int:
+    """Of the cache and the states of recurrent layers, those of layers on a graphics processor."""
+    division = Division.of(gguf, gpu_layers)
+    rows = kv_bytes(gguf, kv, capacity) * _share(gguf, _ATTENDS, division)
+    return math.ceil(rows + state_bytes(gguf, draft_max) * _share(gguf, _RECURRENT, division))
+
+
+def _share(gguf: GgufFile, layers: re.Pattern[str], division: Division) -> float:
+    """Of the layers that have such a tensor, how many lie on a graphics processor; where none has one, of all."""
+    names = [tensor.name for tensor in gguf.tensors if layers.fullmatch(tensor.name)]
+    names = names or [f"blk.{layer}." for layer in range(division.blocks)]
+    return sum(map(division.on_device, names)) / len(names)
+
+
+def looks_up(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> bool:
     """Whether single rows of the embedding are all that is read of it in place, and its pages may go."""
     if weights == "mapped":
         return False
-    return _HEAD in gguf.by_name or any(tensor.name == _EMBEDDING for tensor in _packed(gguf, weights))
+    if gpu_layers or _HEAD in gguf.by_name:
+        return True
+    return any(tensor.name == _EMBEDDING for tensor in _packed(gguf, weights, gpu_layers))
 
 
 def loading_bytes(gguf: GgufFile, weights: str) -> int:
@@ -190,15 +217,19 @@ def session_bytes(gguf: GgufFile) -> int:
 def is_head_packed(gguf: GgufFile, weights: str) -> bool:
     """Whether the matrix that gives the logits is copied."""
     head = _HEAD if _HEAD in gguf.by_name else _EMBEDDING
-    return any(tensor.name == head for tensor in _packed(gguf, weights))
+    return any(tensor.name == head for tensor in _packed(gguf, weights, 0))
 
 
-def _packed(gguf: GgufFile, weights: str) -> list[GgufTensor]:
+def _packed(gguf: GgufFile, weights: str, gpu_layers: int) -> list[GgufTensor]:
     """The matrices that are copied."""
     if weights == "mapped":
         return []
-    head = _EMBEDDING if _HEAD not in gguf.by_name and weights == "packed" else _HEAD
-    return [tensor for tensor in gguf.tensors if _is_packed(tensor, head, weights)]
+    division = Division.of(gguf, gpu_layers)
+    # A head on a graphics processor is a copy of the embedding.
+    tied = _HEAD not in gguf.by_name and weights == "packed" and not gpu_layers
+    head = _EMBEDDING if tied else _HEAD
+    here = (tensor for tensor in gguf.tensors if not division.on_device(tensor.name))
+    return [tensor for tensor in here if _is_packed(tensor, head, weights)]
 
 
 def _is_packed(tensor: GgufTensor, head: str, weights: str) -> bool:
@@ -240,46 +271,3 @@ def _inner(gguf: GgufFile) -> int:
     experts = [t.shape[-2] for t in gguf.tensors if EXPERTS.fullmatch(t.name) and "ffn_down" not in t.name]
     dense += [t.shape[0] for t in gguf.tensors if _MIXES.search(t.name)]
     return 3 * max(dense, default=0) + used * (3 * max(experts, default=0) + 3 * hidden)
-
-
-@dataclass(frozen=True)
-class GgufMemory:
-    """Implements `ModelMemory`."""
-
-    bundle: Bundle
-
-    def import_libraries(self) -> None:
-        """Imports what loading will import."""
-        from edgeinfer.bundle.gguf.library import llama_library
-
-        llama_library()
-
-    def weights(self, configuration: Configuration) -> Footprint:
-        """Repacked copies, and pages of the file."""
-        gguf, mode = self.bundle.gguf, configuration.weights
-        return Footprint({"weights_packed": packed_bytes(gguf, mode)}, {"weights_mapped": mapped_bytes(gguf, mode)})
-
-    def running(self, configuration: Configuration) -> Footprint:
-        """Context, cache and passes; all of them are taken when the model is loaded."""
-        gguf, outputs = self.bundle.gguf, configuration.draft_max + 1
-        batch = max(configuration.prefill_chunk, outputs)
-        return Footprint(
-            {
-                "session": session_bytes(gguf),
-                "kv": kv_bytes(gguf, configuration.kv, configuration.context)
-                + state_bytes(gguf, configuration.draft_max),
-                "activations": compute_bytes(gguf, configuration.kv, configuration.context, batch, outputs),
-            },
-            {"code": CODE_BYTES},
-        )
-
-    def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
-        """The vocabulary, which llama.cpp loads with the model."""
-        return Footprint({"tokenizer": vocabulary_bytes(self.bundle.gguf)}, {})
-
-    def phases(self, outside: Footprint, running: Footprint, configuration: Configuration) -> Iterator[Footprint]:
-        """While the file is read: what stays of it, and what was read of it and is not let go of yet."""
-        gguf = self.bundle.gguf
-        parts = {name: running.anonymous[name] for name in ("session", "tokenizer", "weights_packed")}
-        raw = loading_bytes(gguf, configuration.weights)
-        yield outside + Footprint(parts, {"code": CODE_BYTES, "weights_mapped": raw})

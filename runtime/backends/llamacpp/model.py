@@ -14,6 +14,7 @@ from typing import Any
 from edgeinfer.bundle.gguf.library import llama_library, logged_error
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.runtime.backends.llamacpp.graphics import Offload
 from edgeinfer.runtime.backends.llamacpp.memory import looks_up
 from edgeinfer.runtime.backends.llamacpp.placement import packed_overrides
 from edgeinfer.runtime.system.memory import MappedFile, release_freed
@@ -36,6 +37,7 @@ class LlamaModel:
     Args:
         weights: one of WEIGHTS.
         expert_count: experts of a token in place of the number that the file says; None is the file's.
+        offload: layers on a graphics processor; None where all are here.
         progress: told what is done, how much of it and of how much.
 
     Attributes:
@@ -54,6 +56,7 @@ class LlamaModel:
         *,
         weights: str = "packed",
         expert_count: int | None = None,
+        offload: Offload | None = None,
         progress: _Progress | None = None,
     ) -> None:
         if weights not in WEIGHTS:
@@ -62,6 +65,8 @@ class LlamaModel:
         self.gguf = gguf
         self._paths = [split.path for split in gguf.splits]
         self._lock = Lock()
+        self._devices = (ctypes.c_void_p * 2)(None if offload is None else offload.processor.pointer)
+        self._gpu_layers = 0 if offload is None else offload.layers
         self._pointer = self._load(gguf, weights, expert_count, progress)
         self._vocabulary = self.lib.llama_model_get_vocab(self._pointer)
         self.vocab_size = int(self.lib.llama_vocab_n_tokens(self._vocabulary))
@@ -101,7 +106,9 @@ class LlamaModel:
     def _load(self, gguf: GgufFile, weights: str, expert_count: int | None, progress: _Progress | None) -> Any:
         lib = self.lib
         params = lib.llama_model_default_params()
-        params.n_gpu_layers = 0
+        # Without a list llama.cpp takes all graphics processors, and memory on each.
+        params.devices = ctypes.addressof(self._devices)
+        params.n_gpu_layers = self._gpu_layers
         params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
         params.use_extra_bufts = weights == "packed"
         kept: list[Any] = []
@@ -141,7 +148,7 @@ class LlamaModel:
 
     def _watch_embedding(self, gguf: GgufFile, weights: str) -> LookedUp | None:
         """The embedding's pages where rows of it are only looked up."""
-        if not looks_up(gguf, weights):
+        if not looks_up(gguf, weights, self._gpu_layers):
             return None
         table = gguf.by_name[_EMBEDDING]
         return LookedUp(self._files[table.split].part([(table.offset, table.nbytes)]))

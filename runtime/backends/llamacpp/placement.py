@@ -1,4 +1,4 @@
-"""Which matrices llama.cpp would copy into an order of its own, asked of llama.cpp."""
+"""Where llama.cpp keeps matrices: which layers lie on a graphics processor, which copies have an order of their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from edgeinfer.bundle.gguf.library import cpu_device, extra_buffer_types, functions
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
 from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
 
-__all__ = ["EXPERTS", "packed_overrides"]
+__all__ = ["EXPERTS", "Division", "packed_overrides"]
 
 # Matrices that only a product with activations reads; the embedding, whose rows are looked up, is none of them.
 _PRODUCTS = re.compile(
@@ -19,8 +20,34 @@ _PRODUCTS = re.compile(
 )
 # Matrices of a layer's experts, all in one tensor.
 EXPERTS = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.")
 _TYPE_AND_BUFFER = 16  # bytes of a ggml_tensor before its dimensions; the buffer is the second half
 _ROOM = 1 << 14  # of the few tensors' descriptions
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model divided between the processor and a graphics processor, which has the last layers.
+
+    Attributes:
+        blocks: layers of the model.
+        gpu_layers: on the graphics processor; the norm and the matrix that give logits are the last of all.
+    """
+
+    blocks: int
+    gpu_layers: int
+
+    @classmethod
+    def of(cls, gguf: GgufFile, gpu_layers: int) -> Division:
+        """That of a file with so many layers on the graphics processor, or with all of them where it has fewer."""
+        blocks = gguf.metadata.integer(f"{gguf.metadata.text('general.architecture')}.block_count", 0)
+        return cls(blocks, min(gpu_layers, blocks + 1))
+
+    def on_device(self, name: str) -> bool:
+        """Whether a tensor lies on the graphics processor; the embedding never does."""
+        if found := _IN_LAYER.match(name):
+            return int(found[1]) > self.blocks - self.gpu_layers
+        return self.gpu_layers > 0 and name.startswith("output")
 
 
 class _Override(ctypes.Structure):

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from edgeinfer.config import DEVICES, LoadConfig
+from edgeinfer.config import LoadConfig
+from edgeinfer.device_options import DEVICES
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.devices.contract import CPU, STATIC_ONLY
 from edgeinfer.runtime.devices.registry import ENTRIES, find_device
