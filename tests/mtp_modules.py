@@ -1,4 +1,4 @@
-"""Random modules for multi-token prediction in the layout of hybrid Qwens, and what transformers makes of them."""
+"""Random modules for multi-token prediction in the layouts of their models, and what transformers makes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-__all__ = ["ReferenceModule", "add_module"]
+from tests.factories import randomise
+
+__all__ = ["NextLayerReference", "ReferenceModule", "add_module", "add_next_layer"]
 
 
 def _layer_model(config: Any) -> Any:
@@ -46,6 +48,8 @@ class ReferenceModule:
         target: the checkpoint of both.
     """
 
+    _offset = 1  # of the weights of the norms of what enters
+
     def __init__(self, target: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         tensors = load_file(target / "model.safetensors")
@@ -75,4 +79,49 @@ class ReferenceModule:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         eps = self._model.config.rms_norm_eps
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (self._offset + weight)
+
+
+def add_next_layer(target: Path, layer: Path, seed: int = 0) -> None:
+    """Adds the layer behind the last to a checkpoint of one file, in the layout of DeepSeek-V3 and GLM.
+
+    Args:
+        layer: folder to make, of a model of that layer alone, whose final norm is the module's.
+    """
+    file, random = target / "model.safetensors", torch.Generator().manual_seed(seed)
+    config, stored = AutoConfig.from_pretrained(target), load_file(file)
+    own = copy.deepcopy(config)
+    own.num_hidden_layers, own.first_k_dense_replace, own.mlp_layer_types = 1, 0, ["sparse"]
+    models: Any = AutoModelForCausalLM
+    model = models.from_config(own)
+    randomise(model, seed)
+    model.save_pretrained(layer)
+    root, size = f"model.layers.{config.num_hidden_layers}.", config.hidden_size
+    drawn = {f"{root}{name}": 1 + torch.randn(size, generator=random) / 4 for name in ("enorm.weight", "hnorm.weight")}
+    drawn[f"{root}eh_proj.weight"] = torch.randn(size, 2 * size, generator=random) / size**0.5
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+    drawn |= {root + name: stored[of].clone() for name, of in copies.items()}
+    for name, tensor in load_file(layer / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            drawn[root + name.removeprefix("model.layers.0.")] = tensor
+        elif name == "model.norm.weight":
+            drawn[f"{root}shared_head.norm.weight"] = tensor
+    save_file(stored | drawn, file, {"format": "pt"})
+
+
+class NextLayerReference(ReferenceModule):
+    """As `ReferenceModule`, of a module that `add_next_layer` added.
+
+    Args:
+        layer: the folder that it made.
+    """
+
+    _offset = 0
+
+    def __init__(self, target: Path, layer: Path) -> None:
+        models: Any = AutoModelForCausalLM
+        self._model = models.from_pretrained(target, dtype=torch.float32)
+        self._layers = models.from_pretrained(layer, dtype=torch.float32).model
+        tensors, root = load_file(target / "model.safetensors"), f"model.layers.{self._model.config.num_hidden_layers}."
+        self._fc = tensors[f"{root}eh_proj.weight"]
+        self._norms = [tensors[f"{root}{part}.weight"] for part in ("enorm", "hnorm")]

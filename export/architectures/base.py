@@ -17,7 +17,10 @@ from edgeinfer.export.architectures.streams import layer_streams, model_streams
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
 
-__all__ = ["SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
+__all__ = ["MTP", "NEXT_LAYER", "SEEING_IGNORABLE", "SEEING_ROOTS", "Architecture", "Naming", "common_spec"]
+
+# Where a module for multi-token prediction may lie: under this name, or as the layer behind the last.
+MTP, NEXT_LAYER = "mtp", "next layer"
 
 # Of models that see: what the names of their language model, and of its head, may begin with, and their other tensors.
 SEEING_ROOTS = (("model.", ""), ("language_model.model.", "language_model."), ("model.language_model.", ""))
@@ -103,7 +106,7 @@ class Architecture:
             embedding is found.
         ignorable: patterns of checkpoint tensors that carry no weights.
         refine: what else a config asks of a tensor, such as a factor.
-        predicts: checkpoints may have a module for multi-token prediction (edgeinfer.export.drafters.mtp).
+        predicts: where checkpoints may have a module for multi-token prediction: MTP, NEXT_LAYER, or "" for nowhere.
     """
 
     classes: tuple[str, ...]
@@ -114,7 +117,19 @@ class Architecture:
     # Old checkpoints store the rotary frequencies, which the config gives.
     ignorable: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     refine: Callable[[HFConfig, DecoderSpec, TensorPlan], TensorPlan] | None = None
-    predicts: bool = False
+    predicts: str = ""
+
+    def module_root(self, layers: int) -> str:
+        """What precedes the names of a module for multi-token prediction, in a model of so many layers."""
+        return self.naming.layer.format(layer=layers) if self.predicts == NEXT_LAYER else f"{MTP}."
+
+    def unread(self, layers: int) -> tuple[str, ...]:
+        """Patterns of checkpoint tensors that are no part of a decoder of so many layers.
+
+        A tied checkpoint may store the head's copy of the embedding.
+        """
+        module = (f"{self.module_root(layers)}*",) if self.predicts else ()
+        return (*self.ignorable, self.naming.head, *module)
 
     def placed(self, stored: Collection[str]) -> Architecture:
         """The same with the names that a checkpoint's tensors have."""

@@ -55,7 +55,7 @@ def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, check
         CheckpointError: a tensor is missing, unused or of another shape.
     """
     plans = family.tensors(hf_config, spec, checkpoint.names)
-    _check_tensors(checkpoint, family, plans)
+    _check_tensors(checkpoint, family.unread(spec.num_layers), plans)
     return Described(spec, plans)
 
 
@@ -134,7 +134,7 @@ def _refuse(spec: DecoderSpec, refused: Callable[[str], bool], hint: str, what: 
             raise UnsupportedArchitectureError(message, hint)
 
 
-def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[TensorPlan, ...]) -> None:
+def _check_tensors(checkpoint: Checkpoint, ignorable: tuple[str, ...], plans: tuple[TensorPlan, ...]) -> None:
     """Refuses missing and unused tensors: a dropped weight would silently make a wrong model."""
     used = set()
     for plan in plans:
@@ -142,8 +142,6 @@ def _check_tensors(checkpoint: Checkpoint, family: Architecture, plans: tuple[Te
             for name, shape, types in stored_tensors(source):
                 checkpoint.require(name, shape, types)
                 used.add(name)
-    # A tied checkpoint may store the head's copy of the embedding.
-    ignorable = (*family.ignorable, family.naming.head)
     unused = sorted(
         name for name in checkpoint.names - used if not any(fnmatch.fnmatchcase(name, p) for p in ignorable)
     )

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.spec import LatentSpec
 from edgeinfer.errors import UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.shared_mixtures import SHARED_EXPERTS, by_sigmoid, dense_layers
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig, yarn_scale
 
@@ -104,8 +104,7 @@ DEEPSEEK3 = Architecture(
     model_types=("deepseek_v3", "kimi_k2"),
     read=_read_deepseek3,
     naming=_NAMING,
-    # The layer behind the last, of the published models, which predicts a further token.
-    ignorable=("*.rotary_emb.inv_freq", "model.layers.61.*"),
+    predicts=NEXT_LAYER,
 )
 
 
@@ -120,7 +119,7 @@ GLM4_MOE_LITE = Architecture(
     model_types=("glm4_moe_lite",),
     read=_read_glm4_moe_lite,
     naming=_NAMING,
-    ignorable=("*.rotary_emb.inv_freq", "model.layers.47.*"),
+    predicts=NEXT_LAYER,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.bundle.recurrence import DeltaSpec, Mixer
 from edgeinfer.errors import CheckpointError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import MTP, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.plans import Source, TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
@@ -113,8 +113,7 @@ def _refine_next(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Tenso
 
 
 _NAMING = Naming(gate="self_attn.q_proj", mixer="linear_attn")
-# Multi-token prediction, which is a module of its own, and what sees.
-_IGNORABLE = ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*")
+_IGNORABLE = ("*.rotary_emb.inv_freq", "model.visual.*")
 _ROOTS = (("model.", ""), ("model.language_model.", ""))
 
 QWEN3_NEXT = Architecture(
@@ -124,7 +123,7 @@ QWEN3_NEXT = Architecture(
     naming=_NAMING,
     ignorable=_IGNORABLE,
     refine=_refine_next,
-    predicts=True,
+    predicts=MTP,
 )
 QWEN3_5 = Architecture(
     classes=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -134,7 +133,7 @@ QWEN3_5 = Architecture(
     roots=_ROOTS,
     ignorable=_IGNORABLE,
     refine=_refine,
-    predicts=True,
+    predicts=MTP,
 )
 QWEN3_5_MOE = Architecture(
     classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
@@ -144,5 +143,5 @@ QWEN3_5_MOE = Architecture(
     roots=_ROOTS,
     ignorable=_IGNORABLE,
     refine=_refine,
-    predicts=True,
+    predicts=MTP,
 )

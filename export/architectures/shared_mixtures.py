@@ -7,7 +7,7 @@ from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
+from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
@@ -73,8 +73,7 @@ GLM4_MOE = Architecture(
     model_types=("glm4_moe",),
     read=_read_glm4_moe,
     naming=Naming(mixture=SHARED_EXPERTS),
-    # The layer behind the last, of the published models, which predicts a further token.
-    ignorable=("*.rotary_emb.inv_freq", "model.layers.46.*", "model.layers.92.*"),
+    predicts=NEXT_LAYER,
 )
 
 
