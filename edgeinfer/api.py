@@ -259,6 +259,10 @@ class Model(Replying):
         """
         return ReplyBatch(self._idle(), self._threads, parallel, gap)
 
+    def _open_batch(self) -> ReplyBatch | None:
+        parallel = self.plan.parallel
+        return self.reply_batch(parallel) if parallel > 1 and self.can_batch else None
+
     def generate_batch(
         self, prompts: Sequence[Prompt], *, parallel: int = 8, **options: Unpack[GenerationOptions]
     ) -> list[Result]:

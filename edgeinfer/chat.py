@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
-from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
+from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.bundle import write_file
 from edgeinfer.config import format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
@@ -22,6 +22,7 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
+from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, is_session, open_session
 from edgeinfer.wording import shown
@@ -161,7 +162,7 @@ class Chat:
     def astream(self, text: str, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
         """`stream` for asynchronous programs: `async for chunk in chat.astream("Hello"): ...`."""
         given = dict(options)
-        return AsyncTokenStream(self._model.reply_thread, lambda: self._stream(text, given))
+        return AsyncTokenStream(self._model.reply_thread, lambda: self._stream(text, given), self)
 
     def _stream(self, text: str, options: Mapping[str, Any]) -> TokenStream:
         if not isinstance(text, str):

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from edgeinfer.async_replies import AsyncTokenStream, ReplyThread
+from edgeinfer.async_replies import AsyncTokenStream
+from edgeinfer.batching import ReplyBatch
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import PromptError
@@ -25,6 +26,7 @@ from edgeinfer.option_types import (
     given_by,
 )
 from edgeinfer.options import is_integer
+from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import shown
@@ -44,7 +46,7 @@ class Replying(LoadedModel):
 
     def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
         super().__init__(lifecycle, template)
-        self.reply_thread = ReplyThread()
+        self.reply_thread = ReplyThread(self._open_batch)
 
     def generate(
         self,
@@ -154,7 +156,8 @@ class Replying(LoadedModel):
     def astream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> AsyncTokenStream:
         """`stream` for asynchronous programs: `async for chunk in model.astream("Once"): print(chunk.text, end="")`.
 
-        Replies of one model wait for each other. Leaving the loop early ends the reply; `async with` does so at once.
+        As many replies as the model was loaded for with `parallel` share passes; more, and those of one conversation,
+        wait for each other. Leaving the loop early ends the reply; `async with` does so at once.
 
         Args:
             prompt: text, or token ids.
@@ -345,6 +348,10 @@ class Replying(LoadedModel):
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
         return _token_ids(ids)
+
+    def _open_batch(self) -> ReplyBatch | None:
+        """What replies for event loops share passes by; None where they are made one after the other."""
+        raise NotImplementedError
 
     def _start(
         self,

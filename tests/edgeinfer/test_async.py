@@ -12,6 +12,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.native.library import LIBRARY
 
 PROMPT = "Once upon a time there was a little dog."
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "speculation": "off"}
@@ -120,3 +122,93 @@ def test_loading(small_bundle: Path) -> None:
         return reply.text
 
     assert asyncio.run(ask())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
+def test_replies_side_by_side_share_passes_and_are_what_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [PROMPT * copies + end for copies in (0, 1, 4) for end in ("Tom had", "One day", "The cat")]
+    options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 1}
+    sequences: list[int] = []  # of each pass
+    held, free, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_together
+    free.set()
+
+    def counted(self: PagedBackend, inputs: Any) -> Any:
+        sequences.append(len(inputs))
+        if sequences.count(5) >= 30:
+            held.set()
+            assert free.wait(60)
+        return evaluate(self, inputs)
+
+    with edgeinfer.load(context=256, threads=1, parallel=8, remember=False) as model:
+        alone = [model.generate(prompt, **options).token_ids for prompt in prompts]
+        chats = [model.chat(), model.chat()]
+        talks = [[chat.send(text, **SHORT).text for text in ("Hello", "And now?")] for chat in chats]
+        monkeypatch.setattr(PagedBackend, "forward_together", counted)
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(
+                *(model.agenerate(prompt, **options) for prompt in prompts),
+                model.agenerate(prompts[0], search="beam", **SHORT),
+                model.agenerate("", **SHORT),
+                *(chat.asend(text, **SHORT) for chat in (model.chat(), model.chat()) for text in ("Hello", "And now?")),
+                return_exceptions=True,
+            )
+
+        for _ in range(2):
+            *found, searched, refused = (every := asyncio.run(together()))[:-4]
+            assert [reply.token_ids for reply in found] == alone
+            assert searched.search is not None and searched.usage.completion_tokens == 12
+            assert isinstance(refused, PromptError)
+            assert [reply.text for reply in every[-4:]] == [*talks[0], *talks[1]]
+        assert max(sequences) == 8 and sum(size > 2 for size in sequences) > 40
+        assert model.generate(prompts[0], **options).token_ids == alone[0]
+
+        async def left() -> list[Any]:
+            """Of five replies two are left, in different ways, while all share passes."""
+            sequences.clear()
+            free.clear()
+            held.clear()
+            streams = [model.astream(prompt, **options | {"max_tokens": 150}) for prompt in prompts[:5]]
+            tasks = [asyncio.create_task(stream.complete()) for stream in streams[3:]]
+            firsts = await asyncio.gather(*(anext(stream) for stream in streams[:3]))
+            assert await asyncio.to_thread(held.wait, 60)
+            tasks[0].cancel()
+            streams[0].cancel()
+            await asyncio.sleep(0)
+            free.set()
+            await streams[0].aclose()
+            kept = await asyncio.gather(*(stream.complete() for stream in streams[1:3]), *tasks, return_exceptions=True)
+            return [firsts, streams[0].result, *kept]
+
+        firsts, closed, *kept, cancelled, other = asyncio.run(left())
+        assert closed.finish_reason == "cancelled" and 0 < closed.usage.completion_tokens < 150
+        assert isinstance(cancelled, asyncio.CancelledError)
+        assert [first.token_ids for first in firsts] == [tokens[:1] for tokens in alone[:3]]
+        for reply, tokens in zip((*kept, other), (*alone[1:3], alone[4]), strict=True):
+            assert reply.token_ids[:40] == tokens and reply.usage.completion_tokens == 150
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
+def test_a_model_that_is_closed_ends_replies_that_share_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, closed, evaluate = threading.Event(), threading.Event(), PagedBackend.forward_together
+
+    def held(self: PagedBackend, inputs: Any) -> Any:
+        if len(inputs) == 3:
+            shared.set()
+            assert closed.wait(60)
+        return evaluate(self, inputs)
+
+    monkeypatch.setattr(PagedBackend, "forward_together", held)
+    model = edgeinfer.load(context=512, threads=1, parallel=4, remember=False)
+
+    async def ask() -> list[edgeinfer.Result]:
+        streams = [model.astream(PROMPT + end, **LONG) for end in ("", " Tom", " A cat")]
+        replies = asyncio.gather(*(stream.complete() for stream in streams))
+        assert await asyncio.to_thread(shared.wait, 60)
+        model.close()
+        closed.set()
+        return await replies
+
+    assert {reply.finish_reason for reply in asyncio.run(ask())} == {"cancelled"}
