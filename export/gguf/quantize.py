@@ -23,7 +23,14 @@ from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BackendError, BundleError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.gguf.pruning import check_prunable, renumbered
-from edgeinfer.export.options.file_types import COPY, FileType, find_file_type, find_tensor_type, needs_importance
+from edgeinfer.export.options.file_types import (
+    COPY,
+    PACKED_KIND,
+    FileType,
+    find_file_type,
+    find_tensor_type,
+    needs_importance,
+)
 from edgeinfer.results import Progress
 
 __all__ = ["quantize_gguf"]
@@ -208,7 +215,9 @@ def _check(
     if types and (kind.is_float or kind is COPY):
         message = f"A file of type {kind.name} cannot have tensors of other types."
         raise UsageError(message, "Choose a quantized type for the others, such as Q8_0.")
-    quantized = next((t for t in file.tensors if t.type.quantized), None)
+    # Experts in MXFP4 stay as they are.
+    stays = kind.base if kind.name == PACKED_KIND else ""
+    quantized = next((t for t in file.tensors if t.type.quantized and t.type.name != stays), None)
     if kind is not COPY and quantized is not None and not requantize:
         message = f"{file.path} is already quantized: {quantized.name} is {quantized.type.name}."
         raise UsageError(message, "Start from a float file; quantizing twice loses more.")

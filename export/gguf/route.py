@@ -34,9 +34,10 @@ from edgeinfer.export.gguf.tokenizer_check import check_tokenizer
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import GgufSource, open_gguf_source, write_gguf_source, written_bytes
 from edgeinfer.export.options.config import ExportConfig
-from edgeinfer.export.options.file_types import COPY, find_file_type
+from edgeinfer.export.options.file_types import COPY, PACKED_KIND, find_file_type
 from edgeinfer.export.source.calibration_text import CalibrationText, read_calibration_text
 from edgeinfer.export.source.checkpoint import Checkpoint
+from edgeinfer.export.source.packed import MXFP4
 from edgeinfer.export.source.sidecar import Sidecar, read_sidecar
 from edgeinfer.quant.calibration import ModelReader, default_tokens
 from edgeinfer.quant.plan import match_patterns
@@ -264,6 +265,8 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
         words = read_vocabulary(source, described.config, described.spec.vocab_size)
         name = config.name or source.resolve().name
         direct = kind in FILE_TYPES and not config.is_reworked
+        if not direct and (kind != PACKED_KIND or config.is_reworked):
+            described = described.unpacked
         first = kind if direct or find_file_type(kind).is_float else _float_type(checkpoint, described)
         with write_bundle(out, replace_existing=config.force) as work:
             _check_room(work, described, first, kind)
@@ -297,9 +300,14 @@ def export_gguf(source: Path, out: Path, config: ExportConfig, progress: Progres
 
 
 def _float_type(checkpoint: Checkpoint, described: GgufSource) -> str:
-    """The type that all of the checkpoint's tensors are stored in; float32 where there are several."""
-    types = {checkpoint.dtype(source.name) for plan in described.plans for source in plan.sources}
-    return _FLOATS[types.pop()] if len(types) == 1 else "F32"
+    """The type that all of the checkpoint's tensors are stored in; float32 where there are several. BF16 holds all
+    values of MXFP4 too."""
+    sources = [source for plan in described.plans for source in plan.sources]
+    types = {checkpoint.dtype(source.name) for source in sources if not source.packing}
+    packings = {source.packing for source in sources if source.packing}
+    if len(types) != 1 or (packings and (packings, types) != ({MXFP4}, {"BF16"})):
+        return "F32"
+    return _FLOATS[types.pop()]
 
 
 def _check_room(work: Path, described: GgufSource, first: str, kind: str) -> None:

@@ -16,6 +16,7 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.spec import RopeSpec
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.gguf.architectures import GgufArchitecture
+from edgeinfer.export.gguf.mxfp4 import MXFP4_BITS, MXFP4_SCHEME
 
 __all__ = ["PlannedGgufTensor", "TensorRows", "gguf_tensor_names", "gguf_tensors", "interleaved", "rope_tensors"]
 
@@ -89,6 +90,7 @@ class PlannedGgufTensor:
         exact: it stays in float32 whatever the type of the file.
         change: of the values of some rows; None where they stay.
         rows: what it is given at a time is a multiple of so many.
+        packed: the checkpoint's MXFP4 blocks stay as they are whatever the type of the file.
     """
 
     name: str
@@ -97,6 +99,7 @@ class PlannedGgufTensor:
     exact: bool = False
     change: Callable[[Floats], Floats] | None = None
     rows: int = 1
+    packed: bool = False
 
 
 def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> tuple[str, ...]:
@@ -132,7 +135,8 @@ def gguf_tensors(spec: DecoderSpec, plans: Iterable[TensorPlan], arch: GgufArchi
         if last is not None and expert.expert == last.experts - 1 and expert.part == "down":
             for name, found in stacked.items():
                 width = last.expert_size if "ffn_down" in name else spec.hidden_size
-                yield PlannedGgufTensor(name, (len(found), found[0].stop - found[0].start, width), tuple(found))
+                stack = (len(found), found[0].stop - found[0].start, width)
+                yield PlannedGgufTensor(name, stack, tuple(found), packed=plan.kept(MXFP4_BITS) == MXFP4_SCHEME)
             stacked.clear()
     if spec.tied and arch.own_head:
         shape = (spec.vocab_size, spec.hidden_size)

@@ -25,6 +25,7 @@ from edgeinfer.export.architectures.planned_tensors import PlannedTensors
 from edgeinfer.export.gguf.architectures import GgufArchitecture
 from edgeinfer.export.gguf.families import find_gguf_architecture
 from edgeinfer.export.gguf.keys import FILE_TYPES, add_decoder
+from edgeinfer.export.gguf.mxfp4 import MXFP4_SCHEME, mxfp4_blocks
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -68,6 +69,12 @@ class GgufSource:
     tensors: tuple[PlannedGgufTensor, ...]
 
     @property
+    def unpacked(self) -> GgufSource:
+        """The same with packed weights as floats, which a quantizer takes."""
+        tensors = tuple(dataclasses.replace(tensor, packed=False) for tensor in self.tensors)
+        return dataclasses.replace(self, tensors=tensors)
+
+    @property
     def parameters(self) -> int:
         """Number of the checkpoint's weights."""
         return sum(plan.parameters for plan in self.plans)
@@ -96,7 +103,8 @@ def write_gguf(
 ) -> None:
     """Writes a Hugging Face checkpoint directory as one GGUF file.
 
-    Norms, biases and routers stay in float32 in any case, and rows that Q8_0's blocks do not divide in float16.
+    Norms, biases and routers stay in float32 in any case, rows that Q8_0's blocks do not divide in float16, and experts
+    that the checkpoint has in MXFP4 as they are.
 
     Args:
         kind: "F32", "F16", "BF16" or "Q8_0".
@@ -197,12 +205,14 @@ def _write(writer: Any, described: GgufSource, planned: PlannedTensors, kind: st
             progress(tensor.name, done, len(tensors))
         writer.write_padding(file, file.tell())
         into = _type(package, tensor, kind)
-        for rows in _rows(tensor, planned):
-            _converted(package, rows, into, tensor.name).tofile(file)
+        for data in _data(package, tensor, planned, into):
+            data.tofile(file)
     writer.write_padding(file, file.tell())
 
 
 def _type(package: Any, tensor: PlannedGgufTensor, kind: str) -> Any:
+    if tensor.packed:
+        return package.GGMLQuantizationType.MXFP4
     if tensor.exact:
         return package.GGMLQuantizationType.F32
     if kind == "Q8_0" and tensor.shape[-1] % _BLOCK:
@@ -215,14 +225,19 @@ def _tensor_bytes(package: Any, shape: tuple[int, ...], into: Any) -> int:
     return math.prod(shape) // int(values) * int(size)
 
 
-def _rows(tensor: PlannedGgufTensor, planned: PlannedTensors) -> Iterator[Floats]:
-    """The values of a tensor in runs of whole rows, and of as many as are changed together."""
+def _data(package: Any, tensor: PlannedGgufTensor, planned: PlannedTensors, into: Any) -> Iterator[NDArray[Any]]:
+    """What the file has of a tensor in runs of whole rows, and of as many as are changed together."""
     for part in tensor.parts:
         source = planned.of(part.plan)
         at_once = max(1, _RUN_VALUES // math.prod(source.shape[1:]) // tensor.rows) * tensor.rows
         for start in range(part.start, part.stop, at_once):
-            rows = source(start, min(start + at_once, part.stop))
-            yield rows if tensor.change is None else tensor.change(rows)
+            stop = min(start + at_once, part.stop)
+            if tensor.packed:
+                yield mxfp4_blocks(source.kept(MXFP4_SCHEME)(start, stop))
+                continue
+            rows = source(start, stop)
+            rows = rows if tensor.change is None else tensor.change(rows)
+            yield _converted(package, rows, into, tensor.name)
 
 
 def _converted(package: Any, rows: Floats, into: Any, name: str) -> NDArray[Any]:

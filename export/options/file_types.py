@@ -11,6 +11,7 @@ __all__ = [
     "COPY",
     "FILE_TYPES",
     "NEEDS_IMPORTANCE",
+    "PACKED_KIND",
     "TENSOR_TYPES",
     "FileType",
     "find_file_type",
@@ -61,6 +62,8 @@ FILE_TYPES = {name: FileType(name, number, base, name in _NEEDY) for name, numbe
 NEEDS_IMPORTANCE = frozenset(_NEEDY)
 # Of the quantizer: tensors as they are, those of some layers left out.
 COPY = FileType("COPY", 0, "F32")
+# The type whose experts are those of a checkpoint in MXFP4.
+PACKED_KIND = "MXFP4_MOE"
 # As llama.cpp's own tool takes them.
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 

@@ -20,9 +20,13 @@ from tests.factories import make_checkpoint
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
 
+from gguf import GGUFReader, dequantize
+
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.export.gguf import route, writer
+from tests.export.packed import make_mxfp4
 from tests.export.test_gguf_parity import gguf_logits
+from tests.gguf_logits import GgufModel
 
 pytestmark = pytest.mark.gguf
 
@@ -169,3 +173,24 @@ def test_the_export_is_recorded_as_json(source: Path, tmp_path: Path) -> None:
     out = export_checkpoint(source, tmp_path / "out", gguf("Q8_0"))
     record = json.loads((out / "edgeinfer.json").read_text())
     assert record["export"]["type"] == "Q8_0" and record["decoder"] is None and record["tensors"] == []
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    """As they are beside floats and in a file of this type; other types quantize what they stand for."""
+    experts = make_mxfp4(tmp_path / "checkpoint").model.layers[1].mlp.experts
+    wanted = {
+        "gate": experts.gate_up_proj[..., ::2],
+        "up": experts.gate_up_proj[..., 1::2],
+        "down": experts.down_proj,
+    }
+    for kind, found in (("BF16", "MXFP4"), ("MXFP4_MOE", "MXFP4"), ("Q8_0", "MXFP4"), ("Q4_0", "Q4_0")):
+        out = export_checkpoint(tmp_path / "checkpoint", tmp_path / kind, gguf(kind))
+        with GgufModel(out / "model.gguf", 64) as model:
+            assert np.isfinite(np.concatenate([rows.copy() for rows in model.logits([3, 5, 9])])).all()
+        tensors = {tensor.name: tensor for tensor in GGUFReader(out / "model.gguf").tensors}
+        for part, values in wanted.items():
+            tensor = tensors[f"blk.1.ffn_{part}_exps.weight"]
+            assert tensor.tensor_type.name == found
+            kept = dequantize(tensor.data, tensor.tensor_type)
+            if found == "MXFP4":
+                np.testing.assert_array_equal(kept, values.mT.detach().numpy())

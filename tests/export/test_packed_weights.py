@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Layout, open_bundle
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
@@ -19,6 +18,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
+from tests.export.packed import make_mxfp4
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -27,30 +27,6 @@ from tests.tables import each_row
 EXPERTS = "model.layers.1.mlp.experts"
 ROWS = np.arange(len(TOKENS))
 Tensors = dict[str, torch.Tensor]
-
-
-def make_mxfp4(folder: Path) -> Any:
-    """A random gpt-oss whose experts are packed; returns the model that transformers reads of them."""
-    model = make_checkpoint(folder, "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=32)
-    file, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
-    tensors = load_file(file)
-    for layer, decoder in enumerate(model.model.layers):
-        for name in ("gate_up_proj", "down_proj"):
-            whole = tensors.pop(f"model.layers.{layer}.mlp.experts.{name}")
-            experts, columns, rows = whole.shape
-            blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
-            scales = torch.randint(120, 124, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-            tensors |= {
-                f"model.layers.{layer}.mlp.experts.{name}_{part}": values
-                for part, values in (("blocks", blocks), ("scales", scales))
-            }
-            read = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            getattr(decoder.mlp.experts, name).data = read
-    save_file(tensors, file)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return model
 
 
 def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:

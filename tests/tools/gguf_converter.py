@@ -30,6 +30,7 @@ import numpy as np
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.export.gguf.writer import write_gguf
 from tests.export.gguf_cases import GGUF_CASES
+from tests.export.packed import make_mxfp4
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 from tests.gguf_logits import GgufModel
@@ -54,6 +55,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 _SHOWN = 12
 _OURS, _THEIRS, _EXPECTED = "ours.gguf", "theirs.gguf", "logits.npy"
+# Name of a case whose checkpoint has packed experts.
+_PACKED = "GptOss in MXFP4"
 _CLASSES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 
 
@@ -192,7 +195,8 @@ def _difference(path: Path) -> str:
 
 def _written(name: str, settings: Mapping[str, Any], folder: Path) -> Comparison:
     """Makes a checkpoint, both files of it, and transformers' logits."""
-    model = make_checkpoint(folder / "checkpoint", name, **settings)
+    packed = name == _PACKED
+    model = make_mxfp4(folder / "checkpoint") if packed else make_checkpoint(folder / "checkpoint", name, **settings)
     np.save(folder / _EXPECTED, expected_logits(model, TOKENS))
     found = Comparison()
     try:
@@ -246,7 +250,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="families by transformers' names; all where none is given")
     arguments = parser.parse_args()
     worker = _Worker(arguments.llama_cpp)
-    for name, settings in GGUF_CASES:
+    for name, settings in (*GGUF_CASES, (_PACKED, {})):
         if arguments.names and name not in arguments.names:
             continue
         with tempfile.TemporaryDirectory() as given:
