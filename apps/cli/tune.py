@@ -17,7 +17,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
-    from edgeinfer.tools import DeviceTuning, TuneResult
+    from edgeinfer.tools import DeviceTuning, DrafterGain, DraftersTuning, TuneResult
 
 __all__ = ["add_parser", "execute"]
 
@@ -26,7 +26,7 @@ _DESCRIPTION = (
     "than the defaults: number\nand placement of threads, prompt tokens per pass, where the weights "
     "are kept, and layers to skip while drafting.\nOptions given here, such as -t, are "
     "not tuned.\n\nexamples:\n  "
-    "edgeinfer tune -m my-bundle --text prompts.txt\n  edgeinfer tune -m my-bundle --draft-model "
+    "edgeinfer tune -m my-bundle --drafters --text prompts.txt\n  edgeinfer tune -m my-bundle --draft-model "
     "my-small-bundle --skip --entropy\n"
 )
 
@@ -47,7 +47,9 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--skip", action="store_true", help=text)
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
-    group = parser.add_argument_group("search for layers to skip")
+    group = parser.add_argument_group("drafters and layers to skip")
+    text = "measure each drafter on the replies to --text, and let auto ask those that pay; nothing else is tuned"
+    group.add_argument("--drafters", action="store_true", help=text)
     text = "UTF-8 file with a prompt to tune with on each line (default: a few built-in prompts)"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     text = "number of consecutive layers that are skipped together (default: 1)"
@@ -65,6 +67,8 @@ def execute(args: argparse.Namespace) -> int:
     if args.forget:
         return _forget(args, options)
     prompts = _prompts(args)
+    if args.drafters:
+        return _tune_drafters(args, options, prompts)
     if args.skip or args.entropy:
         return _tune_compute(args, options, prompts)
     device = _tune_device(args, options)
@@ -90,6 +94,18 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print_json({"forgotten": forgotten})
     else:
         print_note("Deleted the settings kept for this model." if forgotten else "No settings are kept for this model.")
+    return 0
+
+
+def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
+    """Tunes whom auto asks for drafts."""
+    with load_model(args.model, options) as model, progress_bar() as bar:
+        told = None if bar is None else (lambda done, total: bar("replies", done, total))
+        found = edgeinfer.tools.tune_drafters(model, prompts, progress=told)
+    if args.json:
+        print_json(asdict(found))
+    else:
+        _print_drafters(found)
     return 0
 
 
@@ -250,6 +266,38 @@ def _print_layers(result: TuneResult) -> None:
 
 def _gain(speedup: float, kept: bool) -> str:
     return f"{speedup:.2f}x, {'kept for auto' if kept else 'does not pay'}"
+
+
+# Places of a draft whose acceptance is printed.
+_PLACES = 4
+
+
+def _print_drafters(found: DraftersTuning) -> None:
+    """Prints what each drafter gains, what they gain together, and whom auto asks from now on."""
+    rows = [(*_drafter_row(gain), "pays" if gain.drafters in found.kept else "") for gain in found.gains]
+    if found.usual is not None:
+        rows.append((*_drafter_row(found.usual), "until now"))
+    if found.together is not None:
+        rows.append((*_drafter_row(found.together), "that pay"))
+    header = ("", "accepted by place", "tokens per pass", "ms per guess", "pass cost", "speedup", "least", "")
+    print_table(rows, title=f"drafters, on {found.texts} texts", header=header)
+    facts = [("plain decoding", f"{found.plain_ms:.2f} ms per token")]
+    facts += [("auto asks", ", ".join(found.kept) or "none of them: it decodes plainly")]
+    facts += [(f"no {name}", why) for name, why in found.unusable.items()]
+    print_table(facts)
+
+
+def _drafter_row(gain: DrafterGain) -> tuple[str, ...]:
+    places = " ".join(f"{share:.0%}" for share in gain.acceptance[:_PLACES])
+    return (
+        gain.drafters,
+        places or "no drafts",
+        f"{gain.mean_accepted_length:.2f}",
+        f"{gain.guess_ms:.3f}",
+        f"{gain.pass_ratio:.2f}x",
+        f"{gain.speedup:.2f}x",
+        f"{gain.least_speedup:.2f}x",
+    )
 
 
 def _print_compute(found: Mapping[str, Any]) -> None:

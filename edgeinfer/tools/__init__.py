@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         measure_device,
         tune_device,
     )
+    from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
     from edgeinfer.tools.evaluation import evaluate
     from edgeinfer.tools.kv_quality import measure_kv
     from edgeinfer.tools.measuring import (
@@ -41,6 +42,8 @@ __all__ = [
     "DecodeTimes",
     "DeviceTuning",
     "Divergence",
+    "DrafterGain",
+    "DraftersTuning",
     "EntropyFacts",
     "Evaluation",
     "FewerExperts",
@@ -67,6 +70,7 @@ __all__ = [
     "read_reply",
     "restore_drafting",
     "tune_device",
+    "tune_drafters",
     "tune_drafting",
     "tune_entropy",
     "tune_skips",
@@ -76,6 +80,8 @@ _HOMES = {
     "DecodeTimes": "measuring",
     "DeviceTuning": "devices",
     "Divergence": "predictions",
+    "DrafterGain": "drafters",
+    "DraftersTuning": "drafters",
     "EntropyFacts": "tuning",
     "Evaluation": "predictions",
     "FewerExperts": "measuring",
@@ -102,6 +108,7 @@ _HOMES = {
     "read_reply": "measuring",
     "restore_drafting": "measuring",
     "tune_device": "devices",
+    "tune_drafters": "drafters",
     "tune_drafting": "tuning",
     "tune_entropy": "tuning",
     "tune_skips": "tuning",

@@ -1,4 +1,4 @@
-"""What is kept of drafting on this device: how far drafts are accepted, and which of a model's own layers draft."""
+"""What is kept of drafting on this device: how far drafts are accepted, who drafts, and with which of its layers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 
-__all__ = ["ACCEPTANCE", "LAYER_DRAFTING", "LayerDrafting", "PositionAcceptance", "acceptance_by_position"]
+__all__ = ["ACCEPTANCE", "TUNED_DRAFTING", "PositionAcceptance", "TunedDrafting", "acceptance_by_position"]
 
 # Name of its arrays in a profile.
-LAYER_DRAFTING = "tuning"
+TUNED_DRAFTING = "tuning"
 ACCEPTANCE = "reach"
 # Rounds after which what was seen counts half.
 _HALF_LIFE = 2000.0
@@ -24,16 +25,18 @@ _PLACES = 63
 
 
 @dataclass(frozen=True)
-class LayerDrafting:
-    """Self-drafting that pays on this device.
+class TunedDrafting:
+    """Drafting that pays on this device.
 
     Attributes:
         exit_layer: layers of an early exit; None where none pays.
         layer_mask: attention and MLP blocks that run; None where no set pays. (2 L,)
+        drafters: those that paid on the user's texts, whom alone `auto` asks; None where nobody measured.
     """
 
     exit_layer: int | None = None
     layer_mask: NDArray[np.bool_] | None = None
+    drafters: tuple[str, ...] | None = None
 
     def state(self) -> dict[str, NDArray[Any]]:
         """The arrays to keep, by name."""
@@ -42,10 +45,13 @@ class LayerDrafting:
             arrays["exit_layer"] = np.array([self.exit_layer])
         if self.layer_mask is not None:
             arrays["layer_mask"] = self.layer_mask
+        if self.drafters is not None:
+            # Profiles keep numbers only.
+            arrays["drafters"] = np.frombuffer(",".join(self.drafters).encode(), np.uint8)
         return arrays
 
     @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> LayerDrafting:
+    def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> TunedDrafting:
         """Takes back what `state` gave, for a model of so many layers.
 
         Raises:
@@ -57,7 +63,16 @@ class LayerDrafting:
             fits = fits and exits.shape == (1,) and exits.dtype == np.int64 and 1 <= int(exits[0]) < layers
         if not fits:
             raise StorageError("The tuned layers belong to another model.", "Run edgeinfer tune again.")
-        return cls(None if exits is None else int(exits[0]), mask)
+        names = state.get("drafters")
+        return cls(None if exits is None else int(exits[0]), mask, None if names is None else _names(names))
+
+
+def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
+    """The drafters' names that bytes spell."""
+    names = tuple(kept.tobytes().decode("ascii", "replace").split(",")) if kept.size else ()
+    if kept.dtype != np.uint8 or not set(names) <= set(DRAFTERS):
+        raise StorageError("The tuned drafters are not known here.", "Run edgeinfer tune --drafters again.")
+    return names
 
 
 class PositionAcceptance:

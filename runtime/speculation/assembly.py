@@ -17,7 +17,7 @@ from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.profile.drafting import LAYER_DRAFTING, LayerDrafting
+from edgeinfer.runtime.profile.drafting import TUNED_DRAFTING, TunedDrafting
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.weights.layouts import runs_native
@@ -114,9 +114,9 @@ def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: Memo
     return make_backend(drafter.choice, own, configuration, settings=drafter.settings)
 
 
-def _tuning(profile: DeviceProfile, target: Backend) -> LayerDrafting:
+def _tuning(profile: DeviceProfile, target: Backend) -> TunedDrafting:
     try:
-        return LayerDrafting.from_state(profile.arrays(LAYER_DRAFTING) or {}, target.geometry.num_layers)
+        return TunedDrafting.from_state(profile.arrays(TUNED_DRAFTING) or {}, target.geometry.num_layers)
     except StorageError:
-        profile.drop(LAYER_DRAFTING)
-        return LayerDrafting()
+        profile.drop(TUNED_DRAFTING)
+        return TunedDrafting()

@@ -16,7 +16,7 @@ from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import OptionBytes
-from edgeinfer.runtime.profile.drafting import LayerDrafting
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -27,7 +27,7 @@ from edgeinfer.wording import Setting
 if TYPE_CHECKING:
     from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
-__all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "drafting_bytes", "heads_taken", "make_drafter"]
+__all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "asked_by_auto", "drafting_bytes", "heads_taken", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DrafterParts:
     target: Backend
     model: Backend | None
     chunk: int
-    tuning: LayerDrafting
+    tuning: TunedDrafting
     experts: int | None = None
     cached_experts: Callable[[], Floats] | None = None
     bundle: Bundle | None = None
@@ -73,6 +73,10 @@ class DrafterParts:
         """The target, where a module can follow its passes."""
         inner = self.target.uncounted if isinstance(self.target, ExpertCountingBackend) else self.target
         return inner if isinstance(inner, ObservedBackend) else None
+
+    def paid(self, drafter: str) -> bool:
+        """Whether `edgeinfer tune --drafters` found that a drafter pays."""
+        return self.tuning.drafters is not None and drafter in self.tuning.drafters
 
     def has(self, kind: str) -> bool:
         """Whether there are heads of a kind, and states for them."""
@@ -214,10 +218,6 @@ def _always(parts: DrafterParts) -> bool:
     return True
 
 
-def _never(parts: DrafterParts) -> bool:
-    return False
-
-
 KINDS: dict[str, DrafterKind] = {
     "forced": DrafterKind(lambda parts: ForcedDrafter(), _always),
     "copy": DrafterKind(
@@ -234,14 +234,14 @@ KINDS: dict[str, DrafterKind] = {
         lambda geometry, context: RecycleDrafter.planned_bytes(geometry.vocab_size),
     ),
     "model": DrafterKind(_model, lambda parts: parts.whole_model is not None),
-    # In "auto" the governor itself makes cascades.
+    # In "auto" the governor itself makes cascades, unless this one was measured to be better.
     "hierarchical": DrafterKind(
         _hierarchical,
-        _never,
+        lambda parts: parts.whole_model is not None and parts.paid("hierarchical"),
         lambda geometry, context: CopyDrafter.planned_bytes(context) + NgramDrafter.planned_bytes(),
     ),
-    "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None),
-    "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None),
+    "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None or parts.paid("exit")),
+    "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None or parts.paid("skip")),
     "bits": DrafterKind(_bits, lambda parts: parts.target.capabilities.elastic),
     "experts": DrafterKind(_experts, lambda parts: len(parts.target.capabilities.expert_counts) > 1),
     "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
@@ -263,6 +263,13 @@ def make_drafter(name: str, parts: DrafterParts) -> Drafter:
         CapabilityError: the target's backend cannot do what it needs.
     """
     return KINDS[name].make(parts)
+
+
+def asked_by_auto(name: str, parts: DrafterParts) -> bool:
+    """Whether "auto" asks the drafter of this name: where drafters were tuned, it asks those that paid."""
+    # What a grammar forces costs nothing to ask, and no tuning text has a grammar.
+    tuned = parts.tuning.drafters is None or name == "forced" or parts.paid(name)
+    return tuned and KINDS[name].in_auto(parts)
 
 
 # The governor's and the drafters' own objects, besides their tables.

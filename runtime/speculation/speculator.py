@@ -19,7 +19,7 @@ from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import SpeculationUse
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.profile.drafting import ACCEPTANCE, LAYER_DRAFTING, LayerDrafting, PositionAcceptance
+from edgeinfer.runtime.profile.drafting import ACCEPTANCE, TUNED_DRAFTING, PositionAcceptance, TunedDrafting
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDrafting
@@ -27,7 +27,7 @@ from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
-from edgeinfer.runtime.speculation.registry import KINDS, DrafterParts, make_drafter
+from edgeinfer.runtime.speculation.registry import DrafterParts, asked_by_auto, make_drafter
 from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
 
 __all__ = ["Speculator"]
@@ -97,6 +97,11 @@ class Speculator:
     def parts(self) -> DrafterParts:
         """What drafters are made of now."""
         return self._parts
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """The drafters that "auto" asks."""
+        return self._names("auto")
 
     @property
     def plain_ms(self) -> float | None:
@@ -250,7 +255,7 @@ class Speculator:
             return ()
         if asked == "auto":
             # Drafters that the model was loaded with by name were wanted.
-            return tuple(name for name in self._planned if self._chosen or KINDS[name].in_auto(self._parts))
+            return tuple(name for name in self._planned if self._chosen or asked_by_auto(name, self._parts))
         names = drafters_in(asked)
         for name in names:
             if name not in self._allowed:
@@ -326,14 +331,14 @@ class Speculator:
         exact = self._costs.exact
         return None if exact is None else exact.bit_identical
 
-    def tuned(self, tuning: LayerDrafting) -> None:
-        """Drafts with the model's own layers as this says from now on, and keeps it and what that costs."""
+    def tuned(self, tuning: TunedDrafting) -> None:
+        """Drafts as this says from now on, and keeps it and what that costs."""
         self._parts = replace(self._parts, tuning=tuning)
         stale = self._drafters.keys() & {"exit", "skip"}
         self._close(stale)
         for name in stale:
             self._costs.forget(name)
-        self._profile.save_arrays(LAYER_DRAFTING, tuning.state())
+        self._profile.save_arrays(TUNED_DRAFTING, tuning.state())
         if self._limit:
             self._measure()
 

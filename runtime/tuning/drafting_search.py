@@ -25,7 +25,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.contract import Mask
-from edgeinfer.runtime.profile.drafting import LayerDrafting
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.drafters.self_drafters import every_second
 from edgeinfer.runtime.tuning.skip_search import Sample, SampleTexts, skip_units
 
@@ -255,7 +255,7 @@ class TuneResult:
 
     exit: SkipSet
     skip: SkipSet
-    tuning: LayerDrafting
+    tuning: TunedDrafting
 
 
 def tune(
@@ -284,7 +284,7 @@ def tune(
     skip = best_skip_set(
         backend, samples, costs, granularity=granularity, evaluations=evaluations, seed=seed, progress=progress
     )
-    tuning = LayerDrafting(
+    tuning = TunedDrafting(
         exit_layer=exits.layers if exits.speedup > _PAYS else None,
         layer_mask=skip.layer_mask if skip.speedup > _PAYS and not skip.layer_mask.all() else None,
     )

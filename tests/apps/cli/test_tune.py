@@ -87,6 +87,8 @@ def test_bad_requests_are_refused_before_anything_is_measured(
         ("default settings", ("--profile", tmp_path / "x.json")),
         ("must be at least 1", ("--evaluations", "0")),
         ("contains no prompts", ("--text", tmp_path / "blank")),
+        ("contains no prompts", ("--drafters", "--text", tmp_path / "blank")),
+        ("missing.txt", ("--drafters", "--text", tmp_path / "missing.txt")),
     ):
         assert main(["tune", "-m", str(small_bundle), *map(str, options)]) == 2
         out, err = capsys.readouterr()
@@ -115,6 +117,18 @@ def test_a_bad_profile_is_one_line_on_stderr(small_bundle: Path, tmp_path: Path)
     assert done.returncode == 0
     lines = done.stderr.decode().splitlines()
     assert len(lines) == 1 and "bad.json" in lines[0] and "The default settings are used." in lines[0]
+
+
+@pytest.mark.slow
+def test_drafters_are_tuned_on_texts(capsys: Capture, small_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("Once upon a time\n\nThe little dog\n")
+    arguments = ("tune", "-m", small_bundle, "-t", "1", "--drafters", "--text", tmp_path / "texts")
+    table = run(capsys, *arguments)
+    assert all(word in table for word in ("on 2 texts", "recycle", "speedup", "auto asks", "no medusa"))
+    found = json.loads(run(capsys, *arguments, "--json"))
+    assert found["texts"] == 2 and {"copy", "recycle"} <= {gain["drafters"] for gain in found["gains"]}
+    assert set(found["gains"][0]) >= {"acceptance", "guess_ms", "pass_ratio", "speedup", "least_speedup"}
+    assert set(found["kept"]) <= {gain["drafters"] for gain in found["gains"]}
 
 
 @pytest.mark.gguf

@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.profile.drafting import LayerDrafting
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
@@ -137,7 +137,7 @@ class Subject:
         model = self._model() if {"model", "hierarchical"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
-        parts = DrafterParts(self.backend, model, 8, LayerDrafting(), bundle=self.bundle)
+        parts = DrafterParts(self.backend, model, 8, TunedDrafting(), bundle=self.bundle)
         if "bits" in names and not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"]
             if not names:

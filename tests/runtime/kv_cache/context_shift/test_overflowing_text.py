@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.context_shift.policy import Lost
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift
-from edgeinfer.runtime.profile.drafting import LayerDrafting
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.acceptance import Acceptance
@@ -83,7 +83,7 @@ class Writer:
 
     def _rounds(self, sampler: Witness, config: GenerationConfig, names: Sequence[str]) -> SpeculativeDecoding:
         small = make_graph_backend(self.bundle, self.backend.cache.capacity) if "model" in names else None
-        parts = DrafterParts(self.backend, small, 8, LayerDrafting())
+        parts = DrafterParts(self.backend, small, 8, TunedDrafting())
         if not self.backend.capabilities.elastic:
             names = [name for name in names if name != "bits"] or pytest.skip("these weights have one plane")
         made = [make_drafter(name, parts) for name in names]
