@@ -2,11 +2,13 @@
 
 The head reads the drafter's state before the final norm, scaled to unit size: one residual block, run three times, and
 two scores. It learns min(1, p / q) of the drafter's likeliest token, where p is the target's probability and q the
-drafter's.
+drafter's. Rejections count six times as in the paper (arXiv 2405.19715), which sets its threshold for scores so biased;
+here drafts end by what they cost, so that bundles keep scores without that bias.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -130,7 +132,11 @@ class AcceptanceHeadTask:
         """What was trained, as a bundle keeps it."""
         judge = self._judge
         arrays = {"weight": judge.block.weight, "bias": judge.block.bias}
-        arrays |= {"out": judge.out.weight, "out_bias": judge.out.bias}
+        # Of scores that learnt with a weight w on rejections, the odds are 1 / w of the true ones.
+        unbiased = judge.out.bias.detach() + torch.tensor(
+            [0.0, math.log(_REJECTED_WEIGHT)], device=judge.out.bias.device
+        )
+        arrays |= {"out": judge.out.weight, "out_bias": unbiased}
         return Heads(self.kind, {name: half(array) for name, array in arrays.items()}, notes)
 
     @torch.no_grad()

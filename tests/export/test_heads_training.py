@@ -164,15 +164,20 @@ def test_a_judge_scores_as_it_was_trained(drafter: Target, target: Target, text:
     backend = ReferenceBackend(bundle, 64)
     output = backend.forward(ForwardInput(np.array(TEXT[:12]), np.arange(12), np.arange(12)))
     assert output.hidden is not None
-    states, _, distribution, _ = task._facts(torch.tensor([TEXT[:12]]))
+    states, wanted, distribution, _ = task._facts(torch.tensor([TEXT[:12]]))
     np.testing.assert_allclose(output.hidden, states, rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(
         output.logits, torch.log(distribution) + torch.tensor(output.logits).logsumexp(-1, True), atol=1e-3
     )
     judge = AcceptanceJudge(found)
     with torch.no_grad():
-        expected = torch.softmax(task._judge(states), -1)[:, 1]
-    np.testing.assert_allclose([judge.accepts(state) for state in output.hidden], expected, rtol=2e-2, atol=2e-3)
+        scores = task._judge(states)
+    # What rejections counted for in training is taken out of the odds.
+    unbiased = torch.softmax(scores + torch.tensor([0.0, np.log(6.0)]), -1)[:, 1]
+    told = [judge.accepts(state) for state in output.hidden]
+    np.testing.assert_allclose(told, unbiased, rtol=2e-2, atol=2e-3)
+    came, biased = float(wanted.mean()), float(torch.softmax(scores, -1)[:, 1].mean())
+    assert abs(np.mean(told) - came) < abs(biased - came)
     assert all(0 <= area <= 1 for area in task.curves(text))
     check_recorded("heads-judge", {"losses": losses, "curves": task.curves(text)}, rel=5e-3)
 

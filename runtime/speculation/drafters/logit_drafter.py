@@ -43,8 +43,8 @@ class LogitDrafter(Drafter):
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
     def _judged(self, path: tuple[int, ...]) -> float | None:
-        """Probability, by a judge of its own, that the token drawn after a path is accepted; None leaves it to the
-        token's probability."""
+        """Probability, by a judge of its own, that the likeliest token after a path is accepted; None leaves it to
+        the token's probability."""
         return None
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -64,7 +64,8 @@ class LogitDrafter(Drafter):
 
     def _learn(self, context: Context, path: tuple[int, ...], logits: Floats, width: int) -> tuple[Guess, ...]:
         """Guesses after a path from its logits (V,); those known before stay."""
-        top = float(logits[logits.argmax()])  # three times as fast as max
+        best = int(logits.argmax())
+        top = float(logits[best])  # three times as fast as max
         np.subtract(logits, np.float32(top), out=self._powers)
         total = float(np.exp(self._powers, out=self._powers).sum())
 
@@ -75,7 +76,7 @@ class LogitDrafter(Drafter):
             found = [*self._known[path]]
         else:
             token, probabilities = context.draw(logits, path)
-            judged = self._judged(path)
+            judged = self._judged(path) if token == best else None
             found = [Guess(token, sign(token) if judged is None else bisect_right(_EDGES, judged), probabilities)]
         probabilities = found[0].probabilities
         if probabilities is None:

@@ -37,7 +37,7 @@ class AcceptanceJudge:
         self._bias, self._out, self._out_bias = others
 
     def accepts(self, state: Floats) -> float:  # (D,)
-        """Probability that the token that the model draws from this state, before its final norm, is accepted."""
+        """Probability that the model's likeliest token from this state, before its final norm, is accepted."""
         state = state / np.sqrt(np.dot(state, state) / len(state) + STATE_EPS)
         for _ in range(_TIMES):
             state = state + silu((self._weight @ state) + self._bias)
