@@ -13,8 +13,16 @@ import psutil
 
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.driver import Worker
+from edgeinfer.apps.bench.grid import grid_prompts
 from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
-from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
+from edgeinfer.apps.bench.prompts import (
+    Prompt,
+    TokenizedPrompt,
+    Tokenizes,
+    builtin_prompts,
+    load_prompts,
+    tokenize_prompts,
+)
 from edgeinfer.apps.bench.spec_modes import (
     LearningModel,
     Learns,
@@ -53,6 +61,7 @@ class SpecOptions:
     Attributes:
         warm_up: these are answered first, so that drafters have learnt from some texts; they are not timed.
         categories: names of categories or of their sources; None is all.
+        lengths: of prompts in tokens, for a grid of lengths by entropy in place of the categories; empty has none.
         expand: shape to which the checkpoint is cost-expanded.
         work: where model files are kept; None is the usual folder.
         rebuild: whether the bundle is exported again.
@@ -73,6 +82,13 @@ class SpecOptions:
     )
     categories: tuple[str, ...] | None = option(
         "--categories LIST", rare=True, default=None, help="categories or sources to use, such as tales/retell,gsm8k"
+    )
+    lengths: tuple[str, ...] = option(
+        "--lengths LIST",
+        rare=True,
+        default=(),
+        help="comma-separated prompt lengths in tokens: measure each with prompts of low, mixed and high entropy, "
+        "instead of by category (as SPEED-Bench does)",
     )
     per_category: int = option("--per-category N", default=4, help="number of prompts per category")
     warm_up: int = option(
@@ -113,6 +129,8 @@ class SpecOptions:
     def __post_init__(self) -> None:
         if self.per_category < 1:
             raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
+        if not all(length.isdecimal() and int(length) > 1 for length in self.lengths):
+            raise UsageError("lengths must be whole numbers of 2 or more.", "Give some, such as 512,2048.")
         if self.warm_up < 0:
             raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
         if (self.expand or self.llamacpp) and self.checkpoint is None:
@@ -150,6 +168,18 @@ class SpecOptions:
         return timed, warming
 
 
+def _items(options: SpecOptions, model: Tokenizes, prompts: list[Prompt]) -> list[TokenizedPrompt]:
+    """The prompts' tokens: as they are, or made to the lengths of a grid."""
+    items = tokenize_prompts(model, prompts, options.max_tokens)
+    if not options.lengths:
+        return items
+    lengths = tuple(map(int, options.lengths))
+    if max(lengths) + options.max_tokens > model.context:
+        message = f"A prompt of {max(lengths)} tokens leaves no room for a reply of {options.max_tokens}."
+        raise UsageError(message, "Give a larger context (-c), or shorter lengths (--lengths).")
+    return grid_prompts(items, lengths, options.per_category)
+
+
 def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, bool]:
     """Measures; an interrupt ends it early with the prompts that are done. Whether it came to its end is returned too.
 
@@ -167,7 +197,7 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
     loading = {"remember": False, **context.load}
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(context.open_model(bundle, loading))
-        items = tokenize_prompts(model, prompts, options.max_tokens)
+        items = _items(options, model, prompts)
         threads = loading.get("threads") or psutil.cpu_count(logical=False) or 1
         learning = LearningModel(model)
         modes: list[Mode] = edgeinfer_modes(learning, config, skipped)
@@ -183,6 +213,8 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
                     mode.learn()
         recorded = {**loading, **asdict(config.replies), "repeats": config.repeats, "expand": options.expand}
         recorded["warm_up"] = len(warming)
+        if options.lengths:
+            recorded["lengths"] = ",".join(options.lengths)
         setup = SpecSetup(threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)
         done: list[PromptTimes] = []
         finished = True

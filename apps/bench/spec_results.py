@@ -262,6 +262,7 @@ def spec_section(data: Any) -> Section:
         Table("Tokens per pass of the model", ("category", *modes), tuple(lengths)),
         Paragraph(f"{wrong} replies had other tokens than plain decoding's."),
         *(Paragraph(f"{mode}: skipped: {reason}") for mode, reason in data["skipped"].items()),
+        *_costs(data),
         _details(data),
         _means(data),
         *(Paragraph(text) for text in (*_verdict(data), *_notes(data))),
@@ -286,6 +287,22 @@ def _number(found: Mapping[str, Any] | None, name: str) -> str:
 def _facts(setup: Mapping[str, Any]) -> Facts:
     names = {"Model": "model", "Kernel": "kernel", "Threads": "threads"}
     return tuple((name, str(setup[key])) for name, key in names.items() if key in setup)
+
+
+def _costs(data: Mapping[str, Any]) -> tuple[Table, ...]:
+    """What rounds cost on the very texts, as the engine timed them; nothing where none was drafted."""
+    rows = []
+    for mode in data["modes"]:
+        found = [reply for prompt in data["prompts"] for reply in prompt["modes"][mode]["details"]]
+        drafted, accepted, draft_ms, verify_ms, rounds = (
+            sum(reply.get(name, 0) for reply in found)
+            for name in ("drafted", "accepted", "draft_ms", "verify_ms", "rounds")
+        )
+        if drafted:
+            row = (drafted / rounds, accepted / drafted, verify_ms / rounds, draft_ms / drafted)
+            rows.append((mode, *(f"{value:.2f}" for value in row)))
+    header = ("mode", "drafted per pass", "of these accepted", "ms per pass", "ms per guess")
+    return (Table("Costs on these texts", header, tuple(rows), words=("mode",)),) if rows else ()
 
 
 def _details(data: Mapping[str, Any]) -> Table:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from edgeinfer.apps.bench.grid import grid_prompts
 from edgeinfer.apps.bench.prompts import (
     RETELLING,
     STORIES,
     Prompt,
+    TokenizedPrompt,
     builtin_prompts,
     load_prompts,
     tokenize_prompts,
@@ -139,3 +141,21 @@ def test_the_shared_data_has_every_category(shared: Path) -> None:
     categories = {prompt.category for prompt in load_prompts(shared / "data", 1)}
     assert {"tales/write", "tales/retell", "tales/again", "tales/who", "tales/start", "mtbench", "gsm8k"} <= categories
     assert {"specbench/qa", "specbench/translation", "summarization/cnn", "summarization/samsum"} <= categories
+
+
+@pytest.mark.slow
+def test_a_grid_has_real_text_of_every_length_and_entropy() -> None:
+    categories = ["gsm8k", "tales/again", "mtbench", "summarization/cnn", "tales/write", "specbench/roleplay"]
+    starts = {name: 100 * place for place, name in enumerate(categories)}
+    items = [
+        TokenizedPrompt(Prompt(name, name, ()), tuple(range(start, start + 30)), 0) for name, start in starts.items()
+    ]
+    grid = grid_prompts(items, (10, 50), per_cell=1)
+    assert [item.prompt.category for item in grid] == [f"{e}/{n}" for e in ("low", "mixed", "high") for n in (10, 50)]
+    assert [len(item.ids) for item in grid] == [10, 50] * 3 and [item.cut for item in grid] == [20, 0] * 3
+    assert len({item.prompt.name for item in grid}) == len(grid)
+    # The prompt itself ends it; others of its entropy stand before.
+    assert grid[1].ids == (*range(110, 130), *range(30))
+    assert grid[3].ids == (*range(310, 330), *range(200, 230))
+    with pytest.raises(PromptError, match="low entropy have 60 tokens"):
+        grid_prompts(items, (61,), per_cell=1)

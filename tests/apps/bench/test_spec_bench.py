@@ -330,6 +330,9 @@ def test_the_command_on_the_built_in_model(tmp_path: Path, capsys: pytest.Captur
         (["--json", "absent/spec.json"], 5, "no such folder"),
         (["-n", "100000"], 2, "fill the context"),
         (["--repeats", "0"], 2, "repeats"),
+        (["--lengths", "64,x"], 2, "lengths"),
+        (["--lengths", "64,90000"], 2, "no room"),
+        (["--lengths", "500", "--per-category", "1", "-n", "4"], 2, "Take more prompts"),
     ],
 )
 def test_bad_input_is_one_line(
