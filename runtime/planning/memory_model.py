@@ -71,7 +71,9 @@ class MemoryModel:
             + plan_input.memory.tokenizer(configuration.tokenizer, used=True)
         )
         if configuration.draft_max:
-            running += Footprint({"drafting": options.drafting(plan_input.bundle, configuration)}, {})
+            # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
+            beside = config.parallel * options.drafting_beside(configuration) if config.parallel > 1 else 0
+            running += Footprint({"drafting": options.drafting(plan_input.bundle, configuration) + beside}, {})
         if configuration.draft_model:
             assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).

@@ -27,11 +27,13 @@ class OptionBytes:
 
     Attributes:
         drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out.
+        drafting_beside: what drafts for a text whose passes others share has of its own.
         prefix_cache: of its cap in bytes and the model's number of layers.
         context_shift: of a policy's name, and a cache of so many tokens.
     """
 
     drafting: Callable[[Bundle, Configuration], int]
+    drafting_beside: Callable[[Configuration], int]
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
 

@@ -103,12 +103,14 @@ class DrafterKind:
     Attributes:
         make: of its parts.
         in_auto: whether "auto" asks it, given the parts.
-        table_bytes: what it will hold for a model of these sizes, besides models.
+        table_bytes: what it will hold for a model of these sizes and a context, besides models.
+        beside_bytes: what another of its kind will hold for a text beside others, besides what they share.
     """
 
     make: Callable[[DrafterParts], Drafter]
     in_auto: Callable[[DrafterParts], bool]
     table_bytes: Callable[[Geometry, int], int] = lambda geometry, context: 0
+    beside_bytes: Callable[[int], int] = lambda context: 0
 
 
 def _model(parts: DrafterParts) -> ModelDrafter:
@@ -221,12 +223,16 @@ def _always(parts: DrafterParts) -> bool:
 KINDS: dict[str, DrafterKind] = {
     "forced": DrafterKind(lambda parts: ForcedDrafter(), _always),
     "copy": DrafterKind(
-        lambda parts: CopyDrafter(), _always, lambda geometry, context: CopyDrafter.planned_bytes(context)
+        lambda parts: CopyDrafter(),
+        _always,
+        lambda geometry, context: CopyDrafter.planned_bytes(context),
+        CopyDrafter.planned_bytes,
     ),
     "ngram": DrafterKind(
         lambda parts: NgramDrafter(parts.target.geometry.vocab_size),
         _always,
         lambda geometry, context: NgramDrafter.planned_bytes(),
+        lambda context: NgramDrafter.text_bytes(),
     ),
     "recycle": DrafterKind(
         lambda parts: RecycleDrafter(parts.target.geometry.vocab_size),
@@ -272,8 +278,8 @@ def asked_by_auto(name: str, parts: DrafterParts) -> bool:
     return tuned and KINDS[name].in_auto(parts)
 
 
-# The governor's and the drafters' own objects, besides their tables.
-_BOOKKEEPING_BYTES = 1_000_000
+# The governor's and the drafters' own objects, besides their tables; and those of a further text.
+_BOOKKEEPING_BYTES, _BOOKKEEPING_BESIDE_BYTES = 1_000_000, 100_000
 _FLOAT_BYTES = 4
 
 
@@ -305,9 +311,14 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
     return taken
 
 
+def _beside_bytes(configuration: Configuration) -> int:
+    own = sum(KINDS[name].beside_bytes(configuration.context) for name in configuration.drafters)
+    return own + _BOOKKEEPING_BESIDE_BYTES
+
+
 def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
     drafters, most = configuration.drafters, configuration.draft_max
     return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
 
 
-OPTION_BYTES = OptionBytes(_configured_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)
+OPTION_BYTES = OptionBytes(_configured_bytes, _beside_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)

@@ -279,6 +279,25 @@ def test_drafts_beside_others_leave_every_reply_as_it_is_alone() -> None:
     assert min(drafted) > 0
 
 
+@pytest.mark.slow
+def test_what_drafts_for_replies_side_by_side_is_planned() -> None:
+    draw, most = random.Random(1), 0
+    prompts = [[draw.randrange(300, 1000) for _ in range(1000)] for _ in range(8)]
+    options: dict[str, Any] = {"context": 1024, "speculation": "copy,ngram,recycle"}
+    with load_eager(**options, parallel=8, remember=False) as model, contextlib.closing(model.reply_batch(8)) as batch:
+
+        def reply(slot: Slot) -> None:
+            model.generate(prompts.pop(), max_tokens=8, ignore_eos=True)
+
+        for _ in range(8):
+            batch.add(reply)
+        while batch.step():
+            most = max(most, model._parts.speculator.nbytes)
+        planned = model.plan.terms["drafting"]
+    # What one text needs would not be enough.
+    assert edgeinfer.plan(**options, threads=1).terms["drafting"] < most < planned
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     drafts=st.lists(st.lists(st.floats(0.01, 1), max_size=3), min_size=1, max_size=3),

@@ -90,7 +90,12 @@ class NgramDrafter(Drafter):
     @staticmethod
     def planned_bytes() -> int:
         """What the tables will take."""
-        return (1 << _BITS) * (4 + _WAYS * 5) + 4 * _REMEMBERED
+        return (1 << _BITS) * (4 + _WAYS * 5) + NgramDrafter.text_bytes()
+
+    @staticmethod
+    def text_bytes() -> int:
+        """What the text will take, which a drafter beside another has of its own."""
+        return 4 * _REMEMBERED
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Learns what is new of a prompt."""
