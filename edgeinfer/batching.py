@@ -63,9 +63,10 @@ class Slot:
         wanted = np.array(prompt)
         self.parts.engine.use_adapter(adapter)
         others = [slot for slot in self._batch.others(self) if slot.parts.engine.adapter == adapter]
-        common = {id(slot): shared_length(slot.prompt, wanted) for slot in others if slot.prompt is not None}
-        while any(self._should_wait(slot, common.get(id(slot), 0)) for slot in others):
+        least = _WORTH_WAITING
+        while any(_coming(slot, wanted) >= least for slot in others):
             self._batch.scheduler.give_way()
+            least = 1  # who waits has all of it evaluated once
         self.prompt = wanted
         engines = (self._batch.main_engine, *(slot.parts.engine for slot in others))
         self.parts.engine.borrow(max(engines, key=lambda engine: engine.shared(prompt)), prompt)
@@ -75,12 +76,13 @@ class Slot:
         self.prompt = None
         self.turns.close()
 
-    def _should_wait(self, other: Slot, common: int) -> bool:
-        """Whether another reply is about to evaluate tokens of this one's prompt."""
-        if other.prompt is None:
-            return False
-        cached = other.parts.engine.backend.cache.length
-        return cached < len(other.prompt) - 1 and min(common, len(other.prompt) - 1) - cached >= _WORTH_WAITING
+
+def _coming(other: Slot, wanted: Ints) -> int:  # (n,)
+    """Counts the tokens of a prompt that another reply, whose prompt begins alike, is about to evaluate."""
+    if other.prompt is None:
+        return 0
+    common = min(shared_length(other.prompt, wanted), len(other.prompt) - 1)
+    return common - other.parts.engine.backend.cache.length
 
 
 @dataclass(frozen=True)

@@ -142,11 +142,11 @@ class TokenStream:
     def pause(self) -> bool:
         """Lets other replies of the model run, and tells whether it could; the next chunk goes on with the same text.
 
-        It can where the model was loaded with a prefix cache (LoadConfig.prefix_cache), which keeps what the reply
-        rests on as far as it has room; what has none is evaluated again.
+        It can where no context shift forgets parts of its text. What the reply rests on stays where others leave it
+        room, else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the rest is evaluated again.
         """
         # What a search has looked at is in the cache with the reply.
-        if not self._parts.engine.keeps or self._strategy.searches:
+        if self._parts.engine.context_shift is not None or self._strategy.searches:
             return False
         with self._lock:
             self._finish_pass()

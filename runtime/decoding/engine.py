@@ -117,11 +117,6 @@ class Engine:
         room = self.backend.cache.capacity - prompt + 1 if self.context_shift is None else self.backend.cache.capacity
         return room if max_tokens is None else max_tokens if self.context_shift is not None else min(max_tokens, room)
 
-    @property
-    def keeps(self) -> bool:
-        """Whether what the cache holds can be put aside for another text and come back."""
-        return self.prefixes.cap > 0 and self.context_shift is None
-
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
         """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,8 +184,29 @@ def test_cancelling_a_paused_reply_leaves_the_running_one_alone(tales: edgeinfer
 
 
 @needs_builtin
-def test_nothing_is_paused_without_room_to_keep_it() -> None:
+def test_a_reply_can_be_paused_where_its_text_can_be_evaluated_again() -> None:
     with load_eager(context=128) as model:
+        expected = [model.generate(prompt, max_tokens=12).token_ids for prompt in PROMPTS[:2]]
+        stream = model.stream(PROMPTS[0], max_tokens=12)
+        next(stream)
+        assert stream.pause()
+        assert model.generate(PROMPTS[1], max_tokens=12).token_ids == expected[1]
+        next(stream)
+        # What keeps no prefixes has its pages: others do not wait for a reply that goes on beside them.
+        assert stream.pause()
+        with contextlib.closing(model.reply_batch(2)) as batch:
+            found: list[tuple[int, ...]] = []
+
+            def go_on(slot: edgeinfer.Slot) -> None:
+                stream.move(slot.parts, slot.turns)
+                found.append(stream.complete().token_ids)
+
+            batch.add(go_on)
+            batch.add(lambda slot: found.append(model.generate(PROMPTS[1], max_tokens=12).token_ids))
+            while batch.step():
+                pass
+        assert sorted(found) == sorted(expected)
+    with load_eager(context=128, overflow="window") as model:
         stream = model.stream(PROMPTS[0], max_tokens=5)
         assert not stream.pause()
         assert len(stream.complete().token_ids) == 5
