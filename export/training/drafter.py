@@ -6,7 +6,6 @@ the target itself writes, token by token and with the target's distribution at e
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
@@ -26,7 +24,7 @@ from edgeinfer.export.training.samples import Replier, SampleOptions, TorchRepli
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
 from edgeinfer.export.training.text import TextSource, TokenFile
-from edgeinfer.export.training.trainer import Trained, Trainer, step_seconds
+from edgeinfer.export.training.trainer import Trained, Trainer, kept_schedule, step_seconds
 from edgeinfer.results import Progress
 
 __all__ = ["AcceptanceRates", "DrafterOptions", "DrafterTraining", "measure_acceptance", "run_lengths", "train_drafter"]
@@ -39,7 +37,6 @@ _SHARES = (0.25, 0.3, 0.45)
 # Of the samples, what is kept for measuring; and windows that are read for it.
 _VALIDATION, _WINDOWS = 0.04, 48
 _PROMPTS = 4000
-_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
@@ -257,16 +254,7 @@ def _schedule(options: DrafterOptions, work: Path, measure: Callable[[], Schedul
         distilling = options.steps - reading
         samples = options.samples or distilling * options.rows * options.length // 10
         return Schedule(reading, distilling, max(samples, 40 * options.length))
-    file = work / _SCHEDULE
-    if file.exists():
-        kept = json.loads(file.read_text("utf-8"))
-        if kept.pop("minutes") != options.minutes:
-            hint = "Use another working folder, or remove this one to start over."
-            raise UsageError(f"{work} contains a training with another time limit.", hint)
-        return Schedule(**kept)
-    found = measure()
-    write_file(file, json.dumps(asdict(found) | {"minutes": options.minutes}).encode())
-    return found
+    return Schedule(**kept_schedule(work, options.minutes, lambda: asdict(measure())))
 
 
 def _measured(

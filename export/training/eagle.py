@@ -8,11 +8,10 @@ that the head can draft, where the target's likeliest is one of them.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.eagle_head import EagleHead, HeadShape, default_taps
@@ -32,7 +30,7 @@ from edgeinfer.export.training.options import TrainOptions, require
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile, frequent_tokens
-from edgeinfer.export.training.trainer import Task, Trained, Trainer, step_seconds
+from edgeinfer.export.training.trainer import Task, Trained, Trainer, kept_schedule, step_seconds
 from edgeinfer.results import Progress
 
 __all__ = ["EagleOptions", "EagleTask", "EagleTraining", "train_eagle"]
@@ -45,7 +43,6 @@ _VALIDATION, _WINDOWS = 0.04, 24
 _PROMPTS = 4000
 # Share of the minutes in which the target writes replies, and how many of them tell what a token takes.
 _SAMPLING, _FEW = 0.2, 6
-_SCHEDULE = "schedule.json"
 
 
 @dataclass(frozen=True)
@@ -287,50 +284,39 @@ def train_eagle(
     asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
     drawer: Replier = replier or TorchReplier(target)
     batches, shape = Batches(options.seed, options.rows, options.length), options.shape(target)
-    first = EagleTask(target, (tokens,), batches, shape, options.depth)
-    schedule = _schedule(options, work, first, drawer, asked)
+    tried = partial(EagleTask, target, (tokens,), batches, shape, options.depth)
+    schedule = _schedule(options, work, tried, drawer, asked)
     sources = [tokens]
-    if schedule.samples:
-        drawn = SampleOptions(max(schedule.samples, 8 * options.length), seed=options.seed)
+    if schedule["samples"]:
+        drawn = SampleOptions(max(schedule["samples"], 8 * options.length), seed=options.seed)
         sources.insert(0, sample(drawer, asked, drawn, work / "samples", target.digest, progress))
     halves = [each.split(_VALIDATION) for each in sources]
     validation = halves[0][1]
     validation.require(options.length, "What is kept for measuring")
     task = EagleTask(target, tuple(most for most, _ in halves), batches, shape, options.depth)
     before = task.agreement(validation)
-    trained = Trainer(task, options.training(schedule.steps), work / "eagle").run(progress)
+    trained = Trainer(task, options.training(schedule["steps"]), work / "eagle").run(progress)
     after = task.agreement(validation)
     checkpoint = work / "head"
     task.head.save(checkpoint, task.tokens)
     return EagleTraining(checkpoint, shape, before, after, trained, time.monotonic() - started, kept or prompts)
 
 
-@dataclass(frozen=True)
-class _Schedule:
-    """Steps, and tokens that are sampled, which a resumed run keeps."""
-
-    steps: int
-    samples: int
-
-
-def _schedule(options: EagleOptions, work: Path, task: Task, replier: Replier, prompts: Sequence[Any]) -> _Schedule:
+def _schedule(
+    options: EagleOptions, work: Path, tried: Callable[[], Task], replier: Replier, prompts: Sequence[Any]
+) -> dict[str, int]:
+    """Steps, and tokens that are sampled: as the options say, or what fits the minutes by what a few take here."""
     if options.steps is not None:
-        return _Schedule(options.steps, options.samples or 0)
+        return {"steps": options.steps, "samples": options.samples or 0}
     assert options.minutes is not None, "there are steps otherwise"
-    file = work / _SCHEDULE
-    if file.exists():
-        kept = json.loads(file.read_text("utf-8"))
-        if kept.pop("minutes") != options.minutes:
-            hint = "Use another working folder, or remove this one to start over."
-            raise UsageError(f"{work} contains a training with another time limit.", hint)
-        return _Schedule(**kept)
     seconds, samples = 60 * options.minutes, options.samples
-    if samples is None:
-        samples = int(_SAMPLING * seconds / _token_seconds(replier, prompts[:_FEW]))
-    steps = max(1, int((1 - _SAMPLING) * seconds / step_seconds(task, time.perf_counter)))
-    found = _Schedule(steps, samples)
-    write_file(file, json.dumps(dataclasses.asdict(found) | {"minutes": options.minutes}).encode())
-    return found
+
+    def measured() -> dict[str, int]:
+        drawn = int(_SAMPLING * seconds / _token_seconds(replier, prompts[:_FEW])) if samples is None else samples
+        steps = max(1, int((1 - _SAMPLING) * seconds / step_seconds(tried(), time.perf_counter)))
+        return {"steps": steps, "samples": drawn}
+
+    return kept_schedule(work, options.minutes, measured)
 
 
 def _token_seconds(replier: Replier, prompts: Sequence[NDArray[np.int64]]) -> float:

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import DeviceError, StorageError, UsageError
 from edgeinfer.export.training.options import TrainOptions
@@ -36,6 +37,7 @@ __all__ = [
     "TrainingState",
     "configuration_digest",
     "find_device",
+    "kept_schedule",
     "load_state",
     "remove_states",
     "save_state",
@@ -44,6 +46,7 @@ __all__ = [
 
 _FORMAT = "edgeinfer-training"
 _TENSORS, _TABLE = "state.safetensors", "state.json"
+_SCHEDULE = "schedule.json"
 _NAME = re.compile(r"step-(\d+)")
 _ANOTHER = "Give another working folder, or remove this one to start again."
 # Steps that tell what one costs.
@@ -217,6 +220,23 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("There is no CUDA device, or PyTorch was built without CUDA.", "Use --device cpu, or auto.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def kept_schedule(work: Path, minutes: float | None, measure: Callable[[], Mapping[str, int]]) -> dict[str, int]:
+    """The numbers of steps and tokens that fit a time limit, measured once, so that a resumed run has the same.
+
+    Raises:
+        UsageError: the folder has those of another limit.
+        StorageError: it cannot be written.
+    """
+    file = work / _SCHEDULE
+    if not file.exists():
+        write_file(file, json.dumps(dict(measure()) | {"minutes": minutes}).encode())
+    kept: dict[str, int] = json.loads(file.read_text("utf-8"))
+    if kept.pop("minutes") != minutes:
+        hint = "Use another working folder, or remove this one to start over."
+        raise UsageError(f"{work} contains a training with another time limit.", hint)
+    return kept
 
 
 def step_seconds(task: Task, clock: Callable[[], float]) -> float:
