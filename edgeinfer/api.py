@@ -274,12 +274,12 @@ class Model(Replying):
         Args:
             prompts: texts, or token ids.
             parallel: replies side by side at most.
-            options: as `generate` takes them; none that search, or take less than the whole model.
+            options: as `generate` takes them; none that take less than the whole model.
 
         Raises:
             PromptError, ContextLengthError: one of the prompts is empty, or leaves no room for a reply.
             CapabilityError: replies of this model cannot share passes.
-            UnshareableError: an option searches, or takes less than the whole model.
+            UnshareableError: an option takes less than the whole model.
             UsageError: an option is unknown or out of range; another reply is running.
         """
         config = GenerationConfig.of(**options)

@@ -59,6 +59,7 @@ class TokenStream:
     ) -> None:
         self._parts = parts
         self._prompt = prompt
+        self._continues = continues
         self._turns = turns
         self._on_finish = on_finish
         self._started = started
@@ -73,17 +74,17 @@ class TokenStream:
         with self._lock:
             turns.claim(self)
             try:
-                self._prepare(config, continues)
+                self._prepare(config)
             except BaseException:
                 turns.leave(self)
                 raise
 
-    def _prepare(self, config: GenerationConfig, continues: bool) -> None:
+    def _prepare(self, config: GenerationConfig) -> None:
         parts, prompt = self._parts, self._prompt
         parts.engine.use_adapter(config.adapter)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
-        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if continues else ())
+        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._continues else ())
         self._config = config
         constraint, self._grammar_costs = make_constraint(parts, config, self._stop_ids)
         self._sampler = make_sampler(parts, prompt, config, constraint)
@@ -92,7 +93,7 @@ class TokenStream:
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.
         parts.tokenizer.rest()
         parts.ledger.begin_turn()
-        self._strategy = make_strategy(parts, self._sampler, config, self._stop_ids, continues=continues)
+        self._strategy = self._new_strategy(parts)
         self._first_strategy: DecodingStrategy | None = None  # where the reply has moved since
         self._left = parts.engine.allowance(len(prompt), config.max_tokens)
         self._steps: Generator[Step] | None = None
@@ -101,6 +102,9 @@ class TokenStream:
         self._between = True  # passes
         self._prefill: Prefill | None = None
         self._chunks = self._run()
+
+    def _new_strategy(self, parts: ModelParts) -> DecodingStrategy:
+        return make_strategy(parts, self._sampler, self._config, self._stop_ids, continues=self._continues)
 
     @property
     def result(self) -> Result:
@@ -146,7 +150,7 @@ class TokenStream:
         room, else in a prefix cache (LoadConfig.prefix_cache) as far as that has room; the rest is evaluated again.
         """
         # What a search has looked at is in the cache with the reply.
-        if self._parts.engine.context_shift is not None or self._strategy.searches:
+        if self._parts.engine.context_shift is not None or (self._strategy.searches and self._made):
             return False
         with self._lock:
             self._finish_pass()
@@ -163,9 +167,12 @@ class TokenStream:
             self._finish_pass()
             self._close_steps()
             before = self._strategy
-            self._strategy = parts.speculator.strategy_beside(self._sampler, self._config, parts.drafting, before)
-            # What it counted is told where the rest is decoded plainly.
-            self._first_strategy = self._first_strategy or before
+            if before.searches:
+                self._strategy = self._new_strategy(parts)
+            else:
+                self._strategy = parts.speculator.strategy_beside(self._sampler, self._config, parts.drafting, before)
+                # What it counted is told where the rest is decoded plainly.
+                self._first_strategy = self._first_strategy or before
             parts.engine.use_adapter(self._config.adapter)
             parts.engine.borrow(self._parts.engine, [*self._prompt, *self._made])
             self._turns.leave(self)
@@ -175,7 +182,12 @@ class TokenStream:
     @property
     def shareable(self) -> bool:
         """Whether the reply needs nothing of the model that only one reply at a time can have."""
-        return is_shareable(self._config)
+        return is_shareable(self._config) and not (self.searches and self._made)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the reply is searched for, so that it cannot be paused once it has begun."""
+        return self._strategy.searches
 
     def _finish_pass(self) -> None:
         """Takes the rest of the tokens of the pass that the engine has made one of."""

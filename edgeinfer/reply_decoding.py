@@ -77,33 +77,41 @@ def make_strategy(
         CapabilityError: the backend cannot do it.
     """
     engine = parts.engine
-    if parts.drafting is not None:
-        assert is_shareable(config), "who made the parts has looked"
-        return parts.speculator.strategy_beside(sampler, config, parts.drafting)
     if config.search != "off":
         # As few of them search.
         from edgeinfer.runtime.search.registry import make_search
         from edgeinfer.runtime.search.strategy import SearchParts
 
         given = SearchParts(
-            engine.backend, sampler, config, stop_ids, parts.tokenizer, lambda: engine.cancelled, continues=continues
+            engine.backend,
+            sampler,
+            config,
+            stop_ids,
+            parts.tokenizer,
+            cancelled=lambda: engine.cancelled,
+            fed=lambda: engine.cached_tokens,
+            chunk=engine.chunk,
+            continues=continues,
         )
         return make_search(given, forgets=engine.context_shift is not None)
+    if parts.drafting is not None:
+        assert is_shareable(config), "who made the parts has looked"
+        return parts.speculator.strategy_beside(sampler, config, parts.drafting)
     reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced
 
 
 def is_shareable(config: GenerationConfig) -> bool:
     """Whether a reply can be made beside others."""
-    return config.search == "off" and config.compute == "full"
+    return config.compute == "full"
 
 
 def require_shareable(config: GenerationConfig) -> None:
     """Refuses options by which a reply cannot be made beside others.
 
     Raises:
-        UnshareableError: they search, or take less than the whole model.
+        UnshareableError: they take less than the whole model.
     """
     if not is_shareable(config):
-        message = "Replies side by side can neither search nor take less than the whole model."
-        raise UnshareableError(message, 'Leave out "search" and "compute", or use generate().')
+        message = "Replies side by side cannot take less than the whole model."
+        raise UnshareableError(message, 'Leave out "compute", or use generate().')

@@ -61,8 +61,8 @@ class Job:
 class ModelThread(threading.Thread):
     """Runs the replies of the model it is given.
 
-    A reply that is the only one has the model to itself, with drafts. Several share passes, where the model can; those
-    that cannot, such as searches, run before or after these, by turns.
+    A reply that is the only one has the model to itself, with drafts. Several share passes, where the model can, and
+    so does a search, which cannot be paused; those that cannot run before or after these, by turns.
 
     Args:
         parallel: replies side by side at most; others wait.
@@ -176,7 +176,8 @@ class ModelThread(threading.Thread):
             job.alone = job.alone or (job.stream is not None and not job.stream.shareable)
         if self._batch is None and self._unpausable is None:
             first_alone = bool(started) and started[0].alone
-            if len(started) > 1 and not first_alone:
+            searches = any(job.stream is not None and job.stream.searches for job in started)
+            if (len(started) > 1 or searches) and not first_alone:
                 self._batch = self._open_batch(model)
         if self._batch is None:
             if (turn := self._unpausable or self._queue.next()) is not None:
@@ -243,6 +244,8 @@ class ModelThread(threading.Thread):
         try:
             if job.stream is None:
                 self._start(job, model)
+                if job.stream is not None and job.stream.searches and job.stream.pause():
+                    return  # others may come meanwhile, so it shares passes from the beginning
             if job.stream is None:
                 self._over(job, ReplyEnd(None))
             elif self._work(job, job.stream, started):

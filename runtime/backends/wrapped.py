@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.contract import (
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
 from edgeinfer.runtime.experts.statistics import ExpertCounter, ExpertCounts
 
-__all__ = ["ExpertCountingBackend", "WrappedBackend"]
+__all__ = ["ExpertCountingBackend", "WrappedBackend", "uncounted"]
 
 B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)
@@ -119,11 +119,6 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         cache.observe_keep = self._counter.kept
 
     @property
-    def uncounted(self) -> Backend:
-        """The backend inside, whose passes are not counted."""
-        return self._inner
-
-    @property
     def counts(self) -> ExpertCounts:
         """How the tokens so far used experts, those of drafts that were rejected left out."""
         return self._counter.counts(self.cache.length)
@@ -152,3 +147,8 @@ class ExpertCountingBackend(WrappedBackend[Backend]):
         if whole and output.experts is not None:
             self._counter.passed(start, output.experts)
         return output
+
+
+def uncounted(backend: Backend) -> Backend:
+    """The backend whose passes use experts without being counted: inside `ExpertCountingBackend`, or the same."""
+    return backend._inner if isinstance(backend, ExpertCountingBackend) else backend

@@ -26,7 +26,7 @@ from edgeinfer.runtime.backends.contract import (
     TogetherBackend,
     check_pass,
 )
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend, WrappedBackend
+from edgeinfer.runtime.backends.wrapped import WrappedBackend, uncounted
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
 from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 
@@ -56,14 +56,32 @@ class SequenceBackend(WrappedBackend[Backend]):
         """Evaluates the next rows of this sequence with an adapter, or with none."""
         self._own.adapter = adapter_place(self.adapters, name)
 
+    @property
+    def free_pages(self) -> int:
+        """Pages that all sequences can still take."""
+        return self._scheduler.free_pages
+
+    def new_sequence(self, capacity: int) -> SharingCache:
+        """See `contract.TogetherBackend.new_sequence`."""
+        return self._scheduler.new_sequence(capacity).cache
+
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass, together with rows of other sequences; see `contract.Backend.forward`.
 
         Raises:
             PreemptedError: the sequence's pages are needed by older ones.
         """
-        check_pass(self._inner, batch, self._own)
-        return self._scheduler.evaluate(self, batch)
+        return self.forward_together([(self._own, batch)])[0]
+
+    def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """Rows of several sequences of one reply, together with those of others; see `contract.TogetherBackend`.
+
+        Raises:
+            PreemptedError: the pages of these sequences are needed by older ones; some may have their rows.
+        """
+        for cache, batch in sequences:
+            check_pass(self._inner, batch, cache)
+        return self._scheduler.evaluate(self, sequences)
 
     def cancel(self) -> None:
         """Ends the wait for rows; a pass that is shared with others comes to its end."""
@@ -112,6 +130,7 @@ class Scheduler:
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._current: SequenceTask | None = None  # that goes on now
+        self._waiting: dict[SequenceBackend, SequenceTask] = {}  # for rows, and whose task that is
         self._alone: SequenceBackend | None = None  # whose pass runs by itself
         self._awaited = False  # somebody wants to have a word before the next pass
         self._closing = False
@@ -145,8 +164,11 @@ class Scheduler:
         try:
             for task in tuple(self._tasks):
                 self._resume(task)
-            waiting = [task.request for task in self._tasks if task.request is not None and not task.request.over]
+            waiting = [request for task in self._tasks for request in task.requests if not request.over]
             if waiting and not self._awaited:
+                for task in self._tasks:
+                    for request in task.requests:
+                        request.keep()
                 self._pass(waiting)
         except BaseException:
             self.close()
@@ -160,9 +182,8 @@ class Scheduler:
         self._closing = True
         for task in tuple(self._tasks):
             while not task.over:
-                if task.request is not None and not task.request.over:
-                    task.request.error = PassCancelledError("All sequences were ended.")
-                task.request = None
+                if task.waits:
+                    task.fail(PassCancelledError("All sequences were ended."))
                 self._go_on(task)
         self._tasks.clear()
         self._closing = False
@@ -172,45 +193,51 @@ class Scheduler:
         if self._current is not None and not self._closing:
             self._current.wait()
 
-    def evaluate(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
-        """Waits for rows, which a later pass evaluates; the only task, and who is none, runs it at once."""
+    def evaluate(
+        self, sequence: SequenceBackend, wanted: Sequence[tuple[SharingCache, ForwardInput]]
+    ) -> list[ForwardOutput]:
+        """Waits for rows, which later passes evaluate; the only task, and who is none, runs them at once."""
         if self._closing:
             raise PassCancelledError("All sequences were ended.")
         task = self._current
         if task is None or (len(self._tasks) == 1 and not self._awaited):
-            return self._evaluate_alone(sequence, batch)
-        task.request = request = RowRequest(sequence.cache, batch)
+            return self._evaluate_alone(sequence, wanted)
+        task.requests = tuple(RowRequest(cache, batch) for cache, batch in wanted)
+        with self._lock:
+            self._waiting[sequence] = task
         task.wait()
-        task.request = None
-        return request.output()
+        with self._lock:
+            del self._waiting[sequence]
+        return task.outputs()
 
     def cancel(self, sequence: SequenceBackend) -> None:
         """Ends the wait of a sequence for rows, or the pass that is its alone. Safe from any thread."""
         with self._lock:
             if self._alone is sequence:
                 self._backend.cancel()
-            for task in tuple(self._tasks):
-                request = task.request
-                if request is not None and request.cache is sequence.cache and not request.over:
-                    request.error = PassCancelledError("The sequence was cancelled.")
+            task = self._waiting.get(sequence)
+            if task is not None and task.waits:
+                task.fail(PassCancelledError("The sequence was cancelled."))
 
-    def _evaluate_alone(self, sequence: SequenceBackend, batch: ForwardInput) -> ForwardOutput:
-        self._provide(sequence.cache.pages_for(len(batch.tokens)))
+    def _evaluate_alone(
+        self, sequence: SequenceBackend, wanted: Sequence[tuple[SharingCache, ForwardInput]]
+    ) -> list[ForwardOutput]:
+        self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
         with self._lock:
             self._alone = sequence
         try:
             started = time.perf_counter()
-            (output,) = self._together.forward_together([(sequence.cache, batch)])
-            if len(batch.tokens) == 1:
-                self._share.observe(1, 0, (time.perf_counter() - started) * 1e3)
+            outputs = self._together.forward_together(wanted)
+            if all(len(batch.tokens) == 1 for _, batch in wanted):
+                self._share.observe(len(wanted), 0, (time.perf_counter() - started) * 1e3)
         finally:
             with self._lock:
                 self._alone = None
-        return output
+        return outputs
 
     def _resume(self, task: SequenceTask) -> None:
         """Lets a task go on that can."""
-        if task.request is not None and not task.request.over:
+        if task.waits:
             return
         try:
             self._go_on(task)
@@ -298,9 +325,8 @@ class Scheduler:
             if wanted > free:
                 free += self._provide(wanted, reserved=self._together.free_pages - free)
             if wanted > free and not kept:
-                self._preempt(waiting, request)
                 # Where there is nobody to take pages from, the pass itself tells.
-                return [] if any(each.error is not None for each in waiting) else [(request, count)]
+                return [] if self._preempt(request) else [(request, count)]
             if wanted <= free:
                 kept.append((request, count))
                 free -= wanted
@@ -313,12 +339,13 @@ class Scheduler:
             self._make_room(pages + reserved)
         return self._together.free_pages - before
 
-    def _preempt(self, waiting: Sequence[RowRequest], oldest: RowRequest) -> None:
-        """Has the youngest other sequence that has rows give up its pages."""
-        for request in reversed(waiting):
-            if request is not oldest and request.cache.length:
-                request.error = PreemptedError("The sequence gave its pages to older ones.")
-                return
+    def _preempt(self, oldest: RowRequest) -> bool:
+        """Has the youngest other task that has rows give up its pages; returns whether there is one."""
+        for task in reversed(self._tasks):
+            if task.waits and oldest not in task.requests and any(each.cache.length for each in task.requests):
+                task.fail(PreemptedError("The sequence gave its pages to older ones."))
+                return True
+        return False
 
 
 def sharing_backend(backend: Backend) -> Backend | None:
@@ -326,8 +353,7 @@ def sharing_backend(backend: Backend) -> Backend | None:
 
     Experts that passes use together are not counted. Where long texts are rotated otherwise, sequences differ.
     """
-    if isinstance(backend, ExpertCountingBackend):
-        backend = backend.uncounted
+    backend = uncounted(backend)
     rotates = isinstance(backend, RotatingBackend) and backend.rotation_border is not None
     shares = isinstance(backend, TogetherBackend) and backend.capabilities.paged and not rotates
     return backend if shares else None

@@ -25,7 +25,7 @@ class RowRequest:
     Attributes:
         cache, batch: as given; drafts may be cut.
         fed: rows that passes have evaluated.
-        parts: what these passes gave, copied; the last one's is a view.
+        parts: what these passes gave; the last one's is a view until `keep`.
         error: that the task is to raise.
         can_wait: its rows may be cut into several passes: a prompt's, of which at most the last is continued.
     """
@@ -34,6 +34,7 @@ class RowRequest:
         self.cache, self.batch = cache, batch
         self.fed = 0
         self.parts: list[ForwardOutput] = []
+        self._kept = True  # nothing of them is a view
         self.error: BaseException | None = None
         self.can_wait = batch.is_chain and len(batch.rows) < len(batch.tokens)
 
@@ -68,16 +69,17 @@ class RowRequest:
     def take(self, output: ForwardOutput, count: int) -> None:
         """Takes what a pass gave for its next rows."""
         self.fed += count
-        self.parts.append(_copied(output) if self.left else output)
+        self.parts.append(output)
+        self._kept = False
+
+    def keep(self) -> None:
+        """Copies what the next pass overwrites."""
+        if not self._kept:
+            self.parts[-1] = _copied(self.parts[-1])
+            self._kept = True
 
     def output(self) -> ForwardOutput:
-        """What all passes gave together; of a single one a view that the next pass overwrites.
-
-        Raises:
-            BackendError: a pass failed, was cancelled, or did not take place.
-        """
-        if self.error is not None:
-            raise self.error
+        """What all passes gave together; of a single one a view that the next pass overwrites."""
         if len(self.parts) == 1:
             return self.parts[0]
         hidden = [part.hidden for part in self.parts if part.hidden is not None]
@@ -99,12 +101,12 @@ class SequenceTask:
 
     Attributes:
         over: whether the work has ended.
-        request: the rows it waits for; None where it can go on.
+        requests: the rows it waits for, of a search those of several sequences; none where it can go on.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.over = False
-        self.request: RowRequest | None = None
+        self.requests: tuple[RowRequest, ...] = ()
         self._work = work
         # Held until the other side lets go; a lock does without the queues of a semaphore, which is written in Python.
         self._turn, self._back = threading.Lock(), threading.Lock()
@@ -112,6 +114,32 @@ class SequenceTask:
         self._back.acquire()
         self._thread = threading.Thread(target=self._run, name="edgeinfer-sequence", daemon=True)
         self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows are to be evaluated before it can go on."""
+        return not all(request.over for request in self.requests)
+
+    def outputs(self) -> list[ForwardOutput]:
+        """What the rows gave that it waited for.
+
+        Raises:
+            BackendError: a pass failed, was cancelled, or did not take place.
+        """
+        requests, self.requests = self.requests, ()
+        error = next((request.error for request in requests if request.error is not None), None)
+        if error is None:
+            return [request.output() for request in requests]
+        del requests
+        try:
+            raise error
+        finally:
+            del error  # the frames of its traceback hold pages, and would wait for the collection of a circle
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait for rows: of several sequences for those of all."""
+        for request in self.requests:
+            request.error = error
 
     def resume(self) -> None:
         """Lets the work go on until it waits for rows, or ends."""

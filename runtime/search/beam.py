@@ -50,7 +50,7 @@ class Beam(SearchStrategy):
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._parts, self._statistics)
+        branches = branches_of(self._passes)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:
             group.behind = [log_probabilities(first_logits)]

@@ -18,8 +18,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.visibility import Visibility
-from edgeinfer.runtime.decoding.strategy import SearchStatistics
-from edgeinfer.runtime.search.strategy import Passes, SearchParts
+from edgeinfer.runtime.search.strategy import Passes
 
 __all__ = ["Branch", "Branches"]
 
@@ -43,15 +42,14 @@ class Branches:
     """The branches that begin where the cache ends now.
 
     Args:
-        parts: of the search.
-        statistics: counts passes, rows and branches.
+        passes: of the search.
     """
 
-    def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
-        self._backend, self._statistics = parts.backend, statistics
-        self._passes = Passes(parts, statistics)
-        self._trunk = parts.backend.cache.length
-        self._slots: Ints = np.arange(parts.backend.cache.capacity)
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._statistics = passes, passes.statistics
+        self._backend = passes.parts.backend
+        self._trunk = self._backend.cache.length
+        self._slots: Ints = np.arange(self._backend.cache.capacity)
         self._live: list[Branch] = []
 
     @property

@@ -65,7 +65,7 @@ class Cautious(SearchStrategy):
         count = trials_for(entropy(probabilities))
         longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._parts, self._statistics)
+        branches = branches_of(self._passes)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
             self._draw(trial, probabilities, stream)

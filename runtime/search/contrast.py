@@ -66,7 +66,7 @@ class Contrast(SearchStrategy):
             )
         self._reply_rows = self._prompt = self._backend.cache.length
         own = logits.copy()
-        self._branches = branches_of(self._parts, self._statistics)
+        self._branches = branches_of(self._passes)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
         for begin in range(0, len(self._lame), MOST_ROWS):
             (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])

@@ -56,7 +56,7 @@ class DrawnSearch(SearchStrategy):
         limit = self._share(self._config.samples, room)
         first_logits, replies = logits.copy(), self._begin(prompt)
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._parts, self._statistics)
+        branches = branches_of(self._passes)
         live: list[tuple[Branch, Drawn]] = []
         for reply in replies:
             reply.draw(first_logits, len(prompt))

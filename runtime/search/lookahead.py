@@ -48,7 +48,7 @@ class Lookahead(SearchStrategy):
     def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
         self._reply_rows, stop_ids = self._backend.cache.length, self._parts.stop_ids
-        branches, found = branches_of(self._parts, self._statistics), [list[float]() for _ in candidates]
+        branches, found = branches_of(self._passes), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
         ]

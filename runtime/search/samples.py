@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 
-import numpy as np
-
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, SharingCache
-from edgeinfer.runtime.backends.contract import ForwardInput, TogetherBackend
+from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.search.forked_branches import branches_of
+from edgeinfer.runtime.search.branches import Branch
+from edgeinfer.runtime.search.forked_branches import ForkedBranches, branches_of, together_backend
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
 from edgeinfer.runtime.text import ReplyText
 from edgeinfer.searching import SearchUse
@@ -28,7 +26,6 @@ __all__ = ["ParallelSamples"]
 
 # Tokens of a stretch, at first few as somebody waits for them, then more as every stretch copies all rows.
 _FIRST, _LONGEST = 8, 64
-_ONE_ROW = np.zeros(1, np.int64)
 
 
 @dataclass
@@ -37,7 +34,7 @@ class _Reply:
 
     Attributes:
         most: tokens it may have.
-        cache: of a reply that is a sequence of its own, until it is over.
+        branch: of a reply that is a sequence of its own, until it is over.
         rows: else those of its tokens but the last, by the stretches they were fed in.
         guessed: tokens that were drawn side by side with others and not yet alone.
         score: sum of its tokens' log-probabilities.
@@ -46,7 +43,7 @@ class _Reply:
     sampler: Sampler
     text: ReplyText
     most: int
-    cache: SharingCache | None = None
+    branch: Branch | None = None
     rows: list[CacheSnapshot] = field(default_factory=list)
     guessed: list[int] = field(default_factory=list)
     score: float = 0.0
@@ -79,8 +76,8 @@ class ParallelSamples(SearchStrategy):
         self._prompt = 0  # its tokens
         self._given = 0  # tokens of reply 0
         self._stretch = _FIRST
-        backend, can = parts.backend, parts.backend.capabilities
-        self._together = backend if isinstance(backend, TogetherBackend) and can.exact else None
+        self._together = together_backend(parts) if parts.backend.capabilities.exact else None
+        self._branches: ForkedBranches | None = None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The first tokens of reply 0."""
@@ -93,9 +90,11 @@ class ParallelSamples(SearchStrategy):
         for reply in self._replies:
             reply.draw(logits, self._prompt)
         if self._together is not None:
-            self._statistics.branches = count
-            for index, reply in enumerate(self._replies):
-                reply.cache = self._together.cache.fork() if index else self._together.cache
+            self._branches = ForkedBranches(self._passes, self._together)
+            for reply in self._replies[1:]:
+                reply.branch = self._branches.begin()
+            # Last, as the others begin where the prompt ends.
+            self._replies[0].branch = self._branches.begin_trunk()
         return self._give(room)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
@@ -105,8 +104,9 @@ class ParallelSamples(SearchStrategy):
     def leave(self) -> None:
         """Drops the rows of other replies."""
         super().leave()
+        self._branches = None
         for reply in self._replies:
-            reply.cache = None
+            reply.branch = None
 
     def search_use(self) -> SearchUse:
         """What was done so far; replies that were cut off are told as far as they came."""
@@ -127,32 +127,25 @@ class ParallelSamples(SearchStrategy):
                 fresh = fresh[:-1]
             if fresh:
                 self._given += len(fresh)
-                if self._together is None:
+                if self._branches is None:
                     self._restore(self._given - 1)
                 return fresh
             if all(other.over for other in others):
                 reply.most = most
             live = [r for r in self._replies if not r.over]
-            if self._together is None:
+            if self._branches is None:
                 self._advance(live)
             else:
-                self._step(self._together, live)
+                self._step(self._branches, live)
 
-    def _step(self, backend: TogetherBackend, live: Sequence[_Reply]) -> None:
+    def _step(self, branches: ForkedBranches, live: Sequence[_Reply]) -> None:
         """Draws the next token of each of these replies."""
-        self._passes.check()
-        sequences = []
-        for reply in live:
-            assert reply.cache is not None, "a reply that goes on has its rows"
-            place = np.array([reply.cache.length])
-            sequences.append((reply.cache, ForwardInput(np.array(reply.tokens[-1:], np.int64), place, _ONE_ROW)))
-        outputs = backend.forward_together(sequences)
-        self._statistics.passes += 1
-        self._statistics.rows += len(live)
-        for reply, output in zip(live, outputs, strict=True):
-            reply.draw(output.logits[0], self._prompt)
-            if reply.over and reply is not self._replies[0]:
-                reply.cache = None  # its pages are others' now
+        fed = [(reply.branch, reply.tokens[-1:]) for reply in live if reply.branch is not None]
+        for reply, logits in zip(live, branches.feed(fed), strict=True):
+            reply.draw(logits, self._prompt)
+            if reply.over and reply.branch is not None and reply is not self._replies[0]:
+                branches.drop(reply.branch)  # its pages are others' now
+                reply.branch = None
 
     def _advance(self, live: Sequence[_Reply]) -> None:
         """Draws a stretch of each of these replies."""
@@ -168,7 +161,7 @@ class ParallelSamples(SearchStrategy):
     def _guess(self, live: Sequence[_Reply], size: int) -> None:
         """Draws tokens of these replies side by side, none of them for certain."""
         self._backend.cache.trim(self._prompt)
-        branches = branches_of(self._parts, self._statistics)
+        branches = branches_of(self._passes)
         going = [(branches.begin(rows=reply.rows), reply) for reply in live]
         for _ in range(size):
             rows = branches.feed([(branch, [*reply.tokens, *reply.guessed][-1:]) for branch, reply in going])

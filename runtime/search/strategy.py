@@ -18,7 +18,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
@@ -49,6 +49,8 @@ class SearchParts:
         sampler: of the reply's tokens.
         stop_ids: that end the reply.
         cancelled: whether the reply was cancelled.
+        fed: tokens of the text that the cache held when the strategy was last asked for some.
+        chunk: tokens of a pass at most where a text is evaluated again.
         continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
     """
 
@@ -58,6 +60,8 @@ class SearchParts:
     stop_ids: frozenset[int]
     tokenizer: TokenizerLike
     cancelled: Callable[[], bool]
+    fed: Callable[[], Sequence[int]]
+    chunk: int
     continues: bool
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
@@ -76,11 +80,16 @@ class Passes:
 
     Args:
         parts: of the search.
-        statistics: counts them.
+        statistics: counts passes, rows and branches.
+
+    Attributes:
+        parts, statistics: the same.
     """
 
     def __init__(self, parts: SearchParts, statistics: SearchStatistics) -> None:
-        self._backend, self._cancelled, self._statistics = parts.backend, parts.cancelled, statistics
+        self.parts, self.statistics = parts, statistics
+        self._backend = parts.backend
+        self._fed: list[int] = []
 
     def feed(self, token: int) -> Floats:  # (V,)
         """The logits behind one more token; a view that the next pass overwrites."""
@@ -92,13 +101,43 @@ class Passes:
         They are fed a few at a time, as they are asked for.
         """
         for begin in range(0, len(tokens), MOST_ROWS):
-            self.check()
-            part, start = tokens[begin : begin + MOST_ROWS], self._backend.cache.length
-            rows = np.arange(len(part))
-            output = self._backend.forward(ForwardInput(np.array(part, np.int64), rows + start, rows))
-            self._statistics.passes += 1
-            self._statistics.rows += len(part)
-            yield from output.logits
+            part = tokens[begin : begin + MOST_ROWS]
+            yield from self._feed(part, np.arange(len(part)))
+
+    def feed_again(self, text: Sequence[int]) -> None:
+        """Evaluates a text again in an empty cache, whose pages older replies needed, as soon as there are some."""
+        while self._backend.cache.length < len(text):
+            try:
+                start = self._backend.cache.length
+                part = np.array(text[start : start + self.parts.chunk], np.int64)
+                self._forward(part, np.zeros(0, np.int64))
+            except PreemptedError:
+                self._backend.cache.clear()
+
+    def text(self) -> list[int]:
+        """The tokens that the cache holds rows of."""
+        known = self.parts.fed()
+        since = self._backend.cache.length - len(known)
+        return [*known, *self._fed[len(self._fed) - since :]]
+
+    def _feed(self, part: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
+        while True:
+            try:
+                logits = self._forward(np.array(part, np.int64), rows)
+                self._fed += part
+                return logits
+            except PreemptedError:
+                text = self.text()
+                self._backend.cache.clear()
+                self.feed_again(text)
+
+    def _forward(self, tokens: Ints, rows: Ints) -> Floats:  # (S,), (R,) -> (R, V)
+        self.check()
+        places = np.arange(len(tokens)) + self._backend.cache.length
+        output = self._backend.forward(ForwardInput(tokens, places, rows))
+        self.statistics.passes += 1
+        self.statistics.rows += len(tokens)
+        return output.logits
 
     def check(self) -> None:
         """Ends the reply where it was cancelled between two passes.
@@ -106,7 +145,7 @@ class Passes:
         Raises:
             PassCancelledError: it was.
         """
-        if self._cancelled():
+        if self.parts.cancelled():
             raise PassCancelledError("The reply was cancelled between two passes.")
 
 

@@ -11,7 +11,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
-from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
+from edgeinfer.runtime.backends.wrapped import uncounted
 from edgeinfer.runtime.kv_cache import prefix_cache
 from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.configuration import Configuration
@@ -71,7 +71,7 @@ class DrafterParts:
     @property
     def observed(self) -> ObservedBackend | None:
         """The target, where a module can follow its passes."""
-        inner = self.target.uncounted if isinstance(self.target, ExpertCountingBackend) else self.target
+        inner = uncounted(self.target)
         return inner if isinstance(inner, ObservedBackend) else None
 
     def paid(self, drafter: str) -> bool:

@@ -20,7 +20,9 @@ import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
 from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
+from edgeinfer.runtime.decoding.tasks import SequenceTask
 from edgeinfer.runtime.native.library import LIBRARY
 from tests.cache import export_checkpoint, made
 from tests.cli import TIME_LIMIT, environment
@@ -35,6 +37,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 5},
     {"temperature": 1.2, "seed": 9, "top_k": 20, "repetition_penalty": 1.2},
     {"temperature": 0.7, "seed": 3, "regex": "[a-z ,.]{3,40}"},
+    {"temperature": 0.9, "seed": 7, "search": "samples", "samples": 3},
+    {"search": "beam", "beams": 3, "beam_groups": 3},
+    {"temperature": 0.8, "seed": 2, "search": "vote", "samples": 2},
+    {"temperature": 1.1, "seed": 4, "search": "cautious"},
+    {"search": "lookahead", "uncertainty": 0.5},
+    {"search": "contrast", "lame_prompt": "A dog. The"},
 ]
 TOKENS = 24
 
@@ -47,14 +55,14 @@ def model() -> Iterator[Model]:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Model) -> Callable[[int, int], tuple[int, ...]]:
+def alone(model: Model) -> Callable[[int, int], Result]:
     """What a prompt with some options gives alone."""
-    known: dict[tuple[int, int], tuple[int, ...]] = {}
+    known: dict[tuple[int, int], Result] = {}
 
-    def reply(prompt: int, options: int) -> tuple[int, ...]:
+    def reply(prompt: int, options: int) -> Result:
         if (prompt, options) not in known:
             given = OPTIONS[options] | {"max_tokens": TOKENS, "speculation": "off"}
-            known[prompt, options] = model.generate(PROMPTS[prompt], **given).token_ids
+            known[prompt, options] = model.generate(PROMPTS[prompt], **given)
         return known[prompt, options]
 
     return reply
@@ -84,7 +92,7 @@ class Arrivals:
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_any_company_leaves_every_reply_as_it_is_alone(
-    model: Model, alone: Callable[[int, int], tuple[int, ...]], data: st.DataObject
+    model: Model, alone: Callable[[int, int], Result], data: st.DataObject
 ) -> None:
     draw = random.Random(data.draw(st.integers(0, 2**32)))
     wanted = [(draw.randrange(len(PROMPTS)), draw.randrange(len(OPTIONS))) for _ in range(10)]
@@ -103,11 +111,44 @@ def test_any_company_leaves_every_reply_as_it_is_alone(
     assert not arrivals.errors
     for place, result in arrivals.results.items():
         if result.finish_reason == "cancelled":
-            assert place in cancelled and result.token_ids == expected[place][: len(result.token_ids)]
+            assert place in cancelled
+            assert result.token_ids == expected[place].token_ids[: len(result.token_ids)]
         else:
-            assert result.token_ids == expected[place]
+            assert result.token_ids == expected[place].token_ids
+            texts = [None if found.search is None else found.search.texts for found in (result, expected[place])]
+            assert texts[0] == texts[1]
     assert len(arrivals.results) == 10
-    assert model.generate(PROMPTS[0], max_tokens=TOKENS, temperature=0).token_ids == alone(0, 0)
+    assert model.generate(PROMPTS[0], max_tokens=TOKENS, temperature=0).token_ids == alone(0, 0).token_ids
+
+
+@pytest.mark.slow
+def test_a_search_that_gives_its_pages_to_others_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for one context: the older reply takes those of the search, which are evaluated again afterwards."""
+    preempted: list[object] = []
+    fail = SequenceTask.fail
+
+    def failing(task: SequenceTask, error: BaseException) -> None:
+        preempted.append(error)
+        fail(task, error)
+
+    monkeypatch.setattr(SequenceTask, "fail", failing)
+    with load_eager(context=256, remember=False) as model:
+
+        def plain() -> Result:
+            return model.generate(STORY * 6 + "Tom", max_tokens=100, ignore_eos=True)
+
+        for options in OPTIONS[4:]:
+
+            def searched(given: dict[str, Any] = options) -> Result:
+                return model.generate("Lily. " + STORY * 4, max_tokens=30, ignore_eos=True, **given)
+
+            expected = [plain(), searched()]
+            with contextlib.closing(model.reply_batch(2)) as batch:
+                found = batch.run([plain, searched])
+            assert [reply.token_ids for reply in found] == [reply.token_ids for reply in expected]
+            texts = [reply.search.texts for reply in (found[1], expected[1]) if reply.search is not None]
+            assert len(texts) == 2 and texts[0] == texts[1]
+    assert sum(isinstance(error, PreemptedError) for error in preempted) >= 4
 
 
 def test_replies_are_given_in_the_order_of_their_prompts_and_share_beginnings() -> None:
@@ -155,8 +196,8 @@ def test_a_reply_moves_into_company_and_stays_what_it_is(model: Model) -> None:
 
 
 def test_what_cannot_be_made_side_by_side_is_refused(model: Model) -> None:
-    with pytest.raises(UnshareableError, match="Replies side by side can neither search"):
-        model.generate_batch(["Once"], search="beam")
+    with pytest.raises(UnshareableError, match="Replies side by side cannot take less"):
+        model.generate_batch(["Once"], compute="unified")
     with pytest.raises(UsageError, match="parallel=0 is out of range"):
         model.generate_batch(["Once"], parallel=0)
     with pytest.raises(ContextLengthError):

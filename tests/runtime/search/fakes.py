@@ -147,7 +147,15 @@ class Trial:
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
         self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt)
         parts = SearchParts(
-            backend, self.sampler, self.config, stop_ids, Letters(), lambda: self.engine.cancelled, continues=False
+            backend,
+            self.sampler,
+            self.config,
+            stop_ids,
+            Letters(),
+            cancelled=lambda: self.engine.cancelled,
+            fed=lambda: self.engine.cached_tokens,
+            chunk=self.engine.chunk,
+            continues=False,
         )
         self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,8 @@ from tests.runtime.search.fakes import PROMPT, Letters, LettersBackend, V, lette
 def parts_of(backend: LettersBackend, cancelled: bool = False) -> SearchParts:
     config = GenerationConfig()
     sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
-    return SearchParts(backend, sampler, config, frozenset(), Letters(), lambda: cancelled, continues=False)
+    given: dict[str, Any] = {"cancelled": lambda: cancelled, "fed": tuple, "chunk": 4, "continues": False}
+    return SearchParts(backend, sampler, config, frozenset(), Letters(), **given)
 
 
 def fed_prompt(capacity: int = 200) -> LettersBackend:
@@ -36,7 +39,7 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
     few, module._FEW = module._FEW, 3
     try:
         backend, statistics = fed_prompt(60), SearchStatistics()
-        branches = Branches(parts_of(backend), statistics)
+        branches = Branches(Passes(parts_of(backend), statistics))
         texts: dict[Branch, list[int]] = {branches.begin(): list(PROMPT), branches.begin(apart=True): []}
         for _ in range(data.draw(st.integers(1, 25))):
             act = data.draw(st.sampled_from(["feed", "feed", "feed", "fork", "drop"]))
@@ -67,7 +70,7 @@ def test_each_branch_is_a_text_of_its_own(data: st.DataObject) -> None:
 
 def test_dead_rows_make_room() -> None:
     backend = fed_prompt(len(PROMPT) + 4)
-    branches = Branches(parts_of(backend), SearchStatistics())
+    branches = Branches(Passes(parts_of(backend), SearchStatistics()))
     one, two = branches.begin(), branches.begin()
     branches.feed([(one, [3, 4]), (two, [5])])
     assert branches.room == 1
@@ -84,7 +87,7 @@ def test_copied_rows_begin_a_branch() -> None:
     backend.forward(ForwardInput(np.array([4, 6]), np.arange(2) + len(PROMPT), np.array([0])))
     piece = backend.cache.snapshot(len(PROMPT))
     backend.cache.trim(len(PROMPT))
-    branches = Branches(parts_of(backend), SearchStatistics())
+    branches = Branches(Passes(parts_of(backend), SearchStatistics()))
     other, copied = branches.begin(), branches.begin(rows=[piece])
     rows = branches.feed([(other, [5]), (copied, [0])])
     assert np.array_equal(rows[0], letters_logits([*PROMPT, 5]))
@@ -94,7 +97,7 @@ def test_copied_rows_begin_a_branch() -> None:
 def test_a_cancelled_reply_runs_no_pass() -> None:
     backend = fed_prompt()
     parts = parts_of(backend, cancelled=True)
-    branches = Branches(parts, SearchStatistics())
+    branches = Branches(Passes(parts, SearchStatistics()))
     with pytest.raises(PassCancelledError):
         branches.feed([(branches.begin(), [1])])
     with pytest.raises(PassCancelledError):
