@@ -1,8 +1,8 @@
 """How a draft module reads its target: EAGLE heads and modules for multi-token prediction, nested in a target's bundle.
 
 A module is a decoder of one layer or a few. Its row for a token reads that token's embedding, and the state from which
-the target, or the module itself in the row before, predicted it. Embedding and head may be the target's own, whose
-bytes are read where the target's bundle has them.
+the target, or the module itself in the row before, predicted it; or its rows are a block that is drafted at once.
+Embedding and head may be the target's own, whose bytes are read where the target's bundle has them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["WAITING_ROWS", "DraftModule"]
+__all__ = ["MOST_BLOCK", "WAITING_ROWS", "DraftModule"]
 
 # Rows of the target that wait for their module at most, and have memory planned.
 WAITING_ROWS = 64
+# Rows of a block at most: published drafters have 8 to 16.
+MOST_BLOCK = 64
 
 # What a module can read in its target's bundle.
 _SHARED = ("embed", "head")
@@ -37,6 +39,10 @@ class DraftModule:
         last_normed: the head reads normed states (all but EAGLE-1).
         state_normed: the state of the target is read as its head reads it: through its final norm.
         feeds_normed: so is the module's own, through the module's (Qwen's MTP).
+        block: rows of a block that is drafted at once: the last token, then masks that see each other and the text,
+            whose rows are keys and values alone, made of a normed product of what is read of the target (DFlash); 0
+            where tokens are drafted one by one.
+        mask: the token of the masks.
     """
 
     width: int
@@ -51,8 +57,12 @@ class DraftModule:
     last_normed: bool = True
     state_normed: bool = False
     feeds_normed: bool = False
+    block: int = 0
+    mask: int = 0
 
     def __post_init__(self) -> None:
         _require(self.width > 0 and self.vocab_size >= 0, "a draft module reads states")
         _require(all(name in _SHARED for name in self.shares), f"a draft module shares {self.shares}")
         _require(self.first_normed or not self.beside, "a draft module that reads side by side norms what it reads")
+        _require(self.block == 0 or 2 <= self.block <= MOST_BLOCK, f"a block has from 2 to {MOST_BLOCK} rows")
+        _require(self.mask >= 0, "a mask is a token")

@@ -28,7 +28,8 @@ inputs of every graph
   expert_bias            float32 (L, E)          added to what a router chooses by: 0, or -1e9 for an expert that may
                                                  not be chosen; weights are those of the chosen as DecoderSpec says
 inputs of a paged graph; a slot is the index of a row in its sequence and lies in page slot // PAGE_SLOTS of it. A row
-attends to its path: the first n slots of its sequence, then some further ones, the last of all its own
+attends to its path: the first n slots of its sequence, then some further ones, the last of all its own. A row of -1
+further slots attends to the first n alone, and names its own slot, which may be any, in place of where they begin
   kv_pool                uint8   (B,)            all pages, at a multiple of 64 bytes; written in place before any row
                                                  of a layer attends
   kv_layout              int64   (3 + L,)        type of keys, type of values (edgeinfer.bundle.kv_types.PAGED_KV),
@@ -45,7 +46,9 @@ inputs of a paged graph whose decoder has states (Geometry.states); a state slot
                                                  stand at most when the pass is done
 inputs of a draft module
   tapped                 float32 (1, St, W)      what it reads of the target, DraftModule.width wide; read unless
-                                                 use_hidden is true, when hidden_in has its own states of rows before
+                                                 use_hidden is true, when hidden_in has its own states of rows before.
+                                                 Of a module that drafts in blocks St <= S: the first St rows are the
+                                                 text's, of which it keeps keys and values, the others the block's
 inputs that a paged graph gets where it is loaded with adapters, for its operators edgeinfer.Adapter
   adapter_rows           int32   (S,)            adapter of each new token; -1 where it has none
   adapter_weights        float32 (W,)            factors of all adapters

@@ -12,6 +12,7 @@ from edgeinfer.bundle import NATIVE, DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import Architecture
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
+from edgeinfer.export.drafters.dflash import describe_dflash, is_dflash
 from edgeinfer.export.drafters.eagle import describe_eagle
 from edgeinfer.export.drafters.mtp import describe_mtp
 from edgeinfer.export.options.config import ExportConfig
@@ -67,8 +68,9 @@ def open_drafter(folder: Path, target: DecoderSpec) -> Iterator[OpenedModule]:
         CheckpointError: it is damaged, or for another model.
     """
     config = read_config(folder)
+    describe = describe_dflash if is_dflash(config) else describe_eagle
     with Checkpoint(folder) as checkpoint:
-        yield OpenedModule(describe_eagle(ModuleSource(config, checkpoint, target)), checkpoint)
+        yield OpenedModule(describe(ModuleSource(config, checkpoint, target)), checkpoint)
 
 
 def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> OpenedModule | None:

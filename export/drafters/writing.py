@@ -17,6 +17,7 @@ from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
 from edgeinfer.export.drafters.opening import OpenedModule
+from edgeinfer.export.graph.block_module import block_graph
 from edgeinfer.export.graph.draft_module import module_graph
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.sidecar import Sidecar
@@ -116,4 +117,5 @@ def _graph(manifest: Manifest, target: ModuleTarget) -> bytes:
     assert module is not None and spec is not None, "they were just put in"
     shared = {name: target.manifest.tensor(name) for name in module.shares}
     own = {t.name: t for t in manifest.tensors}
-    return module_graph(spec, module, own | shared, f"{NESTED}/{WEIGHTS}", dict.fromkeys(shared, target.weights))
+    build = block_graph if module.block else module_graph
+    return build(spec, module, own | shared, f"{NESTED}/{WEIGHTS}", dict.fromkeys(shared, target.weights))

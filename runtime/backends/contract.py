@@ -72,6 +72,8 @@ class ForwardInput:
         experts: None leaves the choice to the routers: the whole model.
         visibility: what the rows see, in place of a tree; None is all of the cache.
         tapped: what a draft module reads of its target for each row, where `hidden` does not give it states of its own.
+        block: of a module that drafts in blocks, how many of the last rows are the block's, which see the cache and
+            each other; `tapped` is of the rows before them, of which keys and values are kept.
         gains: of a draft behind its root, how many tokens each row is expected to add; a pass that rows of other texts
             share may leave out the last ones, and gives the logits of those it has. None leaves out nothing.
     """
@@ -86,13 +88,14 @@ class ForwardInput:
     planes: int = 2
     experts: ExpertChoice | None = None
     visibility: Visibility | None = None
-    tapped: Floats | None = None  # (S, W)
+    tapped: Floats | None = None  # (S, W), or (S - block, W)
+    block: int | None = None
     gains: tuple[float, ...] | None = None  # (S,)
 
     @property
     def is_chain(self) -> bool:
         """Whether each row follows the one before it, so that the rows may as well be evaluated in several passes."""
-        return self.tree is None and self.visibility is None
+        return self.tree is None and self.visibility is None and self.block is None
 
     def goes_with(self, other: ForwardInput) -> bool:
         """Whether the rows of both go through the same weights in the same way, so that one pass can have both."""

@@ -42,7 +42,7 @@ int64_t attention_value_bytes(int32_t type, int32_t value_size) {
 /* Positions of the path of a row. */
 static int64_t length_of(const attention *a, int64_t row) {
     const int32_t *r = a->rows + row * ATTENTION_ROW;
-    return (int64_t)r[ATTENTION_PREFIX] + r[ATTENTION_EXTRAS];
+    return (int64_t)r[ATTENTION_PREFIX] + most(r[ATTENTION_EXTRAS], 0);
 }
 
 static int64_t positions_seen(const attention *a, int64_t row) {
@@ -112,7 +112,7 @@ static int64_t pages_gathered(const attention *a) {
     int64_t greatest = 0;
     for (int64_t row = 0; row < a->count; row++) {
         const int32_t *r = a->rows + row * ATTENTION_ROW;
-        if (!r[ATTENTION_EXTRAS]) continue;
+        if (r[ATTENTION_EXTRAS] <= 0) continue;
         const int64_t pages = (length_of(a, row) - 1) / ATTENTION_PAGE - r[ATTENTION_PREFIX] / ATTENTION_PAGE + 1;
         greatest = most(greatest, least(pages, ATTENTION_BLOCK / ATTENTION_PAGE));
     }

@@ -18,7 +18,8 @@
  * int4 are turned by a Hadamard transform of the largest power of two, at most 128, that divides their size; results
  * over such values are turned back.
  *
- * The path of a row is the slots it sees, ascending, its own last: 0 to n - 1 and then its extras. Arithmetic, the
+ * The path of a row is the slots it sees, ascending, its own last: 0 to n - 1 and then its extras; a row of -1 extras
+ * sees the first n alone and names its own slot, which is any. Arithmetic, the
  * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
  * fmaf over the channels, times scale, soft-capped, in units of log2(e), which is part of the scale where nothing is
  * capped; positions outside the window are left out. m is the greatest, p = 2^(score - m) by a polynomial, 0 where the
@@ -71,7 +72,7 @@ typedef struct {
 
     int64_t count;            /* rows of the pass */
     const float *qkv;         /* (count, attention_row_width) */
-    const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras */
+    const int32_t *rows;      /* (count, 4): sequence, prefix n, first extra, extras; of -1 extras: its slot */
     const int32_t *extras;    /* slots */
     const int64_t *positions; /* (count): rows of the tables */
     const float *cosines, *sines; /* (positions, rotary / 2), or NULL */

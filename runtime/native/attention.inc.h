@@ -74,7 +74,7 @@ static row_tile tile_at(const attention_plan *plan, int64_t tile) {
 /* Positions of a row's path. */
 static int64_t path_end(const attention *a, int64_t row) {
     const int32_t *r = a->rows + row * ATTENTION_ROW;
-    return (int64_t)r[ATTENTION_PREFIX] + r[ATTENTION_EXTRAS];
+    return (int64_t)r[ATTENTION_PREFIX] + (r[ATTENTION_EXTRAS] > 0 ? r[ATTENTION_EXTRAS] : 0);
 }
 
 /* The first position that a row sees. */
@@ -168,7 +168,7 @@ static void find_pages(const task *t, int64_t row, int64_t kv_head, int64_t bloc
     for (int64_t i = first / ATTENTION_PAGE; i * ATTENTION_PAGE < last; i++) {
         const int64_t start = block * ATTENTION_BLOCK + i * ATTENTION_PAGE;
         const int64_t end = smaller(start + ATTENTION_PAGE, block * ATTENTION_BLOCK + last);
-        if (end <= r[ATTENTION_PREFIX] || !r[ATTENTION_EXTRAS]) {
+        if (end <= r[ATTENTION_PREFIX] || r[ATTENTION_EXTRAS] <= 0) {
             view->pages[i] = head_at(a, r[ATTENTION_SEQUENCE], start, kv_head);
             continue;
         }

@@ -77,6 +77,7 @@ static int64_t count_holders(const attention *a, const attention_bounds *bounds,
 
 static const char *extras_fault(const attention *a, const attention_bounds *bounds, const int32_t *row) {
     int64_t first = row[ATTENTION_FIRST_EXTRA], count = row[ATTENTION_EXTRAS], before = row[ATTENTION_PREFIX] - 1;
+    if (count == -1) return page_of(a, row[ATTENTION_SEQUENCE], first) < 0 ? "has no page for its slot" : NULL;
     if (count < 0) return "has a negative number of extras";
     if (count && (first < 0 || first > bounds->extras - count)) return "has extras outside the list of extras";
     for (int64_t i = 0; i < count; i++) {
@@ -94,17 +95,18 @@ static const char *row_fault(const attention *a, const attention_bounds *bounds,
     if (sequence < 0 || sequence >= bounds->sequences) return "is of a sequence that has no table";
     if (prefix < 0) return "has a negative prefix";
     if (prefix > leading[sequence]) return "has a prefix that goes beyond its pages";
-    if (!prefix && !row[ATTENTION_EXTRAS]) return "has no slot of its own";
+    if (!prefix && row[ATTENTION_EXTRAS] <= 0) return "sees no slot";
     if (a->cosines && (a->positions[r] < 0 || a->positions[r] >= bounds->positions))
         return "has a position outside cos and sin";
     return extras_fault(a, bounds, row);
 }
 
-/* Notes what a row writes: the last slot of its path. */
+/* Notes what a row writes: its own slot. */
 static const char *write_fault(const attention *a, page_state *states, int64_t r) {
     const int32_t *row = a->rows + r * ATTENTION_ROW;
     int64_t slot = row[ATTENTION_PREFIX] - 1, count = row[ATTENTION_EXTRAS];
-    if (count) slot = a->extras[row[ATTENTION_FIRST_EXTRA] + count - 1];
+    if (count < 0) slot = row[ATTENTION_FIRST_EXTRA];
+    if (count > 0) slot = a->extras[row[ATTENTION_FIRST_EXTRA] + count - 1];
     page_state *state = &states[page_of(a, row[ATTENTION_SEQUENCE], slot)];
     uint64_t bit = (uint64_t)1 << slot % ATTENTION_PAGE;
     if (state->holders > 1) return "writes to a page that is held twice";

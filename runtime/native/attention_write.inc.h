@@ -185,10 +185,11 @@ static void store_value(int32_t type, uint8_t *values, int64_t s, const float *x
     }
 }
 
-/* The slot of a row: the last of its path. */
+/* The slot of a row: the last of its path, or the one that it names. */
 static int64_t own_slot(const attention *a, int64_t row) {
     const int32_t *r = a->rows + row * ATTENTION_ROW;
     int32_t extras = r[ATTENTION_EXTRAS];
+    if (extras < 0) return r[ATTENTION_FIRST_EXTRA];
     return extras ? a->extras[r[ATTENTION_FIRST_EXTRA] + extras - 1] : r[ATTENTION_PREFIX] - 1;
 }
 

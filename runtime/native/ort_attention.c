@@ -3,7 +3,8 @@
  * inputs: qkv (..., heads h + kv_heads h + kv_heads v) float, of latent (..., heads v + heads h + v + h): S rows | pool (bytes) uint8, updated in place: all rows are
  * written before any attends | layout (3 + L) int64: key type, value type, page_bytes, offset of each layer | pages
  * (B, P) int32: page of each 64 slots of each sequence, -1: none | rows (S, 4) int32: sequence, prefix n, first extra,
- * number of extras. A row sees the slots 0 to n - 1 and its extras, the last of which is its own | extras (X) int32:
+ * number of extras. A row sees the slots 0 to n - 1 and its extras, the last of which is its own; of -1 extras it
+ * sees the first n alone, and first extra is its own slot, any that has a page | extras (X) int32:
  * slots, ascending within a row | position_ids (S) int64: for the rotation | cos, sin (P', rotary_dim / 2), both or
  * none | q_norm, k_norm: (h), or (heads h) and (kv_heads h): root-mean-square norms before the rotation; of latent there
  * is k_norm alone, (v), which is of the values | sinks (heads) |

@@ -74,6 +74,8 @@ static OrtStatus *read_cache(const node *op, const OrtKernelContext *context, pa
     a->pages = table, a->columns = pages.sizes[1], a->rows = rows, a->extras = slots;
     const char *fault = attention_set_layout(a, floats, 4, 0, &bounds);
     if (fault) return ort_fail(base, "%s", fault);
+    for (int64_t r = 0; r < a->count; r++)
+        if (a->rows[r * ATTENTION_ROW + ATTENTION_EXTRAS] < 0) return ort_fail(base, "row %lld names its slot", (long long)r);
     char message[ATTENTION_MESSAGE];
     void *states = scratch_take(attention_check_bytes(a, &bounds));
     if (!states) return ort_fail(base, "out of memory");

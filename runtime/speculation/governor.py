@@ -161,6 +161,7 @@ class Governor:
         self._first_estimates = dict(self._estimates)
         self._asked: dict[tuple[int, ...], list[Asked]] = {}
         self._at_work: Drafter | None = None
+        self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
         self._spent = 0.0
         self._saved = _FIRST_LOSS_BUDGET * self._pass_ms[0]
         self._tries = _TRIES
@@ -238,7 +239,7 @@ class Governor:
                 else:
                     needs = min(needs, self._risk(ms, 1 + tree.sure))
             asked, node = candidate.asked, len(tree) - 1
-            likely, ms = tree.likely[node], self._guess_ms[asked.drafter]
+            likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
             # Guesses that come to nothing must be paid for too.
             if len(tree) < most and pays and self._affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
@@ -301,6 +302,7 @@ class Governor:
         if self._unpaid and self._said >= self._unpaid[0]:
             del self._unpaid[0]
         self._asked, self._at_work, self._spent = {}, None, 0.0
+        self._paid.clear()
 
     def _affords(self, ms: float, sure: int = 1) -> bool:
         """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
@@ -318,14 +320,29 @@ class Governor:
         plain = self._pass_ms[0] + self._round_ms
         return tree.expected * plain > _MARGIN * (self._pass_ms[len(tree)] + self._spent + self._round_ms)
 
-    def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float) -> float:
-        """The most that further nodes behind a path are worth if each is accepted with this probability."""
+    def _price(self, name: str) -> float:
+        """What a drafter's next guess costs."""
+        return 0.0 if name in self._paid else self._guess_ms[name]
+
+    def _pay(self, drafter: Drafter) -> None:
+        self._spent += self._price(drafter.name)
+        if drafter.at_once:
+            self._paid.add(drafter.name)
+
+    def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float, *, once: bool = False) -> float:
+        """The most that further nodes behind a path are worth if each is accepted with this probability.
+
+        Args:
+            once: one guess pays for all of them.
+        """
         best, gained = 0.0, 0.0
         rate, now = self.rate, self._pass_ms[size]
         for further in range(1, min(_AHEAD, self._most - size) + 1):
             likely *= acceptance
             gained += likely
-            best = max(best, gained - rate * (self._pass_ms[size + further] - now + further * guess_ms))
+            best = max(
+                best, gained - rate * (self._pass_ms[size + further] - now + (1 if once else further) * guess_ms)
+            )
         return best
 
     def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
@@ -350,26 +367,27 @@ class Governor:
         answers: list[tuple[str, int, Guess]] = []
         best, best_ms = 0.0, 0.0
         for drafter in self._drafters:
-            name, ms = drafter.name, self._guess_ms[drafter.name]
+            name, ms = drafter.name, self._price(drafter.name)
             if ms > _CHEAP * self._pass_ms[0]:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
-                if barred or not main_branch or self._ahead(likely, self._estimates[name], size, ms) <= without:
+                promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
+                if barred or not main_branch or promised <= without:
                     continue
                 if not self._affords(self._pass_ms[0] + self._spent + ms):
                     if not self._tries:
                         continue
                     self._tries -= 1
             guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)
-            self._spent += ms
+            self._pay(drafter)
             if drafter.uses_target:
                 self._at_work = drafter
             for rank, guess in enumerate(guesses):
                 answers.append((name, rank, guess))
                 estimate = self._acceptance.estimate(name, guess.sign, ALONE, len(path), rank)
                 if estimate > best:
-                    best, best_ms = estimate, ms
+                    best, best_ms = estimate, self._price(name)
         return [self._estimated(*answer, answers, len(path)) for answer in answers]
 
     def _estimated(

@@ -117,7 +117,8 @@ def _blank(backend: Backend, length: int) -> CopiedRows:
 
 
 def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:
-    """Milliseconds of one guess: the median over chains of guesses after different first tokens.
+    """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
+    one, of drafters that guess `at_once`.
 
     The first chain is not counted: it evaluates the context. If the drafter works on the target's cache, its rows are
     left there.
@@ -141,9 +142,10 @@ def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) 
 def _chain_ms(drafter: Drafter, context: Context, drafted: Sequence[int]) -> float:
     """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
     path, given = list(drafted), 0
+    drafter.repeat()
     started = time.perf_counter()
     while given < _CHAIN and (guesses := drafter.guesses(context, path, 1)):
         given += 1
         path.append(guesses[0].token)
     # Where heads come to an end, having none to give costs nothing and would make the others look cheaper.
-    return (time.perf_counter() - started) * 1e3 / max(1, given)
+    return (time.perf_counter() - started) * 1e3 / (1 if drafter.at_once else max(1, given))

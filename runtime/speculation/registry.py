@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, Geometry
+from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
@@ -23,9 +23,6 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.wording import Setting
-
-if TYPE_CHECKING:
-    from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "asked_by_auto", "drafting_bytes", "heads_taken", "make_drafter"]
 
@@ -128,6 +125,10 @@ def _model(parts: DrafterParts) -> ModelDrafter:
 
 # Drafters that few models have are imported when one is made.
 
+_EXPORT_WITH_ONE = (
+    "Export it with one (edgeinfer export --drafter FOLDER) and run it on the native kernel, or leave it out."
+)
+
 
 def _hierarchical(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
@@ -185,29 +186,58 @@ def _hydra(parts: DrafterParts) -> Drafter:
     return HydraDrafter(parts.target, parts.heads("hydra"))
 
 
+@dataclass(frozen=True)
+class _Module:
+    """What a drafter with a draft module is made of.
+
+    Attributes:
+        tapped: the target gives states of tapped layers.
+    """
+
+    target: ObservedBackend
+    backend: Backend
+    bundle: Bundle
+    described: DraftModule
+    tapped: bool
+
+
 def _eagle(parts: DrafterParts) -> Drafter:
+    from edgeinfer.bundle.draft_tokens import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
-    hint = "Export it with one (edgeinfer export --drafter HEAD) and run it on the native kernel, or leave it out."
-    return _with_module(parts, EagleDrafter, "EAGLE head", hint)
+    own = _module(parts, "eagle", "EAGLE head", _EXPORT_WITH_ONE)
+    tokens = read_draft_tokens(own.bundle)
+    return EagleDrafter(own.target, own.backend, own.described.width, tapped=own.tapped, tokens=tokens)
 
 
 def _mtp(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 
     hint = "Export a checkpoint that has one and run it on the native kernel, or leave it out."
-    return _with_module(parts, MtpDrafter, "module for multi-token prediction", hint)
+    own = _module(parts, "mtp", "module for multi-token prediction", hint)
+    return MtpDrafter(own.target, own.backend, own.described.width, tapped=own.tapped, tokens=None)
 
 
-def _with_module(parts: DrafterParts, kind: type[EagleDrafter], what: str, hint: str) -> Drafter:
-    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+def _dflash(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.dflash import DflashDrafter
 
+    own = _module(parts, "dflash", "DFlash drafter", _EXPORT_WITH_ONE)
+    width, block, mask = own.described.width, own.described.block, own.described.mask
+    return DflashDrafter(own.target, own.backend, width, tapped=own.tapped, block=block, mask=mask)
+
+
+def _module(parts: DrafterParts, drafter: str, what: str, hint: str) -> _Module:
+    """The draft module of a drafter.
+
+    Raises:
+        UsageError: there is none, or no target whose passes it can follow.
+    """
     target, module, bundle = parts.observed, parts.model, parts.module
-    if target is None or module is None or bundle is None or not parts.has_module(kind.name):
+    if target is None or module is None or bundle is None or not parts.has_module(drafter):
         raise UsageError(f"The model has no {what} that can draft here.", hint)
     described, tapped = bundle.manifest.module, parts.bundle is not None and bool(parts.bundle.manifest.taps)
     assert described is not None, "it has a module"
-    return kind(target, module, described.width, tapped=tapped, tokens=read_draft_tokens(bundle))
+    return _Module(target, module, bundle, described, tapped)
 
 
 def _prompt(parts: DrafterParts) -> Drafter:
@@ -258,6 +288,7 @@ KINDS: dict[str, DrafterKind] = {
     # What it takes is counted with its module.
     "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle")),
     "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp")),
+    "dflash": DrafterKind(_dflash, lambda parts: parts.has_module("dflash")),
 }
 
 

@@ -130,7 +130,7 @@ class StochasticGovernor(Governor):
     def _pays(self, slot: _Slot, size: int) -> bool:
         """Whether a draw and what may follow it are worth their time in a draft of so many tokens."""
         place = slot.place
-        ms = self._guess_ms[place.drafter.name]
+        ms = self._price(place.drafter.name)
         if self._ahead(-slot.unlikely / place.estimate, place.estimate, size, ms) <= 0:
             return False
         return self._affords(self._pass_ms[size + 1] + self._spent + (0.0 if slot.rank else ms))
@@ -147,15 +147,16 @@ class StochasticGovernor(Governor):
                 # What a table says depends on tokens before only, so it may be looked at.
                 guesses = drafter.guesses(context, path, 1)
                 estimate = self._acceptance.estimate(name, guesses[0].sign, ALONE, len(path)) if guesses else 0.0
-            worth = self._ahead(likely, estimate, size, self._guess_ms[name])
+            ms = self._price(name)
+            worth = self._ahead(likely, estimate, size, ms, once=drafter.at_once)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            affordable = self._affords(self._pass_ms[size + 1] + self._spent + self._guess_ms[name])
+            affordable = self._affords(self._pass_ms[size + 1] + self._spent + ms)
             if worth > most and not barred and affordable:
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
 
     def _ask_one(self, drafter: Drafter, context: Context, path: list[int], width: int) -> list[Asked]:
-        self._spent += self._guess_ms[drafter.name]
+        self._pay(drafter)
         if drafter.uses_target:
             self._at_work = drafter
         guesses = drafter.guesses(context, path, width if drafter.branches else 1)
@@ -194,14 +195,15 @@ class ChainsGovernor(StochasticGovernor):
 
     def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
         """The length at which so many chains are worth most."""
-        ms = self._guess_ms[drafter.name]
+        ms = self._price(drafter.name)
         either = 1 - (1 - estimate) ** self._width
         best, length, gained, likely = 0.0, 0, 0.0, 1.0
         for depth in range(1, most + 1):
             likely *= either
             gained += likely
             rows = depth * self._width
-            worth = gained - self.rate * (self._pass_ms[rows] - self._pass_ms[0] + rows * ms)
-            if worth > best and self._affords(self._pass_ms[rows] + rows * ms):
+            guessing = ms if drafter.at_once else rows * ms
+            worth = gained - self.rate * (self._pass_ms[rows] - self._pass_ms[0] + guessing)
+            if worth > best and self._affords(self._pass_ms[rows] + guessing):
                 best, length = worth, depth
         return length

@@ -113,7 +113,7 @@ class GraphBackend(ABC):
         self._layer_mask = np.ones(2 * self.geometry.num_layers, np.bool_)
         self._planes = np.zeros(1, np.int32)
         self._buffers = self._new_buffers(size=2, rows=2)
-        self._passes: dict[tuple[int, int, bool, int], Pass] = {}
+        self._passes: dict[tuple[int, int, bool, int, int], Pass] = {}
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
@@ -167,7 +167,7 @@ class GraphBackend(ABC):
         if self._experts is not None:
             self._experts.choose(batch.experts)
             used = int(self._experts.count[0])
-        step = self._pass(size, rows, batch.hidden is not None, used)
+        step = self._pass(size, rows, batch.hidden is not None, used, batch.block or 0)
         step.fill(batch.tokens, batch.positions, batch.rows, batch.hidden, apart=apart)
         if batch.tapped is not None:
             step.fill_tapped(batch.tapped)
@@ -190,8 +190,8 @@ class GraphBackend(ABC):
             return Buffers(self.geometry, size, rows, top_k, self._tapped)
         return Buffers(self.geometry, size, rows, top_k, self._module.width, self._module.vocab_size)
 
-    def _pass(self, size: int, rows: int, resumes: bool, experts: int) -> Pass:
-        key = (size, rows, resumes, experts)
+    def _pass(self, size: int, rows: int, resumes: bool, experts: int, block: int) -> Pass:
+        key = (size, rows, resumes, experts, block)
         step = self._passes.get(key)
         if step is not None:
             return step

@@ -248,8 +248,9 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     if (module := manifest.module) is None:
         return _FLOAT_BYTES * (chunk * (row + 2 * len(manifest.taps) * hidden) + 2 * geometry.vocab_size)
     # What the module reads in a pass and what waits for it, embeddings beside states, and its drafter's logits.
-    waiting = WAITING_ROWS * (row + 3 * module.width + 4 * hidden)
-    return _FLOAT_BYTES * (waiting + 5 * geometry.vocab_size)
+    rows = max(WAITING_ROWS, 2 * module.block)
+    waiting = rows * (row + 3 * module.width + 4 * hidden)
+    return _FLOAT_BYTES * (waiting + (5 + module.block) * geometry.vocab_size)
 
 
 def _scores(manifest: Manifest, chunk: int, context: int) -> int:

@@ -131,7 +131,9 @@ class PagedBackend(GraphBackend):
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         cache, size = self.cache, len(batch.tokens)
-        if batch.tree is None and batch.visibility is None and size >= self._least:
+        if batch.block is not None:
+            step = self._run_block(batch, batch.block)
+        elif batch.tree is None and batch.visibility is None and size >= self._least:
             cache.prepare(size)
             if cache.state is not None:
                 cache.state.prepare(cache.length, size, size, chain=True, whole=_whole(batch))
@@ -170,6 +172,15 @@ class PagedBackend(GraphBackend):
             cache.advance(size)
             row, logit = row + size, logit + wanted
         return outputs
+
+    def _run_block(self, batch: ForwardInput, block: int) -> Pass:
+        """Runs a pass of a module that drafts in blocks; its last rows see each other."""
+        cache, size = self.cache, len(batch.tokens)
+        cache.prepare(size)
+        step = self._prepared(batch, size, self._logit_rows(len(batch.rows)), apart=False)
+        self._paths.tell_block(cache.length, size, block)
+        self._session.run(step.binding)
+        return step
 
     def _run(self, sequences: Sequences, whole: ForwardInput) -> Pass:
         """Runs a pass of any rows; `whole` has them all."""

@@ -70,14 +70,14 @@ class Pass:
 
     binding: Binding
 
-    def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int) -> None:
+    def __init__(self, buffers: Buffers, size: int, rows: int, resumes: bool, experts: int, block: int = 0) -> None:
         self._tokens = buffers.tokens[:, :size]
         self.positions = buffers.positions[0, :size]
         self._positions = buffers.positions[:, :size]
         self._rows = buffers.logit_rows[:rows]
         self._hidden = buffers.hidden_in[:, : size if resumes else 1]
         self.logits = buffers.logits[:rows]  # (R, V)
-        self.tapped = buffers.tapped[:, :size]  # (1, S, W)
+        self.tapped = buffers.tapped[:, : size - block]  # (1, S - block, W)
         self.hidden_out = buffers.hidden_out[:, :size]  # (1, S, D)
         chosen = (buffers.layers, size, experts)
         self.experts = buffers.experts[: math.prod(chosen)].reshape(chosen) if experts else None  # (L, S, k)

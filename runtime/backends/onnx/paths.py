@@ -19,8 +19,9 @@ __all__ = ["SPARE_ROWS", "Path", "PathTables", "pages_of", "paths_of", "repeated
 
 # Rows of a sequence beyond its capacity, for a pass's last row that is there again.
 SPARE_ROWS = 1
-# Column of the number of first slots.
-_PREFIX = 1
+# Columns of the number of first slots, and of a row's own where it names that.
+_PREFIX, _OWN = 1, 2
+_NAMES_ITS_SLOT = -1
 
 # Slots of a row: how many of the first, and the further ones.
 Path = tuple[int, Sequence[int]]
@@ -56,6 +57,17 @@ class PathTables:
             self.rows[:] = 0
             self._plain = True
         self.rows[:size, _PREFIX] = self._counting[start + 1 : start + 1 + size]
+
+    def tell_block(self, start: int, size: int, block: int) -> None:
+        """Tells of rows that follow `start` ones of the first sequence, of which the last see all, the others nothing.
+
+        A row sees something, be it the first slot. Who reads keys and values alone does not mind.
+        """
+        rows = self.rows[:size]
+        rows[:] = 0, 1, 0, _NAMES_ITS_SLOT
+        rows[:, _OWN] = self._counting[start : start + size]
+        rows[size - block :, _PREFIX] = start + size
+        self._plain = False
 
     def tell(self, sequences: Sequence[Sequence[Path]]) -> None:
         """Tells of the rows of each sequence, for whose further slots there must be room."""

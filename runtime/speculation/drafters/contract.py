@@ -258,6 +258,7 @@ class Drafter:
         uses_target: whether guessing runs passes of the target, whose rows the engine drops before it verifies.
         branches: whether `guesses` can give more than one.
         follows_passes: whether it guesses only behind rows that it has seen passes of the target over.
+        at_once: whether the first guess of a round computes what all of them take; the others cost nothing.
         draws: whether its guesses are drawn by `Context.draw`, so that they may carry distributions.
     """
 
@@ -267,6 +268,7 @@ class Drafter:
     branches: bool = False
     draws: bool = False
     follows_passes: bool = False
+    at_once: bool = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A generation begins after this prompt, or whatever of it differs from what is known already.
@@ -284,6 +286,9 @@ class Drafter:
         Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.
         """
         return None
+
+    def repeat(self) -> None:
+        """Forgets what the first of guesses made `at_once` computed for a round, so that it can be timed again."""
 
     def beside(self) -> Drafter | None:
         """Another of its kind for a text that is decoded beside, which shares what both learn; None where none can."""

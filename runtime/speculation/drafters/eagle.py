@@ -11,29 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
-from edgeinfer.runtime.speculation.drafters.contract import Context, Round
-from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
+from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
+from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
 __all__ = ["EagleDrafter", "MtpDrafter"]
 
 _NO_ROWS = np.zeros(0, np.int64)
 
 
-class EagleDrafter(LogitDrafter):
-    """Drafts with a draft module, whose cache holds rows of the text and, behind them, those of one drafted path.
+class EagleDrafter(ModuleDrafter):
+    """Drafts with a module that reads its own state of the row before where it goes on; arguments as its base, and:
 
     Args:
-        target: whose passes it follows from now on.
-        module: its backend, which nothing else uses; the drafter does not close it.
-        width: of what the module reads of a row.
-        tapped: whether that is the states of tapped layers; otherwise the last ones.
         tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
     """
 
     name = "eagle"
-    follows_passes = True
 
     def __init__(
         self,
@@ -45,29 +40,12 @@ class EagleDrafter(LogitDrafter):
         tokens: NDArray[np.int64] | None,
     ) -> None:
         vocabulary = module.geometry.vocab_size
-        super().__init__(vocabulary)
-        self._target, self._module, self._tokens = target, module, tokens
-        self._states = TargetStates(width, _tapped if tapped else _last, self._read, self._trim)
+        self._tokens = tokens
         self._all = np.full(vocabulary, -np.inf, np.float32)
         self._first = np.empty(vocabulary if tokens is None else len(tokens), np.float32)  # logits behind the root
         self._nodes: dict[tuple[int, ...], Floats] = {}  # the module's state in the row of each path's last token
         self._path: list[int] = []  # whose rows are in the module's cache
-        self._ready = False  # it has read the text up to the root
-        self._lost = 0
-        module.cache.trim(0)
-        target.observe_pass = self._states.observe
-
-    def begin(self, tokens: Sequence[int]) -> None:
-        """Another text may have begun, or the same has been fed further."""
-        super().begin(tokens)
-        self._leave_path()
-        self._states.compare(tokens)
-
-    def observe(self, round: Round) -> None:
-        """Keeps the states of the accepted path; the draft's own rows go."""
-        super().observe(round)
-        self._leave_path()
-        self._states.keep([0, *(node + 1 for node in round.verdict.accepted)])
+        super().__init__(target, module, width, tapped=tapped)
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base = context.root_row
@@ -105,19 +83,8 @@ class EagleDrafter(LogitDrafter):
         logits: Floats = output.logits[0]
         return logits
 
-    def _catch_up(self, context: Context, base: int) -> bool:
-        """Reads the text up to the root; false where the row before it is not known."""
-        if self._ready:
-            return True
-        if context.lost() != self._lost:
-            # Rows have moved, and what they were is not known.
-            self._lost = context.lost()
-            self._states.clear()
-        self._ready = self._states.catch_up(base, context.tokens[-1])
-        return self._ready
-
     def _read(self, unread: Unread) -> None:
-        self._leave_path()
+        self._leave_draft()
         rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
         output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
         if not unread.last:
@@ -126,9 +93,9 @@ class EagleDrafter(LogitDrafter):
         self._first[:] = output.logits[0]
         self._nodes[()] = output.hidden[-1].copy()
 
-    def _leave_path(self) -> None:
+    def _leave_draft(self) -> None:
+        super()._leave_draft()
         self._nodes.clear()
-        self._ready = False
         if self._path:
             self._trim(self._states.done)
 
@@ -145,24 +112,10 @@ class EagleDrafter(LogitDrafter):
 
     def nbytes(self) -> int:
         """Bytes that its module's backend allocated, and its own."""
-        own = self._all.nbytes + self._first.nbytes + self._states.nbytes
-        return sum(self._module.nbytes().values()) + super().nbytes() + own
-
-    def close(self) -> None:
-        """Follows the target's passes no longer."""
-        super().close()
-        self._target.observe_pass = None
+        return super().nbytes() + self._all.nbytes + self._first.nbytes
 
 
 class MtpDrafter(EagleDrafter):
     """Drafts with the module for multi-token prediction that a model ships with (DeepSeek-V3, Qwen3-Next)."""
 
     name = "mtp"
-
-
-def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
-    return output.tapped
-
-
-def _last(output: ForwardOutput) -> Floats | None:  # (S, D)
-    return output.hidden

@@ -258,7 +258,7 @@ def test_the_builtin_model_is_measured() -> None:
     backend.close()
 
 
-class TimedDrafter:
+class TimedDrafter(Drafter):
     """Guesses the numbers that follow; taking in the context costs a second, a guess a millisecond."""
 
     def __init__(self, clock: Clock, most: int) -> None:
@@ -282,7 +282,7 @@ def make_context(tokens: list[int]) -> Context:
 def test_a_guess_costs_what_chains_of_them_take(clock: Clock) -> None:
     for most, tokens in product([0, 2, 9], [[5], [5, 9], [5, 9, 9, 13, 40, 5]]):
         drafter = TimedDrafter(clock, most)
-        ms = measure_guesses(cast(Drafter, drafter), make_context(tokens), budget_s=2.0)
+        ms = measure_guesses(drafter, make_context(tokens), budget_s=2.0)
         assert ms == pytest.approx(1.0)
         # What a drafter keeps from one chain must not make the next one cheaper.
         assert len(set(drafter.chains)) == len(drafter.chains)
@@ -290,5 +290,5 @@ def test_a_guess_costs_what_chains_of_them_take(clock: Clock) -> None:
 
 def test_a_slow_drafter_is_asked_for_one_chain_after_the_first(clock: Clock) -> None:
     drafter = TimedDrafter(clock, 9)
-    assert measure_guesses(cast(Drafter, drafter), make_context([1, 2, 3])) == pytest.approx(1.0)
+    assert measure_guesses(drafter, make_context([1, 2, 3])) == pytest.approx(1.0)
     assert len(drafter.chains) == 8

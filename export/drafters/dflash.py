@@ -1,0 +1,99 @@
+"""Published DFlash drafters (Chen et al. 2026, arXiv 2602.06036): a few layers that fill a block of masks at once.
+
+Their layout, from z-lab/dflash (dflash/model.py) and those who run them (vLLM, SGLang, llama.cpp): the layers of a
+Qwen3 without embedding and head, `norm`, `fc` over the states behind several layers of the target, `hidden_norm` behind
+it. config.json has `block_size` and, in `dflash_config`, `mask_token_id` and `target_layer_ids`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from edgeinfer.bundle.draft_module import MOST_BLOCK, DraftModule
+from edgeinfer.errors import CheckpointError
+from edgeinfer.export.architectures.base import Naming
+from edgeinfer.export.architectures.plans import plan
+from edgeinfer.export.architectures.qwen import QWEN3
+from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
+from edgeinfer.export.source.hf_config import HFConfig
+
+__all__ = ["describe_dflash", "is_dflash", "spread_layers"]
+
+_OWN = "dflash_config"
+_MADE_FOR = "Choose a drafter that was made for this model."
+# Of Qwen3, by the names of a model without its outer module.
+_NAMING = Naming(embed="embed_tokens.weight", final_norm="norm.weight", head="lm_head.weight", layer="layers.{layer}.")
+
+
+def is_dflash(config: HFConfig) -> bool:
+    """Whether a drafter's config.json is one of DFlash."""
+    return isinstance(config.get(_OWN), dict)
+
+
+def spread_layers(layers: int, count: int) -> list[int]:
+    """The layers of a target whose states are read where config.json names none: z-lab/dflash, dflash/model.py.
+
+    Args:
+        layers: of the target.
+        count: of the drafter.
+    """
+    if count == 1:
+        return [layers // 2]
+    return [round(1 + place * (layers - 4) / (count - 1)) for place in range(count)]
+
+
+def describe_dflash(source: ModuleSource) -> DescribedModule:
+    """Reads a DFlash drafter.
+
+    Raises:
+        CheckpointError: it is damaged, or is for a model of other sizes.
+    """
+    family = dataclasses.replace(QWEN3, naming=_NAMING)
+    spec = module_spec(source, family, tied=source.target.tied)
+    spec = dataclasses.replace(spec, logit_softcap=source.target.logit_softcap)
+    size, taps = spec.hidden_size, _taps(source, spec.num_layers)
+    width = len(taps) * size
+    plans = [
+        *own_plans(source, family, spec, ("embed", "head"), size),
+        plan("fc", ("fc.weight", (size, width))),
+        plan("module.taps_norm", ("hidden_norm.weight", (size,))),
+    ]
+    module = DraftModule(
+        width=width, drafter="dflash", shares=("embed", "head"), block=_block(source), mask=_mask(source)
+    )
+    return DescribedModule(spec, module, tuple(plans), taps)
+
+
+def _own(source: ModuleSource, name: str) -> object:
+    """What config.json says under a name that it may have by itself or among those of DFlash."""
+    nested = source.config.get(_OWN)
+    given = nested.get(name) if isinstance(nested, dict) else None
+    return source.config.get(name) if given is None else given
+
+
+def _taps(source: ModuleSource, count: int) -> tuple[int, ...]:
+    """As `Manifest.taps`: the layer behind each whose state is read."""
+    layers, said = source.target.num_layers, _own(source, "target_layer_ids")
+    if said is None:
+        said = spread_layers(layers, count)
+    # Behind the last layer transformers gives the normed state, others do not: no published drafter reads it.
+    if not isinstance(said, list) or not said or not all(type(tap) is int and 0 <= tap < layers - 1 for tap in said):
+        message = f"The drafter {source.checkpoint.folder} reads the layers {said!r} of a model that has {layers}."
+        raise CheckpointError(message, _MADE_FOR)
+    return tuple(tap + 1 for tap in said)
+
+
+def _mask(source: ModuleSource) -> int:
+    mask, vocabulary = _own(source, "mask_token_id"), source.target.vocab_size
+    if type(mask) is not int or not 0 <= mask < vocabulary:
+        message = f"The drafter {source.checkpoint.folder} has the mask token {mask!r}, the model {vocabulary} tokens."
+        raise CheckpointError(message, _MADE_FOR)
+    return mask
+
+
+def _block(source: ModuleSource) -> int:
+    block = _own(source, "block_size")
+    if type(block) is not int or not 2 <= block <= MOST_BLOCK:
+        message = f"The drafter {source.checkpoint.folder} drafts blocks of {block!r} tokens."
+        raise CheckpointError(message, f"Choose one whose block_size is between 2 and {MOST_BLOCK}.")
+    return block

@@ -1,0 +1,76 @@
+"""The graph of a draft module that drafts in blocks: the text's rows are keys and values, the block's see them and it.
+
+Vectors and matrices beside a decoder's: fc (D, W) · module.taps_norm (D,), behind it. What they give of the target's
+rows enters each layer's products beside the block's normed hidden states, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edgeinfer.bundle import NATIVE, DecoderSpec, TensorEntry
+from edgeinfer.bundle import graph as io
+from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.export.graph.attention import ATTENTIONS
+from edgeinfer.export.graph.builder import GraphBuilder
+from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph
+
+__all__ = ["block_graph"]
+
+_GIVEN = "given"
+# Of the text's rows, of which the block's come behind.
+_COUNT = "given.count"
+_TO_THE_END = 2**31 - 1
+
+
+def block_graph(
+    spec: DecoderSpec,
+    module: DraftModule,
+    tensors: Mapping[str, TensorEntry],
+    weights: str,
+    elsewhere: Mapping[str, str],
+) -> bytes:
+    """The native graph of a draft module as a file; arguments as `draft_module.module_graph` takes them."""
+    operators = OPERATORS[NATIVE](spec, tensors)
+    attention = ATTENTIONS[NATIVE](spec, tensors, operators)
+    graph = _BlockGraph(spec, GraphBuilder(weights, elsewhere=elsewhere), tensors, operators, attention)
+    graph.module = module
+    data: bytes = graph.build().SerializeToString(deterministic=True)
+    return data
+
+
+class _BlockGraph(DecoderGraph):
+    module: DraftModule
+
+    def _declare_inputs(self) -> None:
+        super()._declare_inputs()
+        self._graph.input(io.TAPPED, "float32", (1, "St", self.module.width))
+
+    def _enter(self) -> str:
+        """What is kept of the target's rows, and the embeddings of the block's tokens."""
+        graph, ops = self._graph, self._ops
+        product = ops.linear(graph, io.TAPPED, "fc", f"{_GIVEN}.product")
+        graph.op("Identity", [ops.norm(graph, product, "module.taps_norm")], _GIVEN)
+        graph.op("Shape", [io.TAPPED], _COUNT, start=1, end=2)
+        return ops.rows(graph, "embed", self._of_block(graph, io.INPUT_IDS, "block.ids"), "embedded")
+
+    def _layer(self, layer: int, hidden: str, runs: tuple[str, str], result: str) -> str:
+        if result != io.HIDDEN_OUT:
+            return super()._layer(layer, hidden, runs, result)
+        own = super()._layer(layer, hidden, runs, "block.out")
+        return self._graph.op("Concat", [_GIVEN, own], result, axis=1)
+
+    def _attention_block(
+        self, graph: GraphBuilder, layer: int, hidden: str, entering: BlockInput, result: str, part: int | None = None
+    ) -> str:
+        prefix, ops = f"layers.{layer}.attn", self._ops
+        normed = ops.norm(graph, entering.name, entering.norm)
+        both = graph.op("Concat", [_GIVEN, normed], f"{prefix}.entering", axis=1)
+        qkv = ops.linear(graph, both, f"{prefix}.qkv", f"{prefix}.qkv.result", part=part)
+        heads = self._of_block(graph, self._attend.attend(graph, layer, qkv), f"{prefix}.heads.block")
+        return self._leave(graph, heads, f"{prefix}.out", hidden, "", result, part)
+
+    def _of_block(self, graph: GraphBuilder, value: str, result: str) -> str:
+        """The rows of the block of a value of all rows. (1, S, ...) -> (1, S - St, ...)"""
+        inputs = [value, _COUNT, graph.constant([_TO_THE_END]), graph.constant([1])]
+        return graph.op("Slice", inputs, result)

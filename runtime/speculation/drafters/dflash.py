@@ -1,0 +1,85 @@
+"""Drafting with a module that fills a block of masks at once (Chen et al. 2026, DFlash, arXiv 2602.06036).
+
+One pass gives the logits of all places behind the root, each without knowing what stands at the others. Chains take the
+best of each; trees, grown by the governor over the best few of each place, are those of DDTree (arXiv 2604.12989).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
+from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
+from edgeinfer.runtime.speculation.drafters.target_states import Unread
+
+__all__ = ["DflashDrafter"]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+class DflashDrafter(ModuleDrafter):
+    """Drafts with the places of a block, which only the first guess of a round waits for; arguments as its base, and:
+
+    Args:
+        block: rows of a block, the root's among them.
+        mask: the token of its others.
+    """
+
+    name = "dflash"
+    at_once = True
+
+    def __init__(
+        self, target: ObservedBackend, module: Backend, width: int, *, tapped: bool, block: int, mask: int
+    ) -> None:
+        self._tokens = np.full(block, mask, np.int64)  # of the block
+        self._logits_of: Floats | None = None  # behind the root, by place: a view of the module's last pass. (n, V)
+        super().__init__(target, module, width, tapped=tapped)
+
+    def repeat(self) -> None:
+        """See `Drafter.repeat`."""
+        self._known.clear()
+        self._logits_of = None
+
+    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        base = context.root_row
+        if len(drafted) >= self._size(base) - 1 or not self._catch_up(context, base):
+            return None
+        if self._logits_of is None:
+            self._fill(_NO_ROWS, None, base, context.tokens[-1])
+        places = self._logits_of
+        return None if places is None else places[len(drafted)]
+
+    def _size(self, base: int) -> int:
+        """Rows of a block whose root lies in a row of the context."""
+        return min(len(self._tokens), self._module.cache.capacity - base)
+
+    def _read(self, unread: Unread) -> None:
+        self._logits_of = None
+        base = int(unread.positions[-1]) + 1
+        if unread.last and self._size(base) > 1:
+            self._fill(unread.positions, unread.states, base, int(unread.tokens[-1]))
+        else:
+            self._module.forward(ForwardInput(unread.tokens, unread.positions, _NO_ROWS, tapped=unread.states, block=0))
+
+    def _fill(
+        self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], states: Floats | None, base: int, root: int
+    ) -> None:
+        """One pass over rows of the text that were not read and over the block, whose rows go again."""
+        module, given, size = self._module, len(positions), self._size(base)
+        self._tokens[0] = root
+        # Which tokens the text's rows have is nowhere read.
+        tokens = np.concatenate([np.full(given, root), self._tokens[:size]])
+        places = np.concatenate([positions, np.arange(base, base + size)])
+        rows = np.arange(given + 1, given + size)
+        start = module.cache.length
+        output = module.forward(ForwardInput(tokens, places, rows, tapped=states, block=size))
+        module.cache.trim(start + given)
+        self._logits_of = output.logits
+
+    def _trim(self, rows: int) -> None:
+        self._logits_of = None
+        self._module.cache.trim(rows)
