@@ -62,22 +62,26 @@ def make_drafter(
         }
         tensors |= {f"layers.{layer}.{name}": tensor for name, tensor in own.items()}
     named = {} if taps is None else {"target_layer_ids": list(taps)}
-    fields: dict[str, Any] = {name: config[name] for name in _COPIED if name in config} | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": wide,
-        "intermediate_size": inner,
-        "num_target_layers": config["num_hidden_layers"],
-        "layer_types": ["full_attention"] * layers,
-        "use_sliding_window": False,
-        "attention_bias": False,
-        "tie_word_embeddings": config.get("tie_word_embeddings", False),
-        "block_size": block,
-        "dflash_config": {"mask_token_id": 3} | named,
-    }
+    fields: dict[str, Any] = (
+        {"rms_norm_eps": 1e-5}
+        | {name: config[name] for name in _COPIED if name in config}
+        | {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": wide,
+            "intermediate_size": inner,
+            "num_target_layers": config["num_hidden_layers"],
+            "layer_types": ["full_attention"] * layers,
+            "use_sliding_window": False,
+            "attention_bias": False,
+            "tie_word_embeddings": config.get("tie_word_embeddings", False),
+            "block_size": block,
+            "dflash_config": {"mask_token_id": 3} | named,
+        }
+    )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")

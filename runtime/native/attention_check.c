@@ -77,7 +77,10 @@ static int64_t count_holders(const attention *a, const attention_bounds *bounds,
 
 static const char *extras_fault(const attention *a, const attention_bounds *bounds, const int32_t *row) {
     int64_t first = row[ATTENTION_FIRST_EXTRA], count = row[ATTENTION_EXTRAS], before = row[ATTENTION_PREFIX] - 1;
-    if (count == -1) return page_of(a, row[ATTENTION_SEQUENCE], first) < 0 ? "has no page for its slot" : NULL;
+    if (count == -1) {
+        int known = first >= 0 && page_of(a, row[ATTENTION_SEQUENCE], first) >= 0;
+        return known ? NULL : "names a slot that has no page";
+    }
     if (count < 0) return "has a negative number of extras";
     if (count && (first < 0 || first > bounds->extras - count)) return "has extras outside the list of extras";
     for (int64_t i = 0; i < count; i++) {
@@ -95,7 +98,7 @@ static const char *row_fault(const attention *a, const attention_bounds *bounds,
     if (sequence < 0 || sequence >= bounds->sequences) return "is of a sequence that has no table";
     if (prefix < 0) return "has a negative prefix";
     if (prefix > leading[sequence]) return "has a prefix that goes beyond its pages";
-    if (!prefix && row[ATTENTION_EXTRAS] <= 0) return "sees no slot";
+    if (!prefix && row[ATTENTION_EXTRAS] <= 0) return "has no slot of its own";
     if (a->cosines && (a->positions[r] < 0 || a->positions[r] >= bounds->positions))
         return "has a position outside cos and sin";
     return extras_fault(a, bounds, row);
