@@ -66,6 +66,7 @@ class GgufArchitecture:
             where it has no windows, -1 where a key always says.
         always_slides: its graph has windows in any case.
         unrotated_every: every so many layers one does not rotate; 0 where all do.
+        scale: of scores in its graph; 0 is by the width of heads.
         norm_offset: weights of norms that checkpoints store without, and llama.cpp with.
         compressed: of latent attention its cache holds the small vector.
         attention: some of its layers attend.
@@ -98,6 +99,7 @@ class GgufArchitecture:
     full_every: int = 0
     always_slides: bool = True
     unrotated_every: int = 0
+    scale: float = 0.0
     norm_offset: float = 0.0
     compressed: bool = False
     attention: bool = True
@@ -154,7 +156,8 @@ class GgufArchitecture:
         if spec.mlp_bias and not self.mlp_bias:
             yield "biases in its MLP"
         free = self.multipliers or self.refined or spec.rope.type == "yarn"
-        if spec.attention_scale and not free and not math.isclose(spec.attention_scale**-2, spec.head_dim):
+        fixed = self.scale or spec.head_dim**-0.5
+        if spec.attention_scale and not free and not math.isclose(spec.attention_scale, fixed):
             yield f"scale of scores of {spec.attention_scale:.6g}"
         for name in self.needs:
             if not getattr(spec, name):

@@ -8,6 +8,7 @@ from edgeinfer.export.architectures import Architecture
 from edgeinfer.export.architectures.described import require_plain
 from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture
 from edgeinfer.export.gguf.dense import DENSE
+from edgeinfer.export.gguf.gemma import GEMMAS
 from edgeinfer.export.gguf.hybrid import HYBRID
 from edgeinfer.export.gguf.latent import LATENT
 from edgeinfer.export.gguf.mamba import MAMBA
@@ -17,7 +18,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["GGUF_ARCHITECTURES", "find_gguf_architecture"]
 
 # Phi-3.5-MoE is missing, as llama.cpp weights its experts otherwise, and BlockFFN, as it has no rectified router.
-GGUF_ARCHITECTURES = DENSE | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
+GGUF_ARCHITECTURES = DENSE | GEMMAS | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
 
 
 def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:

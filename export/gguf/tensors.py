@@ -24,6 +24,11 @@ Floats = NDArray[np.float32]
 
 _MODEL = {
     "embed": "token_embd.weight",
+    "embed.per_layer": "per_layer_token_embd.weight",
+    "per_layer.projection": "per_layer_model_proj.weight",
+    "per_layer.norm": "per_layer_proj_norm.weight",
+    "streams.enter": "altup_proj.weight",
+    "streams.leave": "altup_unembd_proj.weight",
     "final_norm": "output_norm.weight",
     "final_norm_bias": "output_norm.bias",
     "head": "output.weight",
@@ -53,6 +58,9 @@ _LAYER = {
     "mlp.up_bias": ("ffn_up.bias",),
     "mlp.down": ("ffn_down.weight",),
     "mlp.down_bias": ("ffn_down.bias",),
+    "per_layer.gate": ("inp_gate.weight",),
+    "per_layer.out": ("proj.weight",),
+    "per_layer.norm": ("post_norm.weight",),
     "mlp.router": ("ffn_gate_inp.weight",),
     "mlp.router_bias": ("ffn_gate_inp.bias",),
     "mlp.choice_bias": ("exp_probs_b.bias",),
@@ -68,8 +76,10 @@ _EXPERT = {
     "up": ("ffn_up_exps.weight",),
     "down": ("ffn_down_exps.weight",),
 }
+# As llama.cpp's converter has it.
+_NO_TURN = 1e30
 # They decide more than they cost: llama.cpp keeps them in float32 too.
-_EXACT = ("mlp.router", "mlp.shared.gate", "mixer.conv", "mixer.norm")
+_EXACT = ("mlp.router", "mlp.shared.gate", "mixer.conv", "mixer.norm", "streams.predict", "streams.correct")
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,10 @@ def gguf_tensor_names(name: str, own: Mapping[str, tuple[str, ...]] = MappingPro
         return own.get(name, (_MODEL[name],))
     layer, _, part = name.removeprefix("layers.").partition(".")
     expert = find_expert(name)
-    names = own.get(part, _LAYER.get(part, (part,))) if expert is None else _EXPERT[expert.part]
+    if expert is None:
+        names = own.get(part, _LAYER.get(part, (part,)))
+    else:
+        names = own.get(f"experts.{expert.part}", _EXPERT[expert.part])
     return tuple(f"blk.{layer}.{n}" for n in names)
 
 
@@ -155,7 +168,12 @@ def _tensors(
         rows = TensorRows(plan.name, 0, plan.shape[0])
         yield PlannedGgufTensor(names[0], (spec.moe.experts, spec.hidden_size), (rows,), exact=True)
         return
-    sizes = [spec.q_size, spec.kv_size, spec.kv_size] if len(names) == 3 else _even(plan, len(names))
+    sizes = _even(plan, len(names))
+    if part == "attn.qkv" and len(names) == 3:
+        heads = spec.heads(int(plan.name.split(".")[1]))
+        own = [heads.kv_size] * (1 if heads.keys_are_values else 2)
+        sizes = [heads.q_size, *(own if heads.owns else ())]
+        names = names[: len(sizes)]
     for name, rows in zip(names, _split(plan, sizes), strict=True):
         if part in arch.forms:
             form = arch.forms[part](spec, plan.shape)
@@ -217,6 +235,10 @@ def rope_tensors(rope: RopeSpec) -> dict[str, Floats]:
     if rope.type == "llama3":
         plain = inverse_frequencies(RopeSpec("default", rope.theta, rope.dim), 0)
         return {"rope_freqs.weight": plain / inverse_frequencies(rope, 0)}
+    if rope.type == "proportional":
+        # What is not turned has no frequency to speak of.
+        still = rope.dim // 2 - rope.turned
+        return {"rope_freqs.weight": np.array([1.0] * rope.turned + [_NO_TURN] * still, np.float32)}
     if rope.type == "longrope":
         return {
             "rope_factors_long.weight": np.asarray(rope.long_factors, np.float32),

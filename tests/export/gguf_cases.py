@@ -51,6 +51,13 @@ LATENT: dict[str, Any] = {
 }
 LATENT |= {"num_key_value_heads": 4}
 MINICPM3: dict[str, Any] = LATENT | {"v_head_dim": 16, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256}
+# Sizes that llama.cpp's Gemma 3n has in any case; of its ten sparse layers it has as many as there are layers.
+GEMMA3N: dict[str, Any] = {"num_kv_shared_layers": 0, "sliding_window": 5, "head_dim": 32, "laurel_rank": 64}
+GEMMA3N |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 320}
+GEMMA4: dict[str, Any] = {"sliding_window": 5, "head_dim": 16, "global_head_dim": 32, "vocab_size_per_layer_input": 320}
+SHARED_CACHES = {"hidden_size_per_layer_input": 24, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+KEYS_AS_VALUES = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA_EXPERTS = {"enable_moe_block": True, "top_k_experts": 2, "num_experts_per_tok": None}
 COHERE_ROUTED: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16}
 COHERE_ROUTED |= {"intermediate_size": 32, "prefix_dense_intermediate_size": 80, "sliding_window": 5}
 ERNIE: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
@@ -102,6 +109,16 @@ GGUF_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Gemma2", GEMMA | layers(3, 3)),
     ("Gemma3", GEMMA | layers(6, 7) | {"rope_parameters": ROPES}),
     ("Gemma3", GEMMA | layers(3, 3) | {"rope_parameters": ROPES}),
+    ("Gemma3n", GEMMA3N | TIED | layers(3, 4) | {"activation_sparsity_pattern": [0.95] * 4}),
+    (
+        "Gemma3n",
+        GEMMA3N
+        | layers(2, 2)
+        | {"activation_sparsity_pattern": [0.95] * 2, "num_key_value_heads": 4, "vocab_size_per_layer_input": 300},
+    ),
+    ("Gemma4", GEMMA4 | TIED | SHARED_CACHES | layers(3, 6) | {"final_logit_softcapping": 30.0}),
+    ("Gemma4", GEMMA4 | layers(3, 3) | KEYS_AS_VALUES),
+    ("Gemma4", GEMMA4 | TIED | layers(3, 3) | KEYS_AS_VALUES | EXPERTS | GEMMA_EXPERTS),
     ("Olmo2", {}),
     ("Olmo2", {"rope_parameters": YARN}),
     ("Olmo3", {"sliding_window": 5, **layers(4, 5)}),
