@@ -1,4 +1,4 @@
-"""Replies side by side: their pace beside one reply's and llama.cpp's, what a shared document saves, and gaps.
+"""Replies side by side: their pace beside one reply's and llama.cpp's, what shared documents save, and gaps.
 
     python -m edgeinfer.apps.bench.batch_speed -m BUNDLE --gguf FILE --threads 1 --part pace --out pace.json
 
@@ -29,7 +29,7 @@ from edgeinfer.apps.bench.timing import Spread, percentile
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.errors import BackendError
 
-__all__ = ["main", "measure_document", "measure_gaps", "measure_pace"]
+__all__ = ["main", "measure_document", "measure_gaps", "measure_order", "measure_pace"]
 
 Prompts = list[list[int]]
 _GREEDY: dict[str, Any] = {"ignore_eos": True, "speculation": "off"}
@@ -168,6 +168,35 @@ def measure_document(args: argparse.Namespace) -> dict[str, Any]:
     return {"ratio": {"wall": wall, "cpu": cpu}, "seconds_wall_cpu": seconds}
 
 
+def measure_order(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of questions on several documents, two at a time in memory for two: one of each in turn, and grouped.
+
+    Predicted is the saving: what evaluating the tokens that grouping spares takes, by the time of a document alone.
+    """
+    context = args.document + args.question + args.tokens + 1
+    options = _GREEDY | {"max_tokens": args.tokens}
+    sizes = {"context": context, "threads": args.threads, "parallel": 2}
+    cap = edgeinfer.plan(args.model, prefix_cache=1, **sizes).terms["kv"]
+    with edgeinfer.load(args.model, prefix_cache=cap, remember=False, **sizes) as model:
+        tokens = Tokens(args.vocabulary, args.seed)
+        alone = _timed(partial(model.generate, tokens.prompt(args.document), max_tokens=1))
+        documents = [tokens.prompt(args.document) for _ in range(args.documents)]
+        asked = [documents[n % args.documents] + tokens.prompt(args.question) for n in range(args.questions)]
+
+        def ask(prompts: Prompts) -> dict[str, float]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            with closing(model.reply_batch(2)) as batch:
+                made = batch.run(partial(model.generate, prompt, **options) for prompt in prompts)
+            seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+            return seconds | {"evaluated": sum(r.usage.prompt_tokens - r.timings.cached_prompt_tokens for r in made)}
+
+        turns, grouped = ask(asked), ask(sorted(asked))
+    saved = {name: turns[name] - grouped[name] for name in turns}
+    share = saved["evaluated"] / args.document
+    predicted = {"wall": share * alone[0], "cpu": share * alone[1], "evaluated": saved["evaluated"]}
+    return {"in turn": turns, "grouped": grouped, "saved": saved, "predicted": predicted}
+
+
 def measure_gaps(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds between tokens of running replies, while a long prompt arrives and without."""
     context, gaps = args.document + args.prompt + args.tokens, dict[str, list[float]]()
@@ -217,7 +246,7 @@ def _run(
                     batch.add(arrive)
 
 
-_PARTS = {"pace": measure_pace, "document": measure_document, "gaps": measure_gaps}
+_PARTS = {"pace": measure_pace, "document": measure_document, "order": measure_order, "gaps": measure_gaps}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--document", type=int, default=1500, help="tokens of the document, or of the late prompt")
     parser.add_argument("--question", type=int, default=16, help="tokens of each question on the document")
     parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--documents", type=int, default=8, help="that questions are on, for the order of these")
     parser.add_argument("--gap", type=float, default=2.0, help="as Model.reply_batch takes it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096, help="ids of prompts are below")

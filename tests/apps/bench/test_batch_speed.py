@@ -31,11 +31,12 @@ SMALL = [
 @pytest.mark.slow
 def test_every_part_writes_its_figures(tmp_path: Path) -> None:
     figures = {}
-    for part in ("pace", "document", "gaps"):
+    for part in ("pace", "document", "order", "gaps"):
         assert main([*SMALL, "--part", part, "--vocabulary", "1000", "--out", str(tmp_path / "out.json")]) == 0
         figures[part] = json.loads((tmp_path / "out.json").read_text())
     pace = figures["pace"]
     assert {"edgeinfer 1", "edgeinfer 2"} <= pace.keys()
     assert all(pace[f"edgeinfer {n}"][kind] > 0 for n in (1, 2) for kind in ("tokens_per_s", "tokens_per_cpu_s"))
     assert figures["document"]["ratio"]["cpu"] > 0
+    assert figures["order"]["grouped"]["evaluated"] > 0
     assert {"with", "without"} <= figures["gaps"].keys()
