@@ -154,7 +154,7 @@ def _export(checkpoint: Path, bundle: Path) -> None:
     export_checkpoint(checkpoint, bundle, ExportConfig(bits=4, group_size=GROUP))
     loaded = [name for name in ("torch", "transformers") if name in sys.modules]
     facts = {"seconds": time.process_time() - started, "mb": _peak_mb(), "loaded": loaded}
-    bundle.with_suffix(".json").write_text(json.dumps(facts))
+    bundle.with_name(f"{bundle.name}.json").write_text(json.dumps(facts))
 
 
 def _peak_mb() -> float:
