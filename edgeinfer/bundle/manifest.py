@@ -32,7 +32,7 @@ from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
-from edgeinfer.bundle.manifest_json import DAMAGED, read, require, wrong
+from edgeinfer.bundle.manifest_json import DAMAGED, drop_empty, read, require, wrong
 from edgeinfer.bundle.native_layout import native_parts
 from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.peft import Module
@@ -370,10 +370,10 @@ class Manifest:
         data["geometry"] = self.geometry.description()
         for tensor in data["tensors"]:
             # Older programs know no such fields.
-            for added in [name for name in ("e2m1", "inline_scales", "modules") if not tensor[name]]:
-                del tensor[added]
-        for added in [name for name in ("taps", "module") if not data[name]]:
-            del data[added]
+            for module in tensor["modules"]:
+                drop_empty(module, "pieces")
+            drop_empty(tensor, "e2m1", "inline_scales", "modules")
+        drop_empty(data, "taps", "module")
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()
         return json.dumps(data, indent=1) + "\n"

@@ -62,15 +62,39 @@ class Module:
         name: as the checkpoint has it, such as model.layers.0.self_attn.q_proj.
         rows: of the matrix, behind those of the modules before it.
         scale: by which the export multiplied the module's weights.
+        pieces: of each how many rows of the module, from which on, how many the matrix has; empty for all. The others
+            are of another matrix, or elsewhere in this one.
     """
 
     name: str
     rows: int
     scale: float = 1.0
+    pieces: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require(bool(self.name), "a module has no name")
         require(self.rows > 0 and self.scale != 0, f"module {self.name} has {self.rows} rows and scale {self.scale}")
+        if self.pieces:
+            period, first, share = self.pieces if len(self.pieces) == 3 else (0, 0, 0)
+            fits = 0 <= first < first + share <= period and self.rows % share == 0
+            require(fits, f"module {self.name} has {self.rows} rows, pieces {list(self.pieces)} of it")
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the whole module."""
+        if not self.pieces:
+            return self.rows
+        period, _, share = self.pieces
+        return self.rows // share * period
+
+    @property
+    def taken(self) -> NDArray[np.int64]:  # (rows,)
+        """Which rows of the module the matrix has, in its order."""
+        rows = np.arange(self.rows)
+        if not self.pieces:
+            return rows
+        period, first, share = self.pieces
+        return rows // share * period + first + rows % share
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,10 @@ def plan(name: str, *sources: tuple[str, Shape]) -> TensorPlan:
 
 def adaptable_modules(plan: TensorPlan) -> tuple[Module, ...]:
     """The linear modules whose rows follow one another in a planned matrix; none where adapters of them would not fit
-    it: of experts and embeddings, and where rows or columns are moved, left out or filled up."""
+    it: of experts and embeddings, and where columns are moved, or rows and columns filled up."""
     if len(plan.shape) != 2 or is_looked_up(plan.name) or find_expert(plan.name) is not None:
         return ()
-    if not all(source.is_whole and source.name.endswith(_WEIGHT) for source in plan.sources):
+    whole = (dataclasses.replace(source, pieces=()).is_whole for source in plan.sources)
+    if not all(whole) or not all(source.name.endswith(_WEIGHT) for source in plan.sources):
         return ()
-    return tuple(Module(s.name.removesuffix(_WEIGHT), s.shape[0], s.scale) for s in plan.sources)
+    return tuple(Module(s.name.removesuffix(_WEIGHT), s.shape[0], s.scale, s.pieces) for s in plan.sources)

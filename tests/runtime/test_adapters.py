@@ -34,6 +34,15 @@ MIXED: dict[str, Any] = {
     **{"r": 3, "lora_alpha": 5, "target_modules": [*ALL, "lm_head"], "layers_to_transform": [1]},
     **{"rank_pattern": {"down_proj": 8}, "alpha_pattern": {"self_attn.q_proj": 2}},
 }
+# A delta rule between attention whose query heads have gates behind them: rows of q_proj are of two matrices.
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "head_dim": 32},
+    **{"linear_value_head_dim": 24, "tie_word_embeddings": True},
+}
+SHAPES: dict[str, dict[str, Any]] = {"Qwen3_5": HYBRID, "Qwen3Next": HYBRID}
+DELTA = {**PLAIN, "target_modules": [*ALL, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]}
+JOINED = {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]}
 
 
 def adapter_of(variant: str, settings: Mapping[str, Any], seed: int = 0) -> Path:
@@ -57,7 +66,11 @@ def _model(variant: str) -> tuple[Any, Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return torch, peft, AutoModelForCausalLM.from_pretrained(checkpoint_of(variant), dtype=torch.float32)
+    return torch, peft, AutoModelForCausalLM.from_pretrained(_checkpoint(variant), dtype=torch.float32)
+
+
+def _checkpoint(variant: str) -> Path:
+    return checkpoint_of(variant, **SHAPES.get(variant, {}))
 
 
 def peft_logits(variant: str, adapter: Path) -> NDArray[np.float32]:  # (S, V)
@@ -70,7 +83,7 @@ def peft_logits(variant: str, adapter: Path) -> NDArray[np.float32]:  # (S, V)
 
 def backend_with(variant: str, config: ExportConfig, *adapters: Path) -> PagedBackend:
     require_kernel()
-    bundle = bundle_of(variant, config)
+    bundle = bundle_of(variant, config, **SHAPES.get(variant, {}))
     packed = pack_adapters(bundle.manifest, {f"a{i}": str(path) for i, path in enumerate(adapters)})
     return PagedBackend(bundle, 64, adapters=packed, threads=2)
 
@@ -89,7 +102,13 @@ def logits_of(backend: PagedBackend, name: str | None) -> NDArray[np.float32]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "settings"),
-    [("llama", WIDE), ("llama", MIXED), ("Phi3", {**PLAIN, "target_modules": ["qkv_proj", "gate_up_proj"]})],
+    [
+        ("llama", WIDE),
+        ("llama", MIXED),
+        ("Phi3", {**PLAIN, "target_modules": ["qkv_proj", "gate_up_proj"]}),
+        ("Qwen3_5", DELTA),
+        ("Qwen3Next", JOINED),
+    ],
 )
 def test_logits_are_those_of_peft(variant: str, settings: dict[str, Any]) -> None:
     adapter = adapter_of(variant, settings)
@@ -99,8 +118,11 @@ def test_logits_are_those_of_peft(variant: str, settings: dict[str, Any]) -> Non
     assert np.abs(ours - plain).max() > 0.1
 
 
-def test_rows_of_several_adapters_share_passes_bit_for_bit() -> None:
-    backend = backend_with("llama", LOW, adapter_of("llama", WIDE), adapter_of("llama", PLAIN, seed=1))
+@pytest.mark.parametrize(
+    ("variant", "settings"), [("llama", WIDE), pytest.param("Qwen3_5", DELTA, marks=pytest.mark.slow)]
+)
+def test_rows_of_several_adapters_share_passes_bit_for_bit(variant: str, settings: dict[str, Any]) -> None:
+    backend = backend_with(variant, LOW, adapter_of(variant, settings), adapter_of(variant, PLAIN, seed=1))
     alone = {name: logits_of(backend, name) for name in ("a0", "a1", None)}
     backend.cache.clear()
     sequences = []
@@ -117,7 +139,7 @@ def test_rows_of_several_adapters_share_passes_bit_for_bit() -> None:
     for name, rows in found.items():
         assert np.concatenate(rows).tobytes() == alone[name].tobytes(), name
     assert len({logits.tobytes() for logits in alone.values()}) == 3
-    plain = backend_with("llama", LOW, adapter_of("llama", PLAIN, seed=1))
+    plain = backend_with(variant, LOW, adapter_of(variant, PLAIN, seed=1))
     assert logits_of(plain, "a0").tobytes() == alone["a1"].tobytes()
 
 

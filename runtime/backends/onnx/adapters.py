@@ -59,7 +59,7 @@ class PackedAdapters:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the change of a module goes."""
+    """Where the change of a module, or of some of its rows, goes."""
 
     entry: TensorEntry
     part: int
@@ -77,34 +77,37 @@ def pack_adapters(manifest: Manifest, adapters: Mapping[str, str]) -> PackedAdap
     files = [open_adapter(Path(path)) for path in adapters.values()]
     for file in files:
         _check(manifest, file, places)
-    sites = tuple(dict.fromkeys(places[key].entry.name for file in files for key in file.changes))
-    parts = max((places[key].part + 1 for file in files for key in file.changes), default=1)
+    changed = [place for file in files for key in file.changes for place in places[key]]
+    sites = tuple(dict.fromkeys(place.entry.name for place in changed))
+    parts = max((place.part + 1 for place in changed), default=1)
     table: NDArray[np.int64] = np.zeros((len(sites), len(files), parts, _ENTRY), np.int64)
     weights: NDArray[np.float32] = np.empty(sum(file.nbytes for file in files) // 4, np.float32)
     at = 0
     for index, adapter in enumerate(files):
         with adapter.reading() as data:
             for key, change in adapter.changes.items():
-                place, a_at = places[key], at
-                b_at = a_at + change.rank * place.entry.shape[1]
-                at = b_at + change.rank * place.module.rows
-                weights[a_at:b_at] = adapter.factor(data, change.a).reshape(-1)
-                scaled = adapter.factor(data, change.b).T * np.float32(change.scale * place.module.scale)
-                weights[b_at:at] = scaled.reshape(-1)
-                entry = (a_at, b_at, change.rank, place.first, place.module.rows)
-                table[sites.index(place.entry.name), index, place.part] = entry
+                a, b = (adapter.factor(data, factor) for factor in (change.a, change.b))
+                a_at, at = at, at + a.size
+                weights[a_at:at] = a.reshape(-1)
+                for place in places[key]:
+                    b_at, at = at, at + change.rank * place.module.rows
+                    scaled = b[place.module.taken].T * np.float32(change.scale * place.module.scale)
+                    weights[b_at:at] = scaled.reshape(-1)
+                    entry = (a_at, b_at, change.rank, place.first, place.module.rows)
+                    table[sites.index(place.entry.name), index, place.part] = entry
     digests = {name: file.digest() for name, file in zip(adapters, files, strict=True)}
     return PackedAdapters(digests, sites, weights, table)
 
 
-def _places(manifest: Manifest) -> dict[str, _Place]:
-    found: dict[str, _Place] = {}
+def _places(manifest: Manifest) -> dict[str, list[_Place]]:
+    """Of each module all places that have rows of it."""
+    found = dict[str, list[_Place]]()
     for entry in manifest.tensors:
         first, rows = 0, sum(module.rows for module in entry.modules)
         if entry.modules and entry.shape[0] != rows:
             raise BundleError(f"{entry.name} has {entry.shape[0]} rows, its modules {rows}.", "Export it again.")
         for part, module in enumerate(entry.modules):
-            found[module_key(module.name)] = _Place(entry, part, first, module)
+            found.setdefault(module_key(module.name), []).append(_Place(entry, part, first, module))
             first += module.rows
     if not found:
         message = f"{manifest.name} does not say which modules its matrices are made of, which adapters need."
@@ -113,21 +116,22 @@ def _places(manifest: Manifest) -> dict[str, _Place]:
     return found
 
 
-def _check(manifest: Manifest, adapter: AdapterFile, places: Mapping[str, _Place]) -> None:
+def _check(manifest: Manifest, adapter: AdapterFile, places: Mapping[str, list[_Place]]) -> None:
     for key, change in adapter.changes.items():
-        place = places.get(key)
-        if place is None:
+        of_module = places.get(key, [])
+        # Some rows may be of a matrix that no adapter can change.
+        if not of_module or sum(place.module.rows for place in of_module) != of_module[0].module.outputs:
             message = (
                 f"{adapter.path} changes {change.module}, which is no linear module of {manifest.name} that can be."
             )
             raise AdapterError(message, "Load the model that the adapter was trained on, or train it on other modules.")
-        _check_shapes(manifest, adapter, change, place)
+        _check_shapes(manifest, adapter, change, of_module[0])
 
 
 def _check_shapes(manifest: Manifest, adapter: AdapterFile, change: LowRank, place: _Place) -> None:
     inputs, outputs = change.a.shape[1], change.b.shape[0]
-    if (inputs, outputs) != (place.entry.shape[1], place.module.rows):
-        own = f"{place.entry.shape[1]} inputs and {place.module.rows} outputs"
+    if (inputs, outputs) != (place.entry.shape[1], place.module.outputs):
+        own = f"{place.entry.shape[1]} inputs and {place.module.outputs} outputs"
         message = (
             f"{adapter.path}: {change.module} has {inputs} inputs and {outputs} outputs, in {manifest.name} {own}."
         )
