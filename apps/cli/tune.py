@@ -103,7 +103,7 @@ def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: l
         told = None if bar is None else (lambda done, total: bar("replies", done, total))
         found = edgeinfer.tools.tune_drafters(model, prompts, progress=told)
     if args.json:
-        print_json(asdict(found))
+        print_json(asdict(found) | {"gains": [asdict(gain) | {"pays": gain.pays} for gain in found.gains]})
     else:
         _print_drafters(found)
     return 0
@@ -274,7 +274,7 @@ _PLACES = 4
 
 def _print_drafters(found: DraftersTuning) -> None:
     """Prints what each drafter gains, what they gain together, and whom auto asks from now on."""
-    rows = [(*_drafter_row(gain), "pays" if gain.drafters in found.kept else "") for gain in found.gains]
+    rows = [(*_drafter_row(gain), "pays" if gain.pays else "") for gain in found.gains]
     if found.usual is not None:
         rows.append((*_drafter_row(found.usual), "until now"))
     if found.together is not None:

@@ -163,6 +163,12 @@ def _experts(parts: DrafterParts) -> Drafter:
     return ExpertsDrafter(parts.target, parts.experts)
 
 
+def _bits_and_experts(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.self_drafters import BitsAndExpertsDrafter
+
+    return BitsAndExpertsDrafter(parts.target, parts.experts)
+
+
 def _cached_experts(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.self_drafters import CachedExpertsDrafter
 
@@ -280,6 +286,10 @@ KINDS: dict[str, DrafterKind] = {
     "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None or parts.paid("skip")),
     "bits": DrafterKind(_bits, lambda parts: parts.target.capabilities.elastic),
     "experts": DrafterKind(_experts, lambda parts: len(parts.target.capabilities.expert_counts) > 1),
+    "bits-experts": DrafterKind(
+        _bits_and_experts,
+        lambda parts: parts.target.capabilities.elastic and len(parts.target.capabilities.expert_counts) > 1,
+    ),
     "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
     # What heads take is in their file's size: `heads_bytes`.
     "medusa": DrafterKind(_medusa, lambda parts: parts.has("medusa")),

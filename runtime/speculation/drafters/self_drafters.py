@@ -21,6 +21,7 @@ from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.wording import Setting
 
 __all__ = [
+    "BitsAndExpertsDrafter",
     "BitsDrafter",
     "CachedExpertsDrafter",
     "EarlyExitDrafter",
@@ -182,6 +183,11 @@ class SkipDrafter(SelfDrafter):
         return self._target.forward(ForwardInput(tokens, positions, rows, layer_mask=self._layer_mask)).logits
 
 
+def _require_planes(target: Backend) -> None:
+    hint = "Use a bundle of 8 bits in the native layout, or another drafter."
+    require(target.capabilities.elastic, target, "read one plane of its weights", hint)
+
+
 class BitsDrafter(SelfDrafter):
     """Drafts with the high 4-bit plane of the target's 8-bit weights.
 
@@ -197,8 +203,7 @@ class BitsDrafter(SelfDrafter):
     name = "bits"
 
     def __init__(self, target: Backend) -> None:
-        hint = "Use a bundle of 8 bits in the native layout, or another drafter."
-        require(target.capabilities.elastic, target, "read one plane of its weights", hint)
+        _require_planes(target)
         super().__init__(target)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
@@ -250,6 +255,30 @@ class ExpertsDrafter(SelfDrafter):
 
     def _choice(self) -> ExpertChoice:
         return ExpertChoice(self._count)
+
+
+class BitsAndExpertsDrafter(ExpertsDrafter):
+    """Drafts with the high 4-bit plane of the target's 8-bit weights and fewer of its experts, in one pass.
+
+    ELMoE-3D's self-speculation on both axes: of a layer's experts, half of the bytes of half of those that a token uses
+    are read.
+
+    Args:
+        target: must be able to read one plane, and to use fewer experts.
+        count: as `ExpertsDrafter` takes it.
+
+    Raises:
+        CapabilityError, UsageError: as `BitsDrafter` and `ExpertsDrafter`.
+    """
+
+    name = "bits-experts"
+
+    def __init__(self, target: Backend, count: int | None = None) -> None:
+        _require_planes(target)
+        super().__init__(target, count)
+
+    def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        return self._target.forward(ForwardInput(tokens, positions, rows, planes=1, experts=self._choice())).logits
 
 
 class CachedExpertsDrafter(ExpertsDrafter):

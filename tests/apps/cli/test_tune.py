@@ -127,7 +127,7 @@ def test_drafters_are_tuned_on_texts(capsys: Capture, small_bundle: Path, tmp_pa
     assert all(word in table for word in ("on 2 texts", "recycle", "speedup", "auto asks", "no medusa"))
     found = json.loads(run(capsys, *arguments, "--json"))
     assert found["texts"] == 2 and {"copy", "recycle"} <= {gain["drafters"] for gain in found["gains"]}
-    assert set(found["gains"][0]) >= {"acceptance", "guess_ms", "pass_ratio", "speedup", "least_speedup"}
+    assert set(found["gains"][0]) >= {"acceptance", "guess_ms", "pass_ratio", "speedup", "least_speedup", "pays"}
     assert set(found["kept"]) <= {gain["drafters"] for gain in found["gains"]}
 
 

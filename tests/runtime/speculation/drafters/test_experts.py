@@ -14,6 +14,7 @@ from edgeinfer.runtime.backends.contract import Backend, ExpertChoice
 from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.speculation.drafters.self_drafters import (
+    BitsAndExpertsDrafter,
     CachedExpertsDrafter,
     ExpertsDrafter,
     fewer_experts,
@@ -82,6 +83,24 @@ def test_drafting_leaves_no_trace(kind: str, target: Backend, seed: int, count: 
         pytest.skip("rows of this backend depend on each other's experts")
     plain = Plain.decode(target, PROMPT, 25)
     assert speculate(target, ExpertsDrafter(target, count), plain, seed) == list(plain.reply)
+    assert_same_cache(kind, target.cache.snapshot(), plain.cache)
+
+
+@pytest.mark.slow
+def test_one_plane_and_fewer_experts_draft_in_one_pass(kind: str, target: Backend) -> None:
+    if not target.capabilities.elastic:
+        with pytest.raises(CapabilityError, match="one plane"):
+            BitsAndExpertsDrafter(target)
+        return
+    drafted = guesses(target, BitsAndExpertsDrafter(target), 6)
+    target.cache.trim(0)
+    take_in(target, PROMPT[:-1])
+    tokens = [PROMPT[-1], *drafted]
+    for at, token in enumerate(drafted):
+        logits = take_in(target, tokens[at : at + 1], planes=1, experts=ExpertChoice(fewer_experts(target)))
+        assert token == logits[0].argmax()
+    plain = Plain.decode(target, PROMPT, 25)
+    assert speculate(target, BitsAndExpertsDrafter(target), plain, 0) == list(plain.reply)
     assert_same_cache(kind, target.cache.snapshot(), plain.cache)
 
 
