@@ -179,6 +179,11 @@ def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:
         for drafter in DRAFTERS:
             reply = model.generate(PROMPT, max_tokens=60, temperature=0, speculation=drafter)
             assert reply.token_ids == plain.token_ids, drafter
+        prompts = [PROMPT, PROMPT[:30], f"Tom saw this: {PROMPT}", PROMPT]
+        options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3}
+        alone = [model.generate(prompt, speculation="off", **options).token_ids for prompt in prompts]
+        together = model.generate_batch(prompts, speculation="ngram,recycle", **options)
+        assert [reply.token_ids for reply in together] == alone
     with edgeinfer.load(bundle.path, context=CONTEXT, threads=1, draft_model=str(bundle.path)) as model:
         reply = model.generate(PROMPT, max_tokens=60, temperature=0, speculation="model")
     assert reply.token_ids == plain.token_ids
