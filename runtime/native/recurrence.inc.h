@@ -31,34 +31,67 @@ INLINE taken taken_of(const state_tile *t, int64_t slot) {
     return (taken){kept + key, kept + keys + value, kept[keys + r->heads * padded + t->head]};
 }
 
-static void take_in(const state_tile *t, int64_t slot) {
-    const taken s = taken_of(t, slot);
-    const vec u = vec_load(s.u), decay = vec_set(s.decay);
+/* Slots that are taken in together. */
+enum { TAKEN = 4 };
+
+/* The state after `count` slots, one after the other, of which it was `from` before. */
+INLINE void take_in(const state_tile *t, const taken *slots, int count, const float *from) {
+    vec u[TAKEN], decay[TAKEN];
+    for (int l = 0; l < count; l++) u[l] = vec_load(slots[l].u), decay[l] = vec_set(slots[l].decay);
     for (int64_t i = 0; i < t->r->key_size; i++) {
-        float *at = t->state + i * LANES;
-        vec_store(at, vec_fma(vec_set(s.k[i]), u, vec_mul(decay, vec_load(at))));
+        vec values = vec_load(from + i * LANES);
+        for (int l = 0; l < count; l++) values = vec_fma(vec_set(slots[l].k[i]), u[l], vec_mul(decay[l], values));
+        vec_store(t->state + i * LANES, values);
     }
 }
 
-/* `count` products of the state, four chains each. */
-INLINE void products_of(int count, const float *const *x, const float *state, int64_t size, vec *out) {
+/* The state after the places `base`..`end`-1 of a row's path; what is stored is that after `base`. */
+static void take_in_path(const state_tile *t, const int32_t *row, int64_t base, int64_t end) {
+    const size_t bytes = (size_t)t->r->key_size * LANES * sizeof(float);
+    const float *from = base ? t->stored : t->state;
+    if (!base) memset(t->state, 0, bytes);
+    if (base && base == end) memcpy(t->state, t->stored, bytes);
+    while (base < end) {
+        taken slots[TAKEN];
+        const int count = (int)smaller(TAKEN, end - base);
+        for (int l = 0; l < count; l++) slots[l] = taken_of(t, recurrence_slot(t->r, row, base++));
+        if (count == 4) take_in(t, slots, 4, from);
+        if (count == 3) take_in(t, slots, 3, from);
+        if (count == 2) take_in(t, slots, 2, from);
+        if (count == 1) take_in(t, slots, 1, from);
+        from = t->state;
+    }
+}
+
+/* `count` products of the state, four chains each, which takes in the slot `before` first, if there is one. */
+INLINE void products_of(int count, const float *const *x, float *state, int64_t size, const taken *before, vec *out) {
+    const vec u = before ? vec_load(before->u) : vec_set(0), decay = vec_set(before ? before->decay : 0);
     vec chains[2][4];
     for (int i = 0; i < count; i++)
         for (int l = 0; l < 4; l++) chains[i][l] = vec_set(0);
     const int64_t whole = size / 4 * 4;
     for (int64_t k = 0; k < whole; k += 4)
         for (int l = 0; l < 4; l++) {
-            const vec values = vec_load(state + (k + l) * LANES);
+            vec values = vec_load(state + (k + l) * LANES);
+            if (before) {
+                values = vec_fma(vec_set(before->k[k + l]), u, vec_mul(decay, values));
+                vec_store(state + (k + l) * LANES, values);
+            }
             for (int i = 0; i < count; i++) chains[i][l] = vec_fma(vec_set(x[i][k + l]), values, chains[i][l]);
         }
-    for (int64_t k = whole; k < size; k++)
-        for (int i = 0; i < count; i++)
-            chains[i][k - whole] = vec_fma(vec_set(x[i][k]), vec_load(state + k * LANES), chains[i][k - whole]);
+    for (int64_t k = whole; k < size; k++) {
+        vec values = vec_load(state + k * LANES);
+        if (before) {
+            values = vec_fma(vec_set(before->k[k]), u, vec_mul(decay, values));
+            vec_store(state + k * LANES, values);
+        }
+        for (int i = 0; i < count; i++) chains[i][k - whole] = vec_fma(vec_set(x[i][k]), values, chains[i][k - whole]);
+    }
     for (int i = 0; i < count; i++)
         out[i] = vec_add(vec_add(chains[i][0], chains[i][1]), vec_add(chains[i][2], chains[i][3]));
 }
 
-static void compute_row(const state_tile *t, int64_t row) {
+INLINE void compute(const state_tile *t, int64_t row, const taken *before) {
     const recurrence *r = t->r;
     const int64_t padded = recurrence_padded(r), keys = row * r->key_heads + t->key_head;
     const int64_t value = (row * r->heads + t->head) * padded + t->tile * RECURRENCE_TILE;
@@ -66,21 +99,21 @@ static void compute_row(const state_tile *t, int64_t row) {
     const float *const x[] = {r->q + keys * r->key_size, r->k + keys * r->key_size};
     vec u = vec_load(r->u + value), products[2];
     if (r->delta) {
-        products_of(2, x, t->state, r->key_size, products);
+        products_of(2, x, t->state, r->key_size, before, products);
         u = vec_mul(vec_set(r->beta[row * r->heads + t->head]), vec_sub(u, vec_mul(decay, products[1])));
         vec_store(r->u + value, u);
     } else {
-        products_of(1, x, t->state, r->key_size, products);
+        products_of(1, x, t->state, r->key_size, before, products);
     }
     vec_store(r->out + value, vec_fma(vec_set(r->qk[keys]), u, vec_mul(decay, products[0])));
 }
 
-INLINE void load_state(const state_tile *t, int64_t base) {
-    const size_t bytes = (size_t)t->r->key_size * LANES * sizeof(float);
-    if (base)
-        memcpy(t->state, t->stored, bytes);
-    else
-        memset(t->state, 0, bytes);
+static void compute_row(const state_tile *t, int64_t row) { compute(t, row, NULL); }
+
+/* A row that follows the slot `before`, which the state has not taken in yet. */
+static void compute_next(const state_tile *t, int64_t row, int64_t before) {
+    const taken slot = taken_of(t, before);
+    compute(t, row, &slot);
 }
 
 INLINE void store_state(const state_tile *t) {
@@ -92,26 +125,25 @@ static void recur_tile(const state_tile *t) {
     const recurrence *r = t->r;
     int64_t base = r->position, at = -2; /* the last slot that the state has taken in; -2: it has not been loaded */
     if (r->committed > base && r->committed <= r->first) {
-        load_state(t, base);
-        for (; base < r->committed; base++) take_in(t, recurrence_slot(r, r->rows, base));
+        take_in_path(t, r->rows, base, r->committed);
+        base = r->committed;
         store_state(t), at = base - 1;
     }
     for (int64_t i = 0; i < r->count; i++) {
         const int64_t parent = r->parents[i];
+        const int32_t *row = r->rows + i * 4;
         if (at != parent && i && at == r->parents[i - 1] && parent == r->first + i - 1) {
-            take_in(t, parent);
-        } else if (at != parent) {
-            const int32_t *row = r->rows + i * 4;
-            load_state(t, base);
-            for (int64_t place = base; place < (int64_t)row[1] + row[3] - 1; place++)
-                take_in(t, recurrence_slot(r, row, place));
+            compute_next(t, i, parent);
+        } else {
+            if (at != parent) take_in_path(t, row, base, (int64_t)row[1] + row[3] - 1);
+            compute_row(t, i);
         }
         at = parent;
         if (r->first + i == r->committed && r->committed > base) store_state(t), base = r->committed;
-        compute_row(t, i);
     }
     if (r->committed == r->first + r->count && r->committed > base) {
-        take_in(t, r->committed - 1);
+        const taken last = taken_of(t, r->committed - 1);
+        take_in(t, &last, 1, t->state);
         store_state(t);
     }
 }
@@ -136,13 +168,21 @@ INLINE const float *read_at(const recurrence *r, const int32_t *row, int64_t pla
 /* Channels that are convolved together. */
 enum { CONVOLVED = 64 };
 
+/* The weights (n, width) of some channels, those of a token side by side. */
+INLINE void turned(const float *weights, int64_t width, int64_t n, float (*out)[CONVOLVED]) {
+    for (int64_t c = 0; c < n; c++)
+        for (int64_t w = 0; w < width; w++) out[w][c] = weights[c * width + w];
+}
+
 /* The convolution of rows first..last-1 over the last tokens of their paths, and silu. */
 static void convolve(const recurrence *r, int64_t first, int64_t last) {
-    float weights[RECURRENCE_WIDTH][CONVOLVED], sums[CONVOLVED]; /* those of a token side by side */
+    float weights[RECURRENCE_WIDTH][CONVOLVED], sums[CONVOLVED];
     for (int64_t start = 0; start < r->channels; start += CONVOLVED) {
         const int64_t n = smaller(CONVOLVED, r->channels - start);
-        for (int64_t c = 0; c < n; c++)
-            for (int64_t w = 0; w < r->width; w++) weights[w][c] = r->weights[(start + c) * r->width + w];
+        if (r->width == 4) /* as nearly all models have it; only a known width becomes vectors */
+            turned(r->weights + start * 4, 4, n, weights);
+        else
+            turned(r->weights + start * r->width, r->width, n, weights);
         for (int64_t i = first; i < last; i++) {
             const int32_t *row = r->rows + i * 4;
             const int64_t length = (int64_t)row[1] + row[3];
