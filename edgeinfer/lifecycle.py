@@ -30,6 +30,7 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, w
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.user_folders import user_cache
+from edgeinfer.version import SAMPLING
 
 __all__ = ["Facts", "ModelLifecycle", "resume", "save"]
 
@@ -307,6 +308,13 @@ def _digests(engine: Engine) -> dict[str | None, str]:
 def resume(parts: ModelParts, session: SessionFile) -> bool:
     """Takes the rows of a session file over where this model, as it runs here, would have made the same; else says why
     not in the log, as replies are then only slower to begin. Whether it did."""
+    if session.sampling != SAMPLING:
+        _log.warning(
+            "The conversation in %s was sampled by version %d: a seed now gives other text (version %d).",
+            session.path,
+            session.sampling,
+            SAMPLING,
+        )
     engine = parts.engine
     kind = engine.backend.cache.snapshot(0, 0)
     known = {parts.origin.with_adapter(digest).run: adapter for adapter, digest in _digests(engine).items()}

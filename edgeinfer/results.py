@@ -14,6 +14,7 @@ from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.searching import SearchUse
+from edgeinfer.version import SAMPLING
 
 __all__ = [
     "Chunk",
@@ -82,8 +83,7 @@ class MemoryUse:
     """Memory of the whole process in bytes.
 
     Attributes:
-        pss_bytes: resident at the end of the reply, each page divided by the number of processes that share it; None
-            where the system does not tell.
+        pss_bytes: resident at the end, each page divided by how many processes share it; None where nothing tells.
         terms: the plan's.
         used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
         given_up: what had to be spared to keep the budget, in order.
@@ -286,11 +286,8 @@ class PassWork:
     cache_bytes: int = 0
 
     def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(
-            self.weight_bytes + other.weight_bytes,
-            self.multiply_adds + other.multiply_adds,
-            self.cache_bytes + other.cache_bytes,
-        )
+        weights, adds = self.weight_bytes + other.weight_bytes, self.multiply_adds + other.multiply_adds
+        return PassWork(weights, adds, self.cache_bytes + other.cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -336,8 +333,7 @@ class Chunk:
     """A piece of streamed text: whole characters only, possibly of several tokens, possibly empty.
 
     Attributes:
-        logprobs: of the tokens whose text begins to show with this chunk, where they were asked for; none of a stop
-            string's.
+        logprobs: of tokens whose text begins to show here, where they were asked for; none of a stop string's.
     """
 
     text: str
@@ -355,6 +351,7 @@ class Result:
         compute: what computing less did; None where the whole model made every token.
         search: what searching did; None where nothing was searched.
         stop_string: of those that were asked for, the one that ended the reply; None where none did.
+        sampling: version of how a seed makes text: the same seed gives the same text by the same version.
     """
 
     text: str
@@ -370,6 +367,7 @@ class Result:
     compute: ComputeUse | None = None
     search: SearchUse | None = None
     stop_string: str | None = None
+    sampling: int = SAMPLING
 
     @property
     def parsed(self) -> Any:

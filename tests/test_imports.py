@@ -55,7 +55,7 @@ ALLOWED = {
     "edgeinfer.reply_options": CHECKED,
     "edgeinfer.config": CHECKED | ASKED,
     "edgeinfer.option_types": CHECKED | ASKED | {"edgeinfer.config"},
-    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors"} | ASKED,
+    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.version"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},

@@ -2,8 +2,9 @@
 
 A safetensors file. Its tensors, in this order: `tokens` I32 (T,); `rows.{start}` (2 L, kv_heads, n, width), keys of
 each layer and then values as the cache stores them, for consecutive runs of n tokens; `text` U8, UTF-8. `__metadata__`
-holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), and "sha256", of the whole
-file with the digits of that digest as zeros. Where layers differ in what they keep, `rows.{start}` is U8 (n, bytes of a
+holds "format", "version", "model" and "run" (`Origin`), "kv" and "scales" (`CacheSnapshot`), "sampling", the version of
+how a seed makes text, which files of version 1 lack as theirs is 1, and "sha256", of the whole file with the digits of
+that digest as zeros. Where layers differ in what they keep, `rows.{start}` is U8 (n, bytes of a
 token), the arrays one behind the other, and "layers" tells of each [type, heads, width], as JSON. A few megabytes at a
 time are copied, whatever the size of the cache. `state` U8 (bytes,), before the text, is of recurrent layers.
 Nothing in a file is trusted: its size comes before any allocation, its digest before any use.
@@ -44,13 +45,15 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
-from edgeinfer.version import VERSION
+from edgeinfer.version import SAMPLING, VERSION
 
 __all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "write_session"]
 
 _FORMAT = "edgeinfer-session"
-_VERSION = "1"
-_FIELDS = ("format", "version", "model", "run", "kv", "scales", "sha256")
+_VERSION = "2"
+_FIRST_VERSION = "1"
+_SAMPLING = "sampling"
+_FIELDS = ("format", "version", "model", "run", "kv", "scales", _SAMPLING, "sha256")
 # A million tokens of the smallest pieces that make sense take less; a header is parsed as a whole.
 _MOST_HEADER_BYTES = 4 << 20
 _PIECE_BYTES = 4 << 20
@@ -124,7 +127,7 @@ def write_session(
     if state is not None:
         shapes[_STATE] = ("U8", state.shape)
     shapes |= {"text": (type_name(letters.dtype), letters.shape)}
-    fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, _BLANK)
+    fields = (_FORMAT, _VERSION, origin.model, origin.run, kind.kv, kind.scales, str(SAMPLING), _BLANK)
     further = {} if alike else {_LAYERS: json.dumps(layers)}
     header = encode_header(shapes, dict(zip(_FIELDS, fields, strict=True)) | further)
     digest = hashlib.sha256(header)
@@ -155,6 +158,7 @@ class SessionFile:
         tokens: what the rows are of.
         kv, scales: the type of cache the rows come from, as `CacheSnapshot` names it.
         text: what was kept with them.
+        sampling: version of how a seed made text when it was written.
     """
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
@@ -164,6 +168,9 @@ class SessionFile:
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
         self.kv, self.scales = metadata["kv"], metadata["scales"]
+        sampling = metadata.get(_SAMPLING, "1")
+        self._require(sampling.isdecimal() and len(sampling) < 5, "it does not tell how it was sampled")
+        self.sampling = int(sampling)
         self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
         self._rows = self._tensors[1 : -1 if self._state is None else -2]
         self._layers = self._told_layers(metadata)
@@ -221,10 +228,12 @@ class SessionFile:
         metadata = index.notes
         if metadata.get("format") != _FORMAT:
             raise UsageError(f"{self.path} is not a session file.", _ELSE)
-        if metadata.get("version") != _VERSION:
-            hint = f"This edgeinfer reads version {_VERSION}: update edgeinfer."
-            raise UsageError(f"{self.path} has version {metadata.get('version')!r}.", hint)
-        named = metadata.keys() - {_LAYERS} == set(_FIELDS)
+        version = metadata.get("version")
+        if version not in (_FIRST_VERSION, _VERSION):
+            hint = f"This edgeinfer reads versions {_FIRST_VERSION} and {_VERSION}: update edgeinfer."
+            raise UsageError(f"{self.path} has version {version!r}.", hint)
+        fields = set(_FIELDS) - ({_SAMPLING} if version == _FIRST_VERSION else set())
+        named = metadata.keys() - {_LAYERS} == fields
         strings = named and all(isinstance(value, str) for value in metadata.values())
         dtype = _row_type(metadata["kv"], metadata["scales"]) if strings else None
         self._require(dtype is not None, "its header lacks fields")

@@ -21,6 +21,7 @@ from edgeinfer.runtime.sampling.distributions import (
     truncated,
     uniform,
 )
+from edgeinfer.runtime.sampling.noise import GumbelNoise
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 
 __all__ = ["LogitsProcessor", "Sampler"]
@@ -61,7 +62,8 @@ class LogitsProcessor:
         most = 0 if config.greedy else config.top_k if 0 < config.top_k < vocab_size else vocab_size
         self._ids = np.arange(most)
         self._weights = np.empty(most)
-        self._cumulative = np.empty(most)
+        self._noise = None if config.greedy else GumbelNoise(seed, vocab_size)
+        self._truncates = most < vocab_size or config.top_p < 1 or config.min_p > 0
 
     @property
     def config(self) -> GenerationConfig:
@@ -121,10 +123,10 @@ class LogitsProcessor:
     def sample(
         self, logits: Logits, position: int, counts: TokenCounts | None = None, allowed: Ids | None = None
     ) -> int:
-        """The token for an absolute position: the most likely one when greedy, else drawn by inverse CDF.
+        """The token for an absolute position: the most likely one when greedy, else drawn by Gumbel noise.
 
-        The draw depends on the logits, what is allowed, the seed and the position alone. The CDF runs in order of
-        token id, so that a rounding difference in the logits moves its edges a little and never reorders them.
+        The draw depends on the logits, what is allowed, the seed and the position alone. Each token has noise of its
+        own, whatever the others' logits, so a model whose distribution is alike mostly draws the same token.
 
         Args:
             logits: that predict this position. (V,)
@@ -136,16 +138,15 @@ class LogitsProcessor:
             BackendError: the logits hold NaN or allow no token.
             UsageError: the bias bans all that may follow.
         """
-        if self._greedy:
-            best = self._best(self._masked(logits, counts, allowed), logits, allowed)
-            return best if allowed is None else int(allowed[best])
-        ids, weights = self.support(logits, counts, allowed)
-        cumulative = weights.cumsum(out=self._cumulative[: len(weights)])
-        total = cumulative[-1]
-        drawn = int(cumulative.searchsorted(uniform(self._seed, position) * total, side="right"))
-        # Rounding can lift the product to the total; the last token of non-zero weight owns that edge.
-        last = int(cumulative.searchsorted(total, side="left"))
-        return int(ids[min(drawn, last)])
+        row, ids = self._masked(logits, counts, allowed), allowed
+        chosen = self._best(row, logits, allowed)
+        if self._noise is not None:
+            if self._truncates:
+                kept, _ = self._truncated(row, chosen)
+                row, ids = row[kept], kept if allowed is None else allowed[kept]
+                chosen = int(row.argmax())
+            chosen = self._noise.draw(row, chosen, self._config.temperature, position, ids)
+        return chosen if ids is None else int(ids[chosen])
 
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
         """The logits with bias and penalties, a copy, with -inf for what may not follow.

@@ -199,18 +199,15 @@ def _gap(row: Floats) -> float:  # (V,)
 def near_edge(choose: Callable[[Floats], int], logits: Floats, noise: float) -> bool:  # (V,)
     """Whether a choice, drawn or greedy, would be another if every logit moved by at most `noise`.
 
-    A draw by inverse CDF changes first where all tokens on one side of the chosen one gain and the others lose, so both
-    sides are tried: that finds a draw within noise of an edge of the CDF, and a tie. Of the edge of a truncation it
-    finds what those two moves show.
+    The largest sum of logit and Gumbel noise changes first where all other tokens gain and the chosen one loses. Of the
+    edge of a truncation that finds what this move shows.
 
     Args:
         choose: the choice as a function of the logits alone, with penalties, mask, truncation and draw inside.
         logits: as the target gave them.
     """
-    chosen = choose(logits)
-    ids = np.arange(len(logits))
     shift = np.float32(noise)
-    return any(
-        choose(np.where(favoured, logits + shift, logits - shift)) != chosen
-        for favoured in (ids < chosen, ids > chosen)
-    )
+    moved = logits + shift
+    chosen = choose(logits)
+    moved[chosen] = logits[chosen] - shift
+    return choose(moved) != chosen

@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time there was a little dog."
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30, "ignore_eos": True}
 FIELDS: dict[str, set[str] | None] = {
+    "sampling": None,
     "text": None,
     "token_ids": None,
     "finish_reason": None,

@@ -51,13 +51,21 @@ def test_a_chat_goes_on_without_being_evaluated_again(model: edgeinfer.Model, tm
 
 
 def test_sampled_text_goes_on_the_same_in_another_process_or_model(
-    model: edgeinfer.Model, small_bundle: Path, tmp_path: Path
+    model: edgeinfer.Model,
+    small_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     chat = talk(model)
     chat.save(tmp_path / "talk.session")
     expected = chat.send("And now?", temperature=1.0, seed=9, **OPTIONS)
     with load_eager(small_bundle) as other:
         reply = other.load_chat(tmp_path / "talk.session").send("And now?", temperature=1.0, seed=9, **OPTIONS)
+        assert "sampled by" not in caplog.text
+        monkeypatch.setattr("edgeinfer.lifecycle.SAMPLING", expected.sampling + 1)
+        other.load_chat(tmp_path / "talk.session")
+    assert f"sampled by version {expected.sampling}" in caplog.text
     assert reply.token_ids == expected.token_ids
     assert reply.timings.cached_prompt_tokens == expected.timings.cached_prompt_tokens
 

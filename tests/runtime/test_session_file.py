@@ -238,7 +238,9 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "no metadata": lambda header: header.pop("__metadata__"),
     "metadata is a list": lambda header: header.update(__metadata__=[]),
     "format": with_metadata(format="other"),
-    "version": with_metadata(version="2"),
+    "version": with_metadata(version="3"),
+    "a field of the version after": with_metadata(version="1"),
+    "sampling that is no number": with_metadata(sampling="-1"),
     "version is a number": with_metadata(version=1),
     "a missing field": lambda header: header["__metadata__"].pop("scales"),
     "one more field": with_metadata(other="x"),
@@ -291,7 +293,7 @@ def test_negative_tokens_and_text_of_no_encoding_are_refused(tmp_path: Path, dat
 
 
 def test_a_version_to_come_says_to_update(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "talk").write_bytes(forged(data, with_metadata(version="2")))
+    (tmp_path / "talk").write_bytes(forged(data, with_metadata(version="3")))
     with pytest.raises(UsageError, match="update"):
         read(tmp_path / "talk")
 

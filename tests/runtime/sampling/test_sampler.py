@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.sampling import LogitsProcessor, Penalties, TokenCounts, uniform
+from edgeinfer.runtime.sampling import LogitsProcessor, Penalties, TokenCounts
 from edgeinfer.runtime.sampling.distributions import token_logprobs
+from edgeinfer.runtime.sampling.noise import GumbelNoise
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -108,17 +109,16 @@ def test_draws_follow_the_distribution(n: int) -> None:
 
 @settings(deadline=None)
 @given(ROWS, SETTINGS, st.integers(0, 2**64 - 1), st.integers(0, 2**32))
-def test_a_draw_is_the_inverse_cdf_of_its_position(
+def test_a_draw_has_the_largest_sum_of_log_probability_and_noise(
     row: list[float], options: dict[str, Any], seed: int, position: int
 ) -> None:
     processor = LogitsProcessor(GenerationConfig(**options), len(row), seed)
     logits = np.array(row, np.float32)
     token = processor.sample(logits, position)
-    probabilities = processor.probabilities(logits)
-    cumulative = np.cumsum(probabilities)
-    u = uniform(seed, position)
-    assert probabilities[token] > 0
-    assert processor.config.greedy or cumulative[token] - probabilities[token] - 1e-9 <= u <= cumulative[token] + 1e-9
+    likely = np.flatnonzero(probabilities := processor.probabilities(logits))
+    scores = np.log(probabilities[likely]) + GumbelNoise(seed, len(row)).of(likely, position)
+    assert token in likely
+    assert processor.config.greedy or scores[likely == token][0] >= scores.max() - 1e-9
 
 
 def test_draws_do_not_depend_on_earlier_draws() -> None:
@@ -194,11 +194,20 @@ def test_half_precision_logits_work() -> None:
     np.testing.assert_allclose(p, oracle([1, 2, 3, 4], GenerationConfig(temperature=1.0, top_k=3)))
 
 
-def test_edges_of_the_interval_never_reach_impossible_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = np.array([-math.inf, 0.0, 1.0, 0.5, -math.inf], np.float32)
-    for u, token in ((0.0, 1), (1 - 2.0**-53, 3)):
-        monkeypatch.setattr("edgeinfer.runtime.sampling.sampler.uniform", lambda seed, position, u=u: u)
-        assert LogitsProcessor(GenerationConfig(temperature=1.0), 5, 0).sample(row, 0) == token
+def test_what_is_drawn_of_a_large_vocabulary_has_the_largest_sum_of_all() -> None:
+    rows = np.random.default_rng(5).normal(0, 1, (60, 20_000)).astype(np.float32)
+    rows *= np.array([0, 1, 4], np.float32).repeat(20)[:, None]
+    rows[:, ::7] = -math.inf
+    noise = GumbelNoise(9, rows.shape[1])
+    for position, row in enumerate(rows):
+        heat = 0.3 + position % 20 / 20
+        sums = row.astype(np.float64) / heat + noise.of(np.arange(len(row)), position)
+        for allowed in (None, np.arange(1, len(row), 3)):
+            ids = np.arange(len(row)) if allowed is None else allowed
+            drawn = LogitsProcessor(GenerationConfig(temperature=heat), len(row), 9).sample(
+                row, position, None, allowed
+            )
+            assert drawn == ids[sums[ids].argmax()]
 
 
 @st.composite

@@ -119,10 +119,10 @@ def test_lookahead_looks_no_further_than_the_context_reaches() -> None:
 
 
 def test_contrast_moves_away_from_the_worse_prompt() -> None:
-    for above, temperature in product([0.0, 1.4], [0.0, 0.8]):
+    for above, temperature in product([0.0, 1.4], [0.0, 1.3]):
         lame = "gabcaf.a,bd" * 2
         options: dict[str, Any] = {"temperature": temperature, "uncertainty": above, "max_tokens": 15}
-        trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=0.7, **options)
+        trial = Trial(LettersBackend(), search="contrast", lame_prompt=lame, contrast_strength=1.5, **options)
         config = GenerationConfig(temperature=temperature)
         sampler, said, changed = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int](), 0
         worse = [LETTERS.index(letter) for letter in lame]
@@ -133,7 +133,7 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
             if uncertainty(probabilities) > above:
                 moved = np.where(
                     probabilities >= 0.1 * probabilities.max(),
-                    own + np.float32(0.7) * (own - other),
+                    own + np.float32(1.5) * (own - other),
                     np.float32(-np.inf),
                 )
                 token = sampler.sample(moved.astype(np.float32), place)
