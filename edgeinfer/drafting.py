@@ -146,7 +146,8 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
         draft_max: maximum number of draft tokens.
         draft_experts: for load(): experts per token when the model drafts for itself.
         remember: for load(): whether what drafters learn (token ids and counts) is kept for the next session.
-        draft_width: for generate(): candidates per drafter and position; more than 1 drafts a tree.
+        draft_width: for generate(): candidates per drafter and position; more than 1 drafts a tree, except where text
+            is exact and attention is ONNX Runtime's own, whose side branches would not be.
         verification: for generate(): "keyed" gives the text of plain decoding, "rejection" and "k-seq" give its
             distribution; "typical" is lossy.
     """

@@ -35,12 +35,14 @@ from edgeinfer.apps.bench.spec_modes import (
 )
 from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecResults, SpecSetup, spec_section
 from edgeinfer.apps.bench.synthetic import find_shape
+from edgeinfer.drafting import VERIFICATIONS
 from edgeinfer.errors import CheckpointError, UsageError
 
 __all__ = ["SPEC", "SpecOptions", "run_spec"]
 
 # llama.cpp rounds contexts up to multiples of this.
 _LLAMACPP_CONTEXT = 256
+_WIDTHS = tuple(map(str, range(1, 9)))
 _WORK, _FILES = "workload", "cost-expanded model and llama.cpp"
 _DESCRIPTION = """\
 Compare speculation with plain decoding: the same prompts, model and process, mode after mode in turns.
@@ -104,6 +106,19 @@ class SpecOptions:
     temperature: float = option(
         "--temp", "--temperature T", default=0.0, help="sampling temperature; 0 always picks the likeliest token"
     )
+    verification: tuple[str, ...] = option(
+        "--verification LIST",
+        rare=True,
+        default=("keyed",),
+        help=f"comma-separated rules to measure each mode with, of {', '.join(VERIFICATIONS)}; only keyed gives the "
+        "text of plain decoding at a temperature above 0",
+    )
+    draft_width: tuple[str, ...] = option(
+        "--draft-width LIST",
+        rare=True,
+        default=("1",),
+        help="comma-separated widths of trees to measure each mode with",
+    )
     seed: int = option("--seed N", rare=True, default=0, help="random seed for replies with a temperature above 0")
     checkpoint: Path | None = option(
         "--checkpoint PATH", default=None, group=_FILES, help="small Llama checkpoint (Hugging Face, safetensors)"
@@ -131,6 +146,10 @@ class SpecOptions:
             raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
         if not all(length.isdecimal() and int(length) > 1 for length in self.lengths):
             raise UsageError("lengths must be whole numbers of 2 or more.", "Give some, such as 512,2048.")
+        if unknown := set(self.verification) - set(VERIFICATIONS):
+            raise UsageError(f"There is no verification {min(unknown)!r}.", f"Choose of {', '.join(VERIFICATIONS)}.")
+        if not all(width in _WIDTHS for width in self.draft_width):
+            raise UsageError(f"draft_width must be whole numbers of 1 to {_WIDTHS[-1]}.", "Give some, such as 1,2,4.")
         if self.warm_up < 0:
             raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
         if (self.expand or self.llamacpp) and self.checkpoint is None:
@@ -143,7 +162,8 @@ class SpecOptions:
     def config(self) -> SpecConfig:
         """Modes and replies; UsageError where they make no sense."""
         modes = (*self.modes, *((CONTROL,) if self.control else ()))
-        return SpecConfig(modes, ReplySettings(self.max_tokens, self.temperature, self.seed), self.repeats)
+        replies, widths = ReplySettings(self.max_tokens, self.temperature, self.seed), tuple(map(int, self.draft_width))
+        return SpecConfig(modes, replies, self.repeats, self.verification, widths)
 
     def artifacts(self) -> TrainedArtifacts | None:
         """Files made of the checkpoint; None where there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 import edgeinfer
@@ -32,6 +33,8 @@ __all__ = [
     "llamacpp_modes",
     "measure",
 ]
+
+_KEYED = "keyed"  # by which text is that of plain decoding
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,10 @@ class EdgeInferMode:
 
     Args:
         model: shared by all modes.
-        name: drafters joined by "+", "auto", "off", or CONTROL, which is "off" under another name.
+        drafters: joined by "+", or "auto", "off", or CONTROL, which is "off" under another name.
         sampling: of the replies.
+        verification: rule by which drafts are accepted.
+        width: guesses per drafter and place.
     """
 
     plain = PLAIN
@@ -121,15 +126,20 @@ class EdgeInferMode:
     @property
     def learns(self) -> bool:
         """Whether a reply teaches anything that later ones use."""
-        return self.name not in (PLAIN, CONTROL)
+        return self._options["speculation"] != PLAIN
 
-    def __init__(self, model: Generates, name: str, sampling: ReplySettings) -> None:
-        self.name = name
+    def __init__(
+        self, model: Generates, drafters: str, sampling: ReplySettings, verification: str = _KEYED, width: int = 1
+    ) -> None:
+        told = (drafters, "" if verification == _KEYED else verification, f"width {width}" if width > 1 else "")
+        self.name = " ".join(filter(None, told))
         self._model = model
         self._options = {
             "temperature": sampling.temperature,
             "seed": sampling.seed,
-            "speculation": PLAIN if name == CONTROL else name.replace("+", ","),
+            "speculation": PLAIN if drafters == CONTROL else drafters.replace("+", ","),
+            "verification": verification,
+            "draft_width": width,
         }
         self._max_tokens = sampling.max_tokens
         self._known = self._latest = model.drafting_state() if isinstance(model, Learns) else None
@@ -147,7 +157,8 @@ class EdgeInferMode:
             token_ids=result.token_ids,
             per_token_ms=result.timings.per_token_ms,
             rounds=result.speculation.rounds or later,
-            lossless=result.speculation.lossless,
+            # Others are another draw of the same distribution.
+            lossless=result.speculation.lossless and self._options["verification"] == _KEYED,
             details=asdict(result.speculation) | {"timings": asdict(result.timings)},
         )
 
@@ -204,11 +215,14 @@ class SpecConfig:
         modes: "off", "auto", CONTROL, or drafters joined by "+"; plain decoding is always measured, and comes first.
         replies: how each is generated.
         repeats: replies of each mode to each prompt.
+        verifications, widths: of drafts, each of which every mode that drafts is measured with.
     """
 
     modes: tuple[str, ...] = (PLAIN, "auto")
     replies: ReplySettings = field(default_factory=ReplySettings)
     repeats: int = 3
+    verifications: tuple[str, ...] = (_KEYED,)
+    widths: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", tuple(dict.fromkeys((PLAIN, *self.modes))))
@@ -226,7 +240,14 @@ def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str
     """
     runnable: list[Mode] = []
     # All are made before any is tried: each starts from what drafters know now.
-    for mode in [EdgeInferMode(model, name, config.replies) for name in config.modes]:
+    made: list[Mode] = []
+    for name in config.modes:
+        if name in (PLAIN, CONTROL):
+            made.append(EdgeInferMode(model, name, config.replies))
+        else:
+            axes = product(config.verifications, config.widths)
+            made += [EdgeInferMode(model, name, config.replies, rule, width) for rule, width in axes]
+    for mode in made:
         try:
             mode.reply([1])
         except EdgeInferError as error:

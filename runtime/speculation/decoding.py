@@ -23,7 +23,6 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Resumption,
     Round,
     Verdict,
-    keep_main_branch,
     main_branch_end,
     main_branch_first,
 )
@@ -66,7 +65,6 @@ class SpeculativeDecoding(DecodingStrategy):
         drafters: whose guesses the governor weighs.
         governor: decides what is drafted.
         verification: decides what is accepted.
-        main_branch_only: side branches of trees are not trusted, so that text is plain decoding's bit for bit.
         noise: by how much a row's logits may differ between passes of different sizes; 0 where rows are bit-identical.
         on_plain_ms: is called with the milliseconds of plain steps, where passes are of this reply's rows.
         statistics: that rounds are added to; None begins some.
@@ -83,7 +81,6 @@ class SpeculativeDecoding(DecodingStrategy):
         governor: Governor,
         verification: VerificationRule,
         *,
-        main_branch_only: bool = False,
         noise: float = 0.0,
         on_plain_ms: Callable[[float], None],
         statistics: SpeculationStatistics | None = None,
@@ -94,7 +91,6 @@ class SpeculativeDecoding(DecodingStrategy):
         self._probing = next((drafter for drafter in drafters if isinstance(drafter, ProbingDrafter)), None)
         self._governor = governor
         self._verification = verification
-        self._main_branch_only = main_branch_only
         self._noise = noise
         self._on_plain_ms = on_plain_ms
         self._most = backend.cache.capacity  # tokens in a draft
@@ -174,8 +170,6 @@ class SpeculativeDecoding(DecodingStrategy):
         chain, draft = draft.is_chain, draft.first(len(passed.fed) - 1)
         target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
         verdict = self._verification.verify(draft, target)
-        if self._main_branch_only:
-            verdict = keep_main_branch(draft, verdict)
 
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]

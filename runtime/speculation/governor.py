@@ -369,14 +369,14 @@ class Governor:
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)
             if ms > _CHEAP * self._pass_ms[0]:
-                # Another's rows would be lost: only one drafter works on the target's cache at a time, on one path.
+                # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)
                 promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
-                if barred or not main_branch or promised <= without:
+                if barred or promised <= without:
                     continue
                 if not self._affords(self._pass_ms[0] + self._spent + ms):
-                    if not self._tries:
+                    if not self._tries or not main_branch:
                         continue
                     self._tries -= 1
             guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)

@@ -134,8 +134,6 @@ class Speculator:
         verification, most = find_verification(config.verification), min(self._limit, config.draft_max or self._limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
-        # Where attention reads pages, rows of side branches have the bits of a chain's.
-        bound = verification.name == "keyed" and not self._parts.target.capabilities.paged
         if not self._may_pay(config, drafters, costs):
             return DecodingStrategy(self._parts.target, sampler)
         governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
@@ -145,7 +143,6 @@ class Speculator:
             drafters,
             governor,
             verification,
-            main_branch_only=bound and exact is not None and exact.bit_identical,
             noise=0.0 if verification.stochastic or exact is None else exact.noise,
             on_plain_ms=self._plain_ms.append,
         )
@@ -287,6 +284,11 @@ class Speculator:
         if config.draft_width > 1 and not self._parts.target.capabilities.tree:
             message = f"The {self._parts.target.name} backend cannot verify trees."
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
+        # Where attention reads no pages, rows of side branches have other bits than a chain's, so where text is to be
+        # plain decoding's bit for bit no token behind them could be kept.
+        settled = self._costs.exact is not None and self._costs.exact.bit_identical
+        if settled and verification.name == "keyed" and not self._parts.target.capabilities.paged:
+            return 1
         return config.draft_width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:

@@ -31,7 +31,6 @@ __all__ = [
     "TargetView",
     "Verdict",
     "Verifier",
-    "keep_main_branch",
     "main_branch_end",
     "main_branch_first",
 ]
@@ -340,9 +339,9 @@ class ProbingDrafter(Drafter):
 def main_branch_first(draft: Draft) -> Draft:
     """The same tree with its main branch, the chain of first children, in front; other nodes keep their order.
 
-    A row sums over the keys it sees in the order of their places in the cache. The main branch, fed right behind the
-    root, has the places that a chain has, so its rows are bit-identical to plain decoding's, whatever rows follow.
-    Rows of side branches are not, nor are their keys and values from the second layer on.
+    Probe rows follow its end. And where attention reads no pages, a row sums over the keys it sees in the order of
+    their places in the cache: fed right behind the root, the main branch has the places that a chain has, so its rows
+    round as plain decoding's do. Rows of side branches do not, nor do their keys and values from the second layer on.
     """
     if draft.is_chain:
         return draft
@@ -367,21 +366,3 @@ def main_branch_end(draft: Draft) -> int:
     while length < len(draft) and draft.parents[length] == length - 1:
         length += 1
     return length - 1
-
-
-def keep_main_branch(draft: Draft, verdict: Verdict) -> Verdict:
-    """What a verdict comes to if side branches are not trusted: their first token, which the main branch chose.
-
-    No token is lost that the next pass does not give: it begins with that one instead of a later one.
-
-    Args:
-        draft: with its main branch first.
-        verdict: over it.
-    """
-    accepted, kept = verdict.accepted, 0
-    # The main branch's node at depth i is node i, and no other path of nodes counts up so.
-    while kept < len(accepted) and accepted[kept] == kept:
-        kept += 1
-    if kept == len(accepted):
-        return verdict
-    return Verdict(accepted[:kept], draft.guesses[accepted[kept]].token, False)

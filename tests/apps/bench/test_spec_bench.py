@@ -127,10 +127,15 @@ def test_drafters_know_earlier_prompts_but_neither_repeats_nor_other_modes() -> 
     assert known == [(50, [7])] * 4 + [(60, [7, 50])] * 4
 
 
-def test_drafters_joined_by_a_plus_are_given_as_a_list() -> None:
+def test_drafters_joined_by_a_plus_are_given_as_a_list_and_measured_by_every_rule_and_width() -> None:
     model = StubModel()
     EdgeInferMode(model, "ngram+recycle", ReplySettings(4)).reply([5, 6])
     assert model.calls[-1][1]["speculation"] == "ngram,recycle"
+    axes = SpecConfig(("auto",), ReplySettings(4), verifications=("keyed", "rejection"), widths=(1, 2))
+    modes = edgeinfer_modes(model, axes, {})
+    assert [mode.name for mode in modes] == ["off", "auto", "auto width 2", "auto rejection", "auto rejection width 2"]
+    modes[-1].reply([5, 6])
+    assert (model.calls[-1][1]["verification"], model.calls[-1][1]["draft_width"]) == ("rejection", 2)
 
 
 def test_a_mode_that_cannot_run_is_skipped_with_its_reason() -> None:

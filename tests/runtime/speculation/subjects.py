@@ -149,16 +149,15 @@ class Subject:
         kind = Governor
         if verification.stochastic:
             kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
+        if isinstance(self.backend, GraphBackend) and not self.backend.capabilities.paged:
+            width = 1
         governor = kind(made, Prices(FLAT, {"model": 0.1, "exit": 0.1, "bits": 0.1}), acceptance, 7, width)
-        exact_trees = self.backend.capabilities.paged
-        settled = width > 1 and isinstance(self.backend, GraphBackend) and not exact_trees
         return SpeculativeDecoding(
             self.backend,
             sampler,
             made,
             governor,
             verification,
-            main_branch_only=settled,
             noise=noise,
             on_plain_ms=lambda ms: None,
         )

@@ -78,6 +78,23 @@ class Prophet(Drafter):
         pass
 
 
+class Coin(Prophet):
+    """Knows two tokens for the first place of a draft, of which one is right, and does not know which."""
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        if drafted:
+            return ()
+        right, wrong = (Guess(self._text[len(context.tokens)] + other, 0) for other in (0, 1))
+        return (right, wrong) if random.Random(len(context.tokens)).random() < 0.5 else (wrong, right)
+
+
+class Follower(Prophet):
+    """Knows how a draft goes on that another began."""
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        return super().guesses(context, drafted, width) if drafted else ()
+
+
 @dataclass
 class Truth:
     """The target's view where the target says the text."""
@@ -234,6 +251,14 @@ def test_trees_hedge_where_rows_are_free() -> None:
     tree = decode([hedged], text, Prices(FLAT), width=2)
     assert not all(draft.is_chain for draft in tree.drafts)
     assert tree.ms < 0.6 * chain.ms
+    # Behind each of two first tokens that are as likely a costly drafter goes on.
+    drafters = [Coin("copy", text, 0.0), Follower("model", text, 0.95)]
+    hedged_twice = decode(drafters, text, Prices(FLAT, {"model": 1.0}), width=2)
+    twice = 0
+    for draft in hedged_twice.drafts:
+        asked = {parent for parent, by in zip(draft.parents, draft.sources, strict=True) if by == "model"}
+        twice += sum(draft.sources[node] == "copy" for node in asked) == 2
+    assert twice > len(hedged_twice.drafts) / 3
 
 
 def test_wide_drafts_are_as_fast_as_chains_where_no_second_guess_is_right() -> None:

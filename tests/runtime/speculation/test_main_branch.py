@@ -1,4 +1,4 @@
-"""Branches of a tree have the bits of a chain, on every layout the main one; where only that, verdicts end on it."""
+"""Branches of a tree have the bits of a chain, on every layout the main one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
-from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, Verdict, keep_main_branch, main_branch_first
+from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess, main_branch_first
 from tests.cache import made
 from tests.factories import make_checkpoint
 from tests.kernel import require_kernel
@@ -60,25 +60,6 @@ def test_the_main_branch_comes_first_and_the_tree_stays_the_same(draft: Draft) -
     assert main_branch_size(ordered) == len(firsts)
     sides = [source for source in draft.sources if source not in firsts]
     assert list(ordered.sources[len(firsts) :]) == sides
-
-
-@settings(deadline=None)
-@given(trees(), st.data())
-def test_a_verdict_ends_on_rows_of_the_main_branch(draft: Draft, data: st.DataObject) -> None:
-    draft = main_branch_first(draft)
-    accepted, node = [], data.draw(st.integers(-1, len(draft) - 1))
-    while node >= 0:
-        accepted.append(node)
-        node = draft.parents[node]
-    verdict = Verdict(tuple(accepted[::-1]), 7, True)
-    kept = keep_main_branch(draft, verdict)
-    main = [node for node in verdict.accepted if node < main_branch_size(draft)]
-    assert list(kept.accepted) == main
-    if len(main) == len(verdict.accepted):
-        assert kept is verdict
-    else:
-        side = verdict.accepted[len(main)]
-        assert (kept.token, kept.bonus) == (draft.guesses[side].token, False)
 
 
 def make_bundle(folder: Path, layout: Layout) -> None:
