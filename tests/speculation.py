@@ -44,7 +44,9 @@ needs_builtin = pytest.mark.skipif(
     not (BUILTIN / "edgeinfer.json").is_file(), reason="the built-in model has not been made"
 )
 # Of the drafters, those that a model without experts and heads of its own can have.
-DENSE = tuple(who for who in DRAFTERS if who not in ("experts", "bits-experts", "resident", "eagle", "mtp", *DRAFTING))
+DENSE = tuple(
+    who for who in DRAFTERS if who not in ("experts", "bits-experts", "resident", "eagle", "mtp", "dflash", *DRAFTING)
+)
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
 # What a reply without drafts does not depend on.
 _OF_DRAFTS = ("speculation", "draft_width", "draft_max", "verification")
