@@ -206,7 +206,7 @@ def test_a_load_chooses_its_device_once(small_bundle: Path, monkeypatch: pytest.
         asked.append(config.device)
         return choose_device(config, graphs)
 
-    monkeypatch.setattr("edgeinfer.runtime.loading.registry.choose_device", counted)
+    monkeypatch.setattr("edgeinfer.runtime.backends.factory.choose_device", counted)
     with edgeinfer.load(small_bundle, threads=1) as model:
         model.generate("Once", max_tokens=2)
     assert asked == ["auto"]

@@ -70,7 +70,8 @@ def numeric(kind: type[Any]) -> set[str]:
 
 
 def test_every_number_has_a_range() -> None:
-    assert numeric(LoadConfig) == set(LOAD_RANGES)
+    # Of loading one more, which may be a word too.
+    assert numeric(LoadConfig) == {*LOAD_RANGES, "gpu_layers"}
     # A tuple of numbers, each of which has one.
     assert numeric(SearchOptions) == {*ranges(SearchOptions), "resistance"}
     assert numeric(ComputeOptions) == set(ranges(ComputeOptions))
@@ -80,7 +81,7 @@ def test_every_number_has_a_range() -> None:
 
 def test_numbers_of_loading() -> None:
     taken = 0
-    for name in LOAD_RANGES:
+    for name in (*LOAD_RANGES, "gpu_layers"):
         for value in EXTREMES:
             try:
                 LoadConfig.of(**{name: value} | ({"weights": "experts"} if name == "expert_memory" else {}))

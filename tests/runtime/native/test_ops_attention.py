@@ -52,7 +52,9 @@ def check_stored(
     for part, kind, wanted in zip(held, types, zip(*(row[1:] for row in rows), strict=True), strict=True):
         rows_wanted = np.stack(wanted, axis=1)  # (kv_heads, S, size)
         lost, length = (np.linalg.norm(each, axis=2) for each in (part - rows_wanted, rows_wanted))
-        assert (lost <= LOSS[kind] * np.sqrt(part.shape[2]) * length + 1e-6).all(), kind
+        # Scales of int4 have few bits: below 2e-6 they are 0, as are the numbers of a group that small.
+        least = 2e-5 if kind == "int4" else 1e-6
+        assert (lost <= LOSS[kind] * np.sqrt(part.shape[2]) * length + least).all(), kind
 
 
 @st.composite
