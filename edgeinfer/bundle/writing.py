@@ -55,6 +55,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a temporary sibling to write; on success it becomes `path`, on any failure it is removed.
 
+    A device or a pipe is written to itself, as it would be lost if a file took its place.
+
     Args:
         durable: wait until the disk has it. Without, a machine that fails may leave a damaged file, but no other reader
             ever sees one; for what is made again when it cannot be read.
@@ -63,6 +65,10 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
         StorageError: the place cannot be written.
     """
     with storage_errors(path):
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                yield file
+            return
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -76,12 +76,13 @@ def _add_heads(writer: Any, spec: DecoderSpec, arch: GgufArchitecture) -> None:
     latent = spec.latent
     if latent is None:
         each = [spec.num_kv_heads if spec.attends(layer) else 0 for layer in range(spec.num_layers)]
-        full = spec.full_heads
+        mixed, full = arch.mixed_heads, spec.full_heads
         if full is not None:
             each = [spec.heads(layer).kv_heads for layer in range(spec.num_layers)]
+            mixed = len(set(each)) > 1
             writer.add_key_length_swa(spec.head_dim)
             writer.add_value_length_swa(spec.head_dim)
-        writer.add_head_count_kv(each if arch.mixed_heads or len(set(each)) > 1 else spec.num_kv_heads)
+        writer.add_head_count_kv(each if mixed else spec.num_kv_heads)
         writer.add_key_length(spec.head_dim if full is None else full.head_dim)
         writer.add_value_length(spec.head_dim if full is None else full.head_dim)
     elif arch.compressed:

@@ -169,7 +169,7 @@ def _tensors(
         yield PlannedGgufTensor(names[0], (spec.moe.experts, spec.hidden_size), (rows,), exact=True)
         return
     sizes = _even(plan, len(names))
-    if part == "attn.qkv" and len(names) == 3:
+    if part in ("attn.qkv", "attn.qkv_bias") and len(names) == 3:
         heads = spec.heads(int(plan.name.split(".")[1]))
         own = [heads.kv_size] * (1 if heads.keys_are_values else 2)
         sizes = [heads.q_size, *(own if heads.owns else ())]

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -366,3 +367,10 @@ def test_write_file_replaces_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
     with pytest.raises(StorageError):
         write_file(tmp_path / "missing" / "state.json", b"x")
+    # What is no file is not replaced by one: a device would be lost to everybody.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, b"told")
+    assert os.read(reading, 8) == b"told" and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reading)
