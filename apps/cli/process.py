@@ -199,6 +199,12 @@ def _begin(noise: int) -> None:
         os.environ.setdefault(name, "1")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(noise, 2)
+    # All errors are caught. One that still gets out was raised by the interpreter, short of memory, in between.
+    sys.excepthook = _leave_to_parent
+
+
+def _leave_to_parent(*_: object) -> None:
+    """Prints no traceback: the process ends with a code of `_ABORTS`, and its parent says why."""
 
 
 def _wait(process: int, signals: Iterable[int]) -> int:

@@ -57,6 +57,18 @@ def test_what_aborted_or_hung_before() -> None:
 
 
 @pytest.mark.slow
+def test_an_error_that_the_interpreter_lost_outside_of_all_handlers() -> None:
+    script = (
+        "import sys; from edgeinfer.apps.cli import main as cli\n"
+        "def _execute(arguments): raise SystemError('error return without exception set')\n"
+        "cli._execute = _execute; sys.exit(cli.main())"
+    )
+    argv = ["sh", "-c", f'ulimit -v {LOOSE}; exec "$@"', "sh", sys.executable, "-c", script]
+    done = subprocess.run(argv, env=interruptible_environment(), capture_output=True, timeout=TIME_LIMIT)
+    refuses(4, "ulimit -v", done)
+
+
+@pytest.mark.slow
 @needs_builtin
 @pytest.mark.parametrize("threads", ["1", "8"])
 @pytest.mark.parametrize("megabytes", [*range(100, 400, 30), *range(400, 1_001, 100)])
