@@ -83,6 +83,14 @@ def _mscale(spec: DecoderSpec) -> float:
     return round((factor - 1) / (0.1 * math.log(spec.rope.factor)), 6)
 
 
+def _mistral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Of queries that grow with their position, too."""
+    _deepseek_keys(writer, config, spec, tensor)
+    if spec.rope.query_beta:
+        writer.add_attn_temperature_scale(spec.rope.query_beta)
+        writer.add_attn_temperature_length(spec.rope.original_max_positions)
+
+
 def _deepseek_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
     if not _sizes(spec).query_rank and spec.num_layers not in (26, 27):
         yield f"form of {spec.num_layers} layers whose queries have no small vector"
@@ -130,11 +138,13 @@ _DEEPSEEK = GgufArchitecture(
     keys=_deepseek_keys,
     lacks=_deepseek_lacks,
 )
+_MISTRAL = dataclasses.replace(_DEEPSEEK, name="mistral4", parts=(*_DEEPSEEK.parts, "query_beta"), keys=_mistral_keys)
 LATENT = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "youtu": _DEEPSEEK,
+    "mistral4": _MISTRAL,
     "minicpm3": GgufArchitecture(
         "minicpm3",
         ropes=("default", "longrope"),

@@ -188,6 +188,7 @@ GGUF_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("DeepseekV3", LATENT | ROUTED | GROUPED | stretched(1.0)),
     ("DeepseekV3", LATENT | ROUTED | stretched(0.7) | {"norm_topk_prob": False}),
     ("Glm4MoeLite", LATENT | ROUTED | {"num_attention_heads": 3, "num_key_value_heads": 3, "v_head_dim": 32}),
+    ("Mistral4", LATENT | ROUTED | {"rope_parameters": YARN | GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("Youtu", LATENT | {"tie_word_embeddings": True}),
     ("MiniCPM3", MINICPM3 | {"tie_word_embeddings": True}),
     ("MiniCPM3", MINICPM3 | LONGROPE),
