@@ -76,7 +76,7 @@ _COPIED = (
 
 
 class ReferenceHead:
-    """What a head drafts, every row computed anew from the states that the target's own code gives.
+    """What a head drafts, each row computed from scratch from the states that the target's own code gives.
 
     Args:
         folder: of the head.

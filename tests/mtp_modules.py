@@ -42,7 +42,7 @@ def add_module(target: Path, seed: int = 0) -> None:
 
 
 class ReferenceModule:
-    """What a module drafts, every row computed anew by transformers' code of the target and of its layers.
+    """What a module drafts, each row computed from scratch by transformers' code of the target and of its layers.
 
     Args:
         target: the checkpoint of both.

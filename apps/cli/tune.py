@@ -98,7 +98,7 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _tune_drafters(args: argparse.Namespace, options: dict[str, Any], prompts: list[str] | None) -> int:
-    """Tunes whom auto asks for drafts."""
+    """Chooses the drafters that auto uses."""
     with load_model(args.model, options) as model, progress_bar() as bar:
         told = None if bar is None else (lambda done, total: bar("replies", done, total))
         found = edgeinfer.tools.tune_drafters(model, prompts, progress=told)
@@ -273,7 +273,7 @@ _PLACES = 4
 
 
 def _print_drafters(found: DraftersTuning) -> None:
-    """Prints what each drafter gains, what they gain together, and whom auto asks from now on."""
+    """Prints what each drafter gains, what they gain together, and which of them auto uses from now on."""
     rows = [(*_drafter_row(gain), "pays" if gain.pays else "") for gain in found.gains]
     if found.usual is not None:
         rows.append((*_drafter_row(found.usual), "until now"))
@@ -282,7 +282,7 @@ def _print_drafters(found: DraftersTuning) -> None:
     header = ("", "accepted by place", "tokens per pass", "ms per guess", "pass cost", "speedup", "least", "")
     print_table(rows, title=f"drafters, on {found.texts} texts", header=header)
     facts = [("plain decoding", f"{found.plain_ms:.2f} ms per token")]
-    facts += [("auto asks", ", ".join(found.kept) or "none of them: it decodes plainly")]
+    facts += [("auto uses", ", ".join(found.kept) or "none of them: it decodes plainly")]
     facts += [(f"no {name}", why) for name, why in found.unusable.items()]
     print_table(facts)
 

@@ -55,7 +55,8 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a temporary sibling to write; on success it becomes `path`, on any failure it is removed.
 
-    A device or a pipe is written to itself, as it would be lost if a file took its place.
+    A device or a pipe is written to itself, as it would be lost if a file took its place. A link keeps leading where it
+    did: the file at its end is replaced.
 
     Args:
         durable: wait until the disk has it. Without, a machine that fails may leave a damaged file, but no other reader
@@ -69,6 +70,7 @@ def new_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             with path.open("wb") as file:
                 yield file
             return
+        path = path.resolve()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(handle, "wb") as file:

@@ -62,7 +62,7 @@ class DrafterGain:
     @property
     def pays(self) -> bool:
         """Whether it is faster than plain decoding by 3%, and more than two standard errors away from it."""
-        # Who drafted nothing is as fast as plain decoding, whatever the clock says.
+        # A drafter that drafted nothing is as fast as plain decoding, whatever the clock says.
         drafted = self.mean_accepted_length > 1
         return drafted and self.speedup >= 1 + GAIN and math.log(self.speedup) > _SURE * self.error
 
@@ -73,9 +73,9 @@ class DraftersTuning:
 
     Attributes:
         gains: of each drafter alone, in the order of `edgeinfer.drafting.DRAFTERS`.
-        usual: of those together that "auto" asked before; None where it asked nobody.
+        usual: of those together that "auto" used before; None where it used none.
         together: of those together that pay alone; None where none does.
-        kept: whom "auto" asks from now on, besides "forced".
+        kept: the drafters that "auto" uses from now on, besides "forced".
         unusable: why the other drafters cannot draft here, by name.
         texts: on which replies were timed.
         plain_ms: of a token by plain decoding, median over the texts.

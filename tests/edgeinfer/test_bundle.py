@@ -374,3 +374,10 @@ def test_write_file_replaces_whole(tmp_path: Path) -> None:
     write_file(pipe, b"told")
     assert os.read(reading, 8) == b"told" and stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reading)
+    # A link is not replaced either: the file at its end is, and its folder holds the file beside.
+    link = tmp_path / "link"
+    (tmp_path / "elsewhere").mkdir()
+    link.symlink_to(tmp_path / "elsewhere" / "report")
+    for data in (b"new", b"newer"):
+        write_file(link, data)
+        assert link.is_symlink() and (tmp_path / "elsewhere" / "report").read_bytes() == data

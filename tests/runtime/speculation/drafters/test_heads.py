@@ -147,7 +147,7 @@ def test_embeddings_are_read_once_and_no_more_than_fit(bundle: Bundle, monkeypat
         assert states is not None
         expected = bundle.tensor("embed")[fed]
         np.testing.assert_allclose(states[: len(fed)], expected, rtol=1e-5)
-    assert passes == [3, 2, 1, 1]  # the fifth token was the last that fit; 6 and 4 were read anew
+    assert passes == [3, 2, 1, 1]  # the fifth token was the last that fit; 6 and 4 were computed again
     assert drafter.embed(np.arange(6)) is None
     take_in(backend, PROMPT)
     assert drafter.embed(np.array([9])) is None and drafter.embed(np.array([6])) is not None
