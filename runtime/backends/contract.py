@@ -129,6 +129,12 @@ class ForwardOutput:
     experts: Ints | None = None
     tapped: Floats | None = None
 
+    def copy(self) -> ForwardOutput:
+        """The same, in arrays that no pass overwrites."""
+        hidden, tapped = (None if array is None else array.copy() for array in (self.hidden, self.tapped))
+        experts = None if self.experts is None else self.experts.copy()
+        return ForwardOutput(self.logits.copy(), hidden, experts, tapped)
+
 
 class Backend(Protocol):
     """One sequence of one model, evaluated pass by pass."""
@@ -211,6 +217,9 @@ class TogetherBackend(Protocol):
             CapabilityError, BackendError: as `Backend.forward`; or a sequence is named twice, is of another backend, or
                 is to be evaluated in another way than the others (layers, planes, experts, hidden states).
         """
+
+    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """The same, of what `check_pass` has let through already."""
 
 
 # Called with the row of the cache that a pass began at, the pass, and what it gave, in views as of `Backend.forward`.

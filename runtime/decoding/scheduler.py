@@ -81,6 +81,10 @@ class SequenceBackend(WrappedBackend[Backend]):
         """
         for cache, batch in sequences:
             check_pass(self._inner, batch, cache)
+        return self.forward_checked(sequences)
+
+    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """See `contract.TogetherBackend.forward_checked`."""
         return self._scheduler.evaluate(self, sequences)
 
     def cancel(self) -> None:
@@ -227,7 +231,7 @@ class Scheduler:
             self._alone = sequence
         try:
             started = time.perf_counter()
-            outputs = self._together.forward_together(wanted)
+            outputs = self._together.forward_checked(wanted)
             if all(len(batch.tokens) == 1 for _, batch in wanted):
                 self._share.observe(len(wanted), 0, (time.perf_counter() - started) * 1e3)
         finally:
@@ -266,7 +270,7 @@ class Scheduler:
         inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
         started = time.perf_counter()
         try:
-            outputs = self._together.forward_together(inputs)
+            outputs = self._together.forward_checked(inputs)
         except Exception as error:
             # Each raises it on a thread of its own.
             for request, _ in chosen:

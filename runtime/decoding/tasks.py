@@ -62,9 +62,14 @@ class RowRequest:
         if count == len(batch.tokens):
             return batch
         wanted: Ints = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start
-        hidden = None if batch.hidden is None else batch.hidden[start:stop]
-        tokens, positions = batch.tokens[start:stop], batch.positions[start:stop]
-        return dataclasses.replace(batch, tokens=tokens, positions=positions, rows=wanted, hidden=hidden)
+        return dataclasses.replace(
+            batch,
+            tokens=batch.tokens[start:stop],
+            positions=batch.positions[start:stop],
+            rows=wanted,
+            hidden=None if batch.hidden is None else batch.hidden[start:stop],
+            tapped=None if batch.tapped is None else batch.tapped[start:stop],
+        )
 
     def take(self, output: ForwardOutput, count: int) -> None:
         """Takes what a pass gave for its next rows."""
@@ -75,7 +80,7 @@ class RowRequest:
     def keep(self) -> None:
         """Copies what the next pass overwrites."""
         if not self._kept:
-            self.parts[-1] = _copied(self.parts[-1])
+            self.parts[-1] = self.parts[-1].copy()
             self._kept = True
 
     def output(self) -> ForwardOutput:
@@ -84,16 +89,13 @@ class RowRequest:
             return self.parts[0]
         hidden = [part.hidden for part in self.parts if part.hidden is not None]
         experts = [part.experts for part in self.parts if part.experts is not None]
+        tapped = [part.tapped for part in self.parts if part.tapped is not None]
         return ForwardOutput(
             np.concatenate([part.logits for part in self.parts]),
             np.concatenate(hidden) if hidden else None,
             np.concatenate(experts, axis=1) if experts else None,
+            np.concatenate(tapped) if tapped else None,
         )
-
-
-def _copied(output: ForwardOutput) -> ForwardOutput:
-    hidden = None if output.hidden is None else output.hidden.copy()
-    return ForwardOutput(output.logits.copy(), hidden, None if output.experts is None else output.experts.copy())
 
 
 class SequenceTask:

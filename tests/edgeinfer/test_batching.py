@@ -12,18 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgeinfer
 from edgeinfer import Model, ReplyBatch, Result, Slot, TokenStream
+from edgeinfer.bundle import Geometry
 from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableError, UsageError
 from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.contract import PreemptedError
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
-from edgeinfer.runtime.decoding.tasks import SequenceTask
+from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 from edgeinfer.runtime.native.library import LIBRARY
+from edgeinfer.runtime.paging.layout import PageLayout
+from edgeinfer.runtime.paging.pool import PagePool
 from tests.cache import export_checkpoint, made
 from tests.cli import TIME_LIMIT, environment
 from tests.factories import make_checkpoint
@@ -338,6 +343,27 @@ def test_what_drafts_for_replies_side_by_side_is_planned() -> None:
         planned = model.plan.terms["drafting"]
     # What one text needs would not be enough.
     assert edgeinfer.plan(**options, threads=1).terms["drafting"] < most < planned
+
+
+def test_a_pass_that_is_cut_reads_and_gives_all_that_a_whole_one_does() -> None:
+    cache = PagedCache(PagePool(PageLayout.of(Geometry(6, 3, 1, 1, 4, 8), "float32"), 1), 8)
+    states = np.eye(6, 3)
+    given: dict[str, Any] = {"hidden": states.astype(np.float32), "tapped": 2 * states.astype(np.float32)}
+    request = RowRequest(cache, ForwardInput(np.arange(6), np.arange(6), np.array([1, 5]), **given))
+    read, buffers = list[ForwardInput](), np.zeros((3, 2, 2), np.float32)
+    for start in (0, 2, 4):
+        request.keep()
+        read.append(request.next_rows(2))
+        buffers += 1 + start  # what the passes before gave in views
+        experts = np.full((1, 2, 1), start)
+        request.take(ForwardOutput(buffers[0][: len(read[-1].rows)], buffers[1], experts, buffers[2]), 2)
+    for name, whole in given.items():
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in read]), whole)
+    output = request.output()
+    assert output.hidden is not None and output.tapped is not None and output.experts is not None
+    assert output.logits[:, 0].tolist() == [1, 9]
+    assert output.hidden[:, 0].tolist() == output.tapped[:, 0].tolist() == [1, 1, 4, 4, 9, 9]
+    assert output.experts[0, :, 0].tolist() == [0, 0, 2, 2, 4, 4]
 
 
 @settings(max_examples=200, deadline=None)

@@ -152,13 +152,17 @@ class PagedBackend(GraphBackend):
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""
+        for cache, batch in sequences:
+            check_pass(self, batch, cache)
+        return self.forward_checked(sequences)
+
+    def forward_checked(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
+        """See `contract.TogetherBackend.forward_checked`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
         own: Sequences = [(c, b) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
         if len(own) < len(sequences):
             raise BackendError("A sequence of another model cannot be in this pass.")
-        for cache, batch in own:
-            check_pass(self, batch, cache)
         batch_of_all = joined([batch for _, batch in own])
         step = self._run(own, batch_of_all)
         whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
