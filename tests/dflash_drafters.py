@@ -89,7 +89,7 @@ def make_drafter(
 
 
 class ReferenceDrafter:
-    """What a drafter fills a block with, each row computed from scratch from the states that the target's own code gives.
+    """What a drafter fills a block with: each row from scratch, of the states that the target's own code gives.
 
     Args:
         folder: of the drafter.
