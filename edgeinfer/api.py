@@ -114,7 +114,7 @@ def _load(model: str | Path | None, config: LoadConfig, progress: Progress | Non
         return make_parts(LoadRequest(bundles, config, progress, started, plan))
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
-    return Model(lifecycle, chat_template(bundles.target))
+    return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)
 
 
 async def aload(
@@ -203,8 +203,11 @@ class Model(Replying):
     """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`);
     what a prompt shares with the one before is not evaluated again."""
 
-    def __init__(self, lifecycle: ModelLifecycle, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, lifecycle: ModelLifecycle, template: ChatTemplate | None, inter_token_latency: float | None
+    ) -> None:
         super().__init__(lifecycle, template)
+        self._inter_token_latency = inter_token_latency
         self._turns = Turns()
         self._threads = SlotThreads()
 
@@ -244,20 +247,18 @@ class Model(Replying):
         """Whether replies can be made side by side, in passes that they share."""
         return batch_backend(self._parts) is not None
 
-    def reply_batch(self, parallel: int, *, gap: float = 2.0) -> ReplyBatch:
+    def reply_batch(self, parallel: int) -> ReplyBatch:
         """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
         closed. `generate_batch` is the simple way.
 
         Args:
             parallel: replies side by side at most.
-            gap: how many times longer a pass may take with rows of prompts than without: while a long prompt is
-                evaluated, the tokens of other replies come so many times further apart.
 
         Raises:
             CapabilityError: replies of this model cannot share passes.
             UsageError: another thread runs a reply, or works with the model.
         """
-        return ReplyBatch(self._idle(), self._threads, parallel, gap)
+        return ReplyBatch(self._idle(), self._threads, parallel, self._inter_token_latency)
 
     def _open_batch(self) -> ReplyBatch | None:
         parallel = self.plan.parallel

@@ -127,7 +127,7 @@ class ReplyBatch:
         model: gives the parts of the model, of which nobody else has anything until the batch is closed.
         threads: by which the model knows the slot of a reply.
         parallel: replies side by side at most.
-        gap: how many times longer a pass may take with rows of prompts than without.
+        inter_token_latency: as `PromptShare` takes it.
 
     Raises:
         CapabilityError: replies of this model cannot share passes.
@@ -135,7 +135,11 @@ class ReplyBatch:
     """
 
     def __init__(
-        self, model: AbstractContextManager[ModelParts], threads: SlotThreads, parallel: int, gap: float
+        self,
+        model: AbstractContextManager[ModelParts],
+        threads: SlotThreads,
+        parallel: int,
+        inter_token_latency: float | None,
     ) -> None:
         self._threads = threads
         self._open = ExitStack()
@@ -152,7 +156,7 @@ class ReplyBatch:
         self.scheduler = Scheduler(
             backend,
             parts.engine.chunk,
-            gap=gap,
+            inter_token_latency=inter_token_latency,
             make_room=self._make_room,
             pass_ms=parts.speculator.pass_ms if drafts else None,
             draft_rows=drafts,

@@ -289,6 +289,16 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions):
         cli="--parallel",
         group=_RESOURCES,
     )
+    # As Sarathi-Serve's bound on the time between tokens; by default a multiple of what passes take here.
+    inter_token_latency: float | None = option(
+        None,
+        help="milliseconds between tokens of replies while the prompt of another is evaluated beside them (default: "
+        "twice as many as without it)",
+        low=0,
+        high=4_000_000,
+        above=True,
+        metavar="MS",
+    )
     # No command but `serve` unloads; timers take no more seconds everywhere.
     idle_unload: float | None = option(
         None,

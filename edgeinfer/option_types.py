@@ -179,10 +179,13 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
     Attributes:
         adapters: folders of LoRA adapters in PEFT's layout, by the names that replies choose them by.
         gpu_layers: layers of a GGUF model to run on a graphics processor, the last first, or "auto".
+        inter_token_latency: milliseconds between tokens of replies side by side while the prompt of another is
+            evaluated, of which each pass takes as much as there is time for; None is twice as many as without it.
     """
 
     adapters: Mapping[str, str | Path]
     gpu_layers: int | str | None
+    inter_token_latency: float | None
 
 
 class LoadOptionsButContext(RareLoadOptions, total=False):

@@ -199,21 +199,21 @@ def measure_order(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_gaps(args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds between tokens of running replies, while a long prompt arrives and without."""
-    context, gaps = args.document + args.prompt + args.tokens, dict[str, list[float]]()
-    with edgeinfer.load(args.model, context=context, threads=args.threads, parallel=8, remember=False) as model:
+    options: dict[str, Any] = {"context": args.document + args.prompt + args.tokens, "threads": args.threads}
+    options |= {"parallel": 8, "remember": False, "inter_token_latency": args.inter_token_latency}
+    gaps = dict[str, list[float]]()
+    with edgeinfer.load(args.model, **options) as model:
         tokens = Tokens(args.vocabulary, args.seed)
         for _ in range(args.repeats):
             for name in ("without", "with"):
                 found, clients = gaps.setdefault(name, []), max(args.clients)
                 prompts = [tokens.prompt(args.prompt) for _ in range(clients)]
                 late = tokens.prompt(args.document) if name == "with" else None
-                _run(model, prompts, late, args.tokens, args.gap, found)
+                _run(model, prompts, late, args.tokens, found)
     return {name: {f"p{at}": percentile(each, at) for at in (50, 99, 100)} for name, each in gaps.items()}
 
 
-def _run(
-    model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, tokens: int, gap: float, gaps: list[float]
-) -> None:
+def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, tokens: int, gaps: list[float]) -> None:
     """Notes the gaps of replies from when all have begun; while the late prompt is evaluated, if there is one."""
     begun, watched, since = 0, False, 0.0
 
@@ -236,7 +236,7 @@ def _run(
         model.generate(late or [], max_tokens=1)
         watched = False
 
-    with closing(model.reply_batch(len(prompts) + 1, gap=gap)) as batch:
+    with closing(model.reply_batch(len(prompts) + 1)) as batch:
         for prompt in prompts:
             batch.add(reply(prompt))
         while batch.step():
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--question", type=int, default=16, help="tokens of each question on the document")
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--documents", type=int, default=8, help="that questions are on, for the order of these")
-    parser.add_argument("--gap", type=float, default=2.0, help="as Model.reply_batch takes it")
+    parser.add_argument("--inter-token-latency", type=float, metavar="MS", help="as edgeinfer.load takes it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096, help="ids of prompts are below")
     parser.add_argument("--seed", type=int, default=0)

@@ -15,8 +15,9 @@ from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
-from edgeinfer.config import format_size, parse_size
+from edgeinfer.config import LoadConfig, format_size, parse_size
 from edgeinfer.errors import UsageError
+from edgeinfer.options import options_of
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -44,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--sse-ping-interval", "--idle-unload", "--verbose")
+    parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--verbose")
     add_load_options(parser)
     add_json_option(parser)
 
@@ -60,6 +61,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--parallel", type=int, default=8, metavar="N", help=text)
     text = "number of requests that may wait beyond these (default: 64)"
     group.add_argument("--queue", type=int, default=64, metavar="N", help=text)
+    text = options_of(LoadConfig)["inter_token_latency"].help
+    group.add_argument("--inter-token-latency", type=float, metavar="MS", help=text)
     text = "additional name for the model in requests; can be repeated"
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
@@ -92,7 +95,8 @@ def execute(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     name, options = prepared(args.model, load_options(args))
-    options |= {} if args.idle_unload is None else {"idle_unload": args.idle_unload}
+    own = {"idle_unload": args.idle_unload, "inter_token_latency": args.inter_token_latency}
+    options |= {option: value for option, value in own.items() if value is not None}
     security = Security(
         host=args.host,
         allowed_hosts=tuple(args.allow_host),

@@ -20,7 +20,7 @@ __all__ = ["ModelSwitch"]
 # Of the options that a model was served with, those that mean the same for every other.
 _OF_ANY_MODEL = (
     "context", "memory", "threads", "exact", "prefill_chunk", "speculation", "remember", "overflow", "counted",
-    "prefix_cache", "idle_unload", "device",
+    "prefix_cache", "inter_token_latency", "idle_unload", "device",
 )  # fmt: skip
 
 

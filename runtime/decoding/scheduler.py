@@ -106,7 +106,7 @@ class Scheduler:
     Args:
         backend: that evaluates several sequences in one pass, and itself.
         prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
-        gap: as `PromptShare` takes it.
+        inter_token_latency: as `PromptShare` takes it.
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
         pass_ms: milliseconds of a pass of so many rows, by which drafts are cut to what pays; None leaves them whole.
         draft_rows: rows of drafts in a pass that is shared at most.
@@ -118,7 +118,7 @@ class Scheduler:
         backend: Backend,
         prompt_rows: int,
         *,
-        gap: float,
+        inter_token_latency: float | None,
         make_room: Callable[[int], None],
         pass_ms: Callable[[int], float] | None = None,
         draft_rows: int = 0,
@@ -128,7 +128,7 @@ class Scheduler:
         self._backend = backend
         self._together: TogetherBackend = backend
         self._prompt_rows = prompt_rows
-        self._share = PromptShare(gap, prompt_rows)
+        self._share = PromptShare(prompt_rows, inter_token_latency)
         self._make_room = make_room
         self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
         self._tasks: list[SequenceTask] = []  # the oldest first
@@ -165,6 +165,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """Lets tasks go on until each waits for rows, then runs a pass; returns whether tasks are left."""
+        started = time.perf_counter()
         try:
             for task in tuple(self._tasks):
                 self._resume(task)
@@ -173,7 +174,7 @@ class Scheduler:
                 for task in self._tasks:
                     for request in task.requests:
                         request.keep()
-                self._pass(waiting)
+                self._pass(waiting, started)
         except BaseException:
             self.close()
             raise
@@ -185,6 +186,7 @@ class Scheduler:
         """Ends all tasks: what they wait for is cancelled. On the thread that calls `step`."""
         self._closing = True
         for task in tuple(self._tasks):
+            task.finish_turn()
             while not task.over:
                 if task.waits:
                     task.fail(PassCancelledError("All sequences were ended."))
@@ -248,7 +250,7 @@ class Scheduler:
         except BaseException:  # an interrupt: the task goes on meanwhile, and nothing else may before it waits
             self._closing = True
             self._backend.cancel()
-            task.await_end_of_turn()
+            task.finish_turn()
             self._current = None
             raise
         if task.over:
@@ -259,7 +261,7 @@ class Scheduler:
         task.resume()
         self._current = None
 
-    def _pass(self, waiting: list[RowRequest]) -> None:
+    def _pass(self, waiting: list[RowRequest], step_started: float) -> None:
         """Evaluates what one pass can have of the rows that tasks wait for; the oldest sequence's for certain."""
         first = waiting[0].batch
         alike = [request for request in waiting if request.batch.goes_with(first)]
@@ -278,10 +280,10 @@ class Scheduler:
             return
         prompt_rows = sum(count for request, count in chosen if request.can_wait)
         if rows := sum(count for _, count in chosen) - prompt_rows:
-            ms = (time.perf_counter() - started) * 1e3
-            self._share.observe(rows, prompt_rows, ms)
+            now = time.perf_counter()
+            self._share.observe(rows, prompt_rows, (now - step_started) * 1e3)
             if self._on_pass_ms is not None and not prompt_rows:
-                self._on_pass_ms(rows, ms)
+                self._on_pass_ms(rows, (now - started) * 1e3)
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
 

@@ -9,9 +9,11 @@ __all__ = ["PromptShare", "draft_rows"]
 
 # Rows of prompts in the first pass with others'; a pass of eight costs little more than one of one.
 _FIRST_ROWS = 8
+# How many times longer a step may take with prompts than without, where nothing is said.
+_USUAL_GAP = 2.0
 # By how much one pass may change the rows of prompts in the next.
 _SLOWER, _FASTER = 0.5, 1.5
-# By how much a new figure counts in the running mean of a pass without prompts.
+# By how much a new figure counts in the running mean of a step without prompts.
 _WEIGHT = 0.2
 
 
@@ -19,28 +21,38 @@ class PromptShare:
     """How many rows of prompts a pass with others' rows has, so that these come no later than they may.
 
     Args:
-        gap: how many times longer such a pass may take than one without prompts.
         most: rows of prompts in any pass.
+        inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
+            prompts. At least one row of a prompt comes with each pass, whatever it takes.
 
     Attributes:
         rows: of prompts in the next pass with others'.
     """
 
-    def __init__(self, gap: float, most: int) -> None:
+    def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
         self.rows = min(_FIRST_ROWS, most)
-        self._gap = gap
+        self._wanted_ms = inter_token_latency
         self._most = most
         self._plain_ms: dict[int, float] = {}  # by rows
 
     def observe(self, rows: int, prompt_rows: int, ms: float) -> None:
-        """Learns from a pass that had so many rows of sequences that are being decoded, and of prompts."""
+        """Learns from a step whose pass had so many rows of sequences that are being decoded, and of prompts.
+
+        Args:
+            ms: milliseconds of the step, which are those between two tokens of each sequence.
+        """
         if not prompt_rows:
             known = self._plain_ms.get(rows, ms)
             self._plain_ms[rows] = known + _WEIGHT * (ms - known)
-        elif self._plain_ms and prompt_rows >= self.rows:
-            nearest = min(self._plain_ms, key=lambda known: (abs(known - rows), known))
-            change = min(max(self._gap * self._plain_ms[nearest] / ms, _SLOWER), _FASTER)
+        elif prompt_rows >= self.rows and (wanted_ms := self._wanted(rows)) is not None:
+            change = min(max(wanted_ms / ms, _SLOWER), _FASTER)
             self.rows = min(max(_stepped(self.rows, change), 1), self._most)
+
+    def _wanted(self, rows: int) -> float | None:
+        """Milliseconds that a step with prompts may take; None where nothing tells yet."""
+        if self._wanted_ms is not None or not self._plain_ms:
+            return self._wanted_ms
+        return _USUAL_GAP * self._plain_ms[min(self._plain_ms, key=lambda known: (abs(known - rows), known))]
 
 
 def _stepped(rows: int, change: float) -> int:

@@ -110,7 +110,9 @@ class SequenceTask:
         self.over = False
         self.requests: tuple[RowRequest, ...] = ()
         self._work = work
-        # Held until the other side lets go; a lock does without the queues of a semaphore, which is written in Python.
+        # Whose turn it is these tell, so that an interrupt between any two steps of the caller loses none. Locks only
+        # wake who waits to look; they do without the queues of a semaphore, which is written in Python.
+        self._turns_given = self._turns_over = 0
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()
@@ -144,29 +146,45 @@ class SequenceTask:
             request.error = error
 
     def resume(self) -> None:
-        """Lets the work go on until it waits for rows, or ends."""
-        self._turn.release()
-        self.await_end_of_turn()
+        """Lets the work go on until it waits for rows, or ends; `finish_turn` where an interrupt came in between."""
+        self._turns_given = self._turns_over + 1
+        self.finish_turn()
         if self.over:
             self._thread.join()
 
-    def await_end_of_turn(self) -> None:
-        """Waits until the work that goes on waits for rows, or ends."""
-        self._back.acquire()
+    def finish_turn(self) -> None:
+        """Waits until the work waits for rows, or ends, if it was let go on."""
+        while self._turns_over < self._turns_given:
+            _wake(self._turn)
+            self._back.acquire()
 
     def wait(self) -> None:
         """Waits for the next turn; on the task's own thread."""
-        self._back.release()
-        self._turn.acquire()
+        self._end_turn()
+        self._await_turn()
+
+    def _await_turn(self) -> None:
+        while self._turns_over == self._turns_given:
+            self._turn.acquire()
+
+    def _end_turn(self) -> None:
+        self._turns_over = self._turns_given
+        _wake(self._back)
 
     def _run(self) -> None:
-        self._turn.acquire()
+        self._await_turn()
         try:
             self._work()
         finally:
             self.over = True
             self._work = _nothing  # what it refers to need not wait for the thread's end
-            self._back.release()
+            self._end_turn()
+
+
+def _wake(waiting: threading.Lock) -> None:
+    """Lets who waits for a lock look again; only one side ever does so."""
+    if waiting.locked():
+        waiting.release()
 
 
 def _nothing() -> None:

@@ -24,7 +24,7 @@ from edgeinfer.errors import CapabilityError, ContextLengthError, UnshareableErr
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PreemptedError
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.shares import PromptShare, draft_rows
+from edgeinfer.runtime.decoding.shares import draft_rows
 from edgeinfer.runtime.decoding.tasks import RowRequest, SequenceTask
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.paging.layout import PageLayout
@@ -294,19 +294,6 @@ with edgeinfer.load(sys.argv[1], parallel=8, context=256, threads=1, speculation
     planned = model.plan.footprint.anonymous
     print(json.dumps([most, sum(planned.values()), planned["sequences"], planned["prefix_cache"]]))
 """
-
-
-def test_prompts_take_what_the_gap_leaves() -> None:
-    share = PromptShare(2.0, 512)
-    for rows in (1, 4):
-        share.observe(rows, 0, 8.0 + 0.5 * rows)
-    for rows, least, most in ((4, 15, 25), (5, 15, 25), (1, 12, 20)):  # what the nearest of these takes twice
-        for _ in range(20):
-            share.observe(rows, share.rows, 8.0 + 0.5 * (rows + share.rows))
-        assert least <= share.rows <= most
-    for _ in range(20):
-        share.observe(4, share.rows, 100.0)
-    assert share.rows == 1
 
 
 def test_drafts_beside_others_leave_every_reply_as_it_is_alone() -> None:

@@ -11,9 +11,10 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.server.security import Security
-from tests.apps.server.served import MESSAGES, Local, served
+from tests.apps.server.served import MESSAGES, Local, held, served
 from tests.speculation import needs_builtin
 from tests.tables import each_row
+from tests.waiting import wait_until
 
 openai = pytest.importorskip("openai", reason="the official client is not installed")
 
@@ -288,6 +289,56 @@ def test_many_at_once_each_get_their_own(server: Local, model: edgeinfer.Model) 
             return list(await asyncio.gather(*(one(client, messages) for messages in asked * 2)))
 
     assert asyncio.run(run()) == expected * 2
+
+
+@pytest.mark.slow
+def test_several_replies_and_searches_share_passes_with_others(
+    server: Local, model: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, greedy and sampled: each client gets what the model alone gives."""
+    greedy: dict[str, Any] = {"max_tokens": 24}
+    sampled = greedy | {"temperature": 0.9, "seed": 3}
+    ways: list[dict[str, Any]] = [
+        greedy,
+        sampled,
+        {"search": "samples", "samples": 3} | sampled,
+        {"search": "vote", "samples": 3} | sampled,
+        {"search": "beam", "beams": 3} | greedy,
+        {"search": "cautious"} | sampled,
+        {"search": "lookahead"} | greedy,
+    ]
+    expected = [[model.stream_chat(MESSAGES, **options).complete().text] for options in ways]
+    several = [model.stream_chat(MESSAGES, **sampled | {"seed": 3 + place}).complete().text for place in range(3)]
+    most, step = 0, edgeinfer.ReplyBatch.step
+
+    def noted(batch: edgeinfer.ReplyBatch) -> bool:
+        nonlocal most
+        most = max(most, batch.running)
+        return step(batch)
+
+    monkeypatch.setattr(edgeinfer.ReplyBatch, "step", noted)
+
+    async def ask(client: Any, n: int, stream: bool, options: dict[str, Any]) -> list[str]:
+        asked: dict[str, Any] = {"model": "tales", "messages": MESSAGES, "n": n, "extra_body": options}
+        made = await client.chat.completions.create(stream=stream, **asked)
+        if not stream:
+            return [choice.message.content for choice in made.choices]
+        texts = [""] * n
+        async for chunk in made:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        return texts
+
+    async def run() -> list[list[str]]:
+        async with openai.AsyncOpenAI(base_url=server.api, api_key="none", max_retries=0) as client:
+            with held(server.host):
+                asked = [asyncio.create_task(ask(client, 3, stream, sampled)) for stream in (False, True)]
+                asked += [asyncio.create_task(ask(client, 1, place % 2 == 0, way)) for place, way in enumerate(ways)]
+                await asyncio.to_thread(wait_until, lambda: server.host.running + server.host.waiting == 13, "13 asked")
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(run()) == [several, several, *expected]
+    assert most == server.host.parallel
 
 
 def test_a_key(caplog: pytest.LogCaptureFixture) -> None:
