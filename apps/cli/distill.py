@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.distill_drafter import add_drafter_parser, add_sorted_parser
-from edgeinfer.apps.cli.distill_eagle import add_eagle_parser
 from edgeinfer.apps.cli.distill_heads import add_heads_parsers
+from edgeinfer.apps.cli.distill_modules import add_module_parsers
 from edgeinfer.apps.cli.distill_training import (
     add_training_options,
     find_model,
@@ -38,7 +38,7 @@ def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand with its own subcommands."""
     parser = commands.add_parser("distill", description=_DESCRIPTION)
     kinds = parser.add_subparsers(title="what to make", metavar="KIND", required=True)
-    for add in (add_drafter_parser, add_eagle_parser, _add_exits_parser, add_sorted_parser, add_heads_parsers):
+    for add in (add_drafter_parser, add_module_parsers, _add_exits_parser, add_sorted_parser, add_heads_parsers):
         add(kinds)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,13 @@ def add_training_options(parser: Parser, minutes: float | None = None) -> None:
     parser.advanced("--learning-rate", "--rows", "--length", "--seed", "--report")
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of a training's options that the user gave."""
-    found = {name: getattr(args, name, None) for name in _COMMON}
+def given(args: argparse.Namespace, own: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the fields of a training's options that the user gave.
+
+    Args:
+        own: those that not every training has.
+    """
+    found = {name: getattr(args, name, None) for name in (*_COMMON, *own)}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.api import Model, load
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import NativeUnavailableError, UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.native.library import native_kernel
 
-__all__ = ["DraftFigures", "ModelReplier", "measure_drafter"]
+__all__ = ["DraftFigures", "ModelReplier", "measure_drafter", "require_native"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -117,3 +118,16 @@ def measure_drafter(
         median(plain for plain, _ in speeds),
         median(fast / plain for plain, fast in speeds),
     )
+
+
+def require_native() -> None:
+    """Refuses a device on which drafters that read a model's states do not run.
+
+    Raises:
+        UsageError: the native kernel is not there, or EDGEINFER_NATIVE_ISA names an instruction set that is not there.
+    """
+    try:
+        native_kernel()
+    except NativeUnavailableError as error:
+        message = f"A drafter that reads a model's states needs the native kernel. {error.message}"
+        raise UsageError(message, error.hint) from error

@@ -17,8 +17,8 @@ from edgeinfer.bundle.tables import Outline, lay_out
 from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
 from edgeinfer.export.drafters.opening import OpenedModule
-from edgeinfer.export.graph.block_module import block_graph
-from edgeinfer.export.graph.draft_module import module_graph
+from edgeinfer.export.graph.block_module import BlockGraph
+from edgeinfer.export.graph.draft_module import StepGraph, module_graph
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
@@ -117,5 +117,5 @@ def _graph(manifest: Manifest, target: ModuleTarget) -> bytes:
     assert module is not None and spec is not None, "they were just put in"
     shared = {name: target.manifest.tensor(name) for name in module.shares}
     own = {t.name: t for t in manifest.tensors}
-    build = block_graph if module.block else module_graph
-    return build(spec, module, own | shared, f"{NESTED}/{WEIGHTS}", dict.fromkeys(shared, target.weights))
+    kind = BlockGraph if module.block else StepGraph
+    return module_graph(kind, spec, module, own | shared, f"{NESTED}/{WEIGHTS}", dict.fromkeys(shared, target.weights))

@@ -6,16 +6,12 @@ rows enters each layer's products beside the block's normed hidden states, and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from edgeinfer.bundle import NATIVE, DecoderSpec, TensorEntry
 from edgeinfer.bundle import graph as io
-from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.export.graph.attention import ATTENTIONS
 from edgeinfer.export.graph.builder import GraphBuilder
-from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph
+from edgeinfer.export.graph.decoder import BlockInput
+from edgeinfer.export.graph.draft_module import ModuleGraph
 
-__all__ = ["block_graph"]
+__all__ = ["BlockGraph"]
 
 _GIVEN = "given"
 # Of the text's rows, of which the block's come behind.
@@ -23,28 +19,8 @@ _COUNT = "given.count"
 _TO_THE_END = 2**31 - 1
 
 
-def block_graph(
-    spec: DecoderSpec,
-    module: DraftModule,
-    tensors: Mapping[str, TensorEntry],
-    weights: str,
-    elsewhere: Mapping[str, str],
-) -> bytes:
-    """The native graph of a draft module as a file; arguments as `draft_module.module_graph` takes them."""
-    operators = OPERATORS[NATIVE](spec, tensors)
-    attention = ATTENTIONS[NATIVE](spec, tensors, operators)
-    graph = _BlockGraph(spec, GraphBuilder(weights, elsewhere=elsewhere), tensors, operators, attention)
-    graph.module = module
-    data: bytes = graph.build().SerializeToString(deterministic=True)
-    return data
-
-
-class _BlockGraph(DecoderGraph):
-    module: DraftModule
-
-    def _declare_inputs(self) -> None:
-        super()._declare_inputs()
-        self._graph.input(io.TAPPED, "float32", (1, "St", self.module.width))
+class BlockGraph(ModuleGraph):
+    """A module that drafts a block at once."""
 
     def _enter(self) -> str:
         """What is kept of the target's rows, and the embeddings of the block's tokens."""

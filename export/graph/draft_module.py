@@ -16,10 +16,21 @@ from edgeinfer.export.graph.attention import ATTENTIONS
 from edgeinfer.export.graph.builder import GraphBuilder
 from edgeinfer.export.graph.decoder import OPERATORS, BlockInput, DecoderGraph
 
-__all__ = ["module_graph"]
+__all__ = ["ModuleGraph", "StepGraph", "module_graph"]
+
+
+class ModuleGraph(DecoderGraph):
+    """What all draft modules have: they read states of the target."""
+
+    module: DraftModule
+
+    def _declare_inputs(self) -> None:
+        super()._declare_inputs()
+        self._graph.input(io.TAPPED, "float32", (1, "St", self.module.width))
 
 
 def module_graph(
+    kind: type[ModuleGraph],
     spec: DecoderSpec,
     module: DraftModule,
     tensors: Mapping[str, TensorEntry],
@@ -29,25 +40,21 @@ def module_graph(
     """The native graph of a draft module as a file.
 
     Args:
+        kind: how it drafts.
         tensors: the tensor table by canonical name; those that the module shares as the target's bundle lists them.
         weights: name of the module's weights file.
         elsewhere: names of the files of shared tensors, by the tensors' names.
     """
     operators = OPERATORS[NATIVE](spec, tensors)
     attention = ATTENTIONS[NATIVE](spec, tensors, operators)
-    builder = GraphBuilder(weights, elsewhere=elsewhere)
-    graph = _ModuleGraph(spec, builder, tensors, operators, attention)
+    graph = kind(spec, GraphBuilder(weights, elsewhere=elsewhere), tensors, operators, attention)
     graph.module = module
     data: bytes = graph.build().SerializeToString(deterministic=True)
     return data
 
 
-class _ModuleGraph(DecoderGraph):
-    module: DraftModule
-
-    def _declare_inputs(self) -> None:
-        super()._declare_inputs()
-        self._graph.input(io.TAPPED, "float32", (1, "St", self.module.width))
+class StepGraph(ModuleGraph):
+    """A module that drafts token by token."""
 
     def _enter(self) -> str:
         """The state that predicted each token, of the target or its own, joined with the token's embedding."""

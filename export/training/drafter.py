@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
 from edgeinfer.export.training.options import TrainOptions, require
-from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
+from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, open_text, sample
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
 from edgeinfer.export.training.text import TextSource, TokenFile
@@ -36,7 +35,6 @@ _DRAFTED = 4
 _SHARES = (0.25, 0.3, 0.45)
 # Of the samples, what is kept for measuring; and windows that are read for it.
 _VALIDATION, _WINDOWS = 0.04, 48
-_PROMPTS = 4000
 
 
 @dataclass(frozen=True)
@@ -205,16 +203,9 @@ def train_drafter(
         StorageError: the folder cannot be written, or the disk is full.
     """
     started = time.monotonic()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    with storage_errors(work):
-        work.mkdir(parents=True, exist_ok=True)
-    tokens = text.tokens(work)
-    tokens.require(4 * options.length, "The text")
+    material = open_text(text, work, options.length, options.threads)
+    tokens, asked = material.tokens, material.asked
     drawer: Replier = replier or TorchReplier(target)
-    # Every twentieth is kept for measuring with the engine.
-    prompts = text.prompts(_PROMPTS)
-    asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
     student = make_student(options.size, target, options.seed)
     batches, facts = (
         Batches(options.seed, options.rows, options.length),
@@ -241,7 +232,7 @@ def train_drafter(
     stages = untrained, read, distilled
     depths = {n: measure_acceptance(student, target.model, windows, n) for n in _depths(options)}
     seconds = time.monotonic() - started
-    return DrafterTraining(checkpoint, options.size, *stages, depths, first, second, seconds, kept or prompts)
+    return DrafterTraining(checkpoint, options.size, *stages, depths, first, second, seconds, material.kept)
 
 
 def _depths(options: DrafterOptions) -> range:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.export.training.layers import GatedMLP, draw_matrices, rotated, save_module
 from edgeinfer.export.training.options import require
 
 __all__ = ["EagleHead", "HeadShape", "default_taps"]
 
 _EPS = 1e-5
-_THETA = 10_000.0
-# Initial deviation of matrices, as Llama's.
-_DEVIATION = 0.02
 # Targets of fewer layers are read before others than those that EAGLE-3 reads (eagle/model/modeling_llama_kv.py).
 _USUAL_LAYERS = 8
 
@@ -75,7 +70,8 @@ class _Attention(torch.nn.Module):
         shape, step = self._shape, len(past)
         split = [F.linear(entering, part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
         queries, keys, values = (each.view(*each.shape[:2], -1, shape.head_dim).transpose(1, 2) for each in split)
-        queries, keys = (_rotated(each, step) for each in (queries, keys))
+        places = torch.arange(queries.shape[2], device=queries.device) + step
+        queries, keys = (rotated(each, places) for each in (queries, keys))
         shared = shape.heads // shape.kv_heads
         keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
         past.append((keys, values))
@@ -102,27 +98,6 @@ def _chain_attention(queries: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tens
     return mixed
 
 
-def _rotated(x: Tensor, start: int) -> Tensor:  # (B, H, S, Dh)
-    half = x.shape[-1] // 2
-    frequencies = torch.pow(_THETA, -torch.arange(half, device=x.device) / half)
-    angles = (torch.arange(x.shape[2], device=x.device) + start)[:, None] * frequencies  # (S, Dh / 2)
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-class _MLP(torch.nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = torch.nn.Linear(width, inner, bias=False)
-        self.up_proj = torch.nn.Linear(width, inner, bias=False)
-        self.down_proj = torch.nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
-        projected: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return projected
-
-
 class _Layer(torch.nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -130,7 +105,7 @@ class _Layer(torch.nn.Module):
         self.hidden_norm = torch.nn.RMSNorm(shape.width, _EPS)
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.mlp = _MLP(shape.width, shape.inner)
+        self.mlp = GatedMLP(shape.width, shape.inner)
 
     def forward(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
         entering = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
@@ -153,9 +128,7 @@ class EagleHead(torch.nn.Module):
         self.midlayer = _Layer(shape)
         self.norm = torch.nn.RMSNorm(shape.width, _EPS)
         self.lm_head = torch.nn.Linear(shape.width, shape.drafted, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                torch.nn.init.normal_(parameter, std=_DEVIATION)
+        draw_matrices(self)
         with torch.no_grad():
             # At first the state is that of the last tap, which is the nearest to what the target says.
             self.fc.weight[:, -shape.width :] += torch.eye(shape.width)
@@ -188,11 +161,7 @@ class EagleHead(torch.nn.Module):
         """
         known = torch.zeros(self.shape.vocabulary, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
         maps = {"d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": known}
-        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        with storage_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(state | maps, folder / "model.safetensors")
-            (folder / "config.json").write_text(json.dumps(_config(self.shape), indent=1), "utf-8")
+        save_module(folder, self, maps, _config(self.shape))
 
 
 def _config(shape: HeadShape) -> dict[str, object]:
@@ -208,10 +177,6 @@ def _config(shape: HeadShape) -> dict[str, object]:
         "vocab_size": shape.vocabulary,
         "draft_vocab_size": shape.drafted,
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
-        # Texts may be as long as the target's.
-        "max_position_embeddings": 2048,
         "rms_norm_eps": _EPS,
-        "rope_theta": _THETA,
-        "hidden_act": "silu",
         "tie_word_embeddings": False,
     }

@@ -87,6 +87,17 @@ class Target:
         device: torch.device = self.model.device
         return device
 
+    def logits(self, states: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., V)
+        """Logits behind normed states, in float32, scaled and capped as the model's own code does."""
+        config = self.config.get_text_config()
+        products = self.model.lm_head(states).float()
+        return self.capped(products * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits within the model's bounds, if it has any."""
+        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
 
 def load_target(source: Path, device: torch.device | None = None, *, any_family: bool = False) -> Target:
     """Loads a checkpoint folder, or a bundle.

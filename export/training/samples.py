@@ -1,4 +1,4 @@
-"""A target's own replies, many at a time, written to disk as they come."""
+"""What drafters learn from: text and prompts, and a target's own replies, written to disk as they come."""
 
 from __future__ import annotations
 
@@ -20,13 +20,50 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import require
-from edgeinfer.export.training.text import TokenFile, open_tokens, write_tokens
+from edgeinfer.export.training.text import TextSource, TokenFile, open_tokens, write_tokens
 from edgeinfer.results import Progress
 
-__all__ = ["Replier", "SampleOptions", "TorchReplier", "sample"]
+__all__ = ["Replier", "SampleOptions", "TorchReplier", "TrainingText", "open_text", "sample"]
 
 Ints = NDArray[np.int64]
 _TOKENS, _RECORD = "samples.u32", "samples.json"
+# Prompts of a text at most; of so many, one is kept for measuring.
+_PROMPTS, _KEPT = 4000, 20
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """A text as the training of a drafter reads it.
+
+    Attributes:
+        asked: prompts to sample replies to. (n,) each
+        kept: others, for measuring on an engine; the same where there are few. (n,) each
+    """
+
+    tokens: TokenFile
+    asked: list[Ints]
+    kept: list[Ints]
+
+
+def open_text(text: TextSource, work: Path, length: int, threads: int | None) -> TrainingText:
+    """Begins a training in a working folder, which it makes.
+
+    Args:
+        length: tokens of a window.
+        threads: as TrainOptions.
+
+    Raises:
+        UsageError: there is too little text.
+        StorageError: the folder cannot be written.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with storage_errors(work):
+        work.mkdir(parents=True, exist_ok=True)
+    tokens = text.tokens(work)
+    tokens.require(4 * length, "The text")
+    prompts = text.prompts(_PROMPTS)
+    return TrainingText(tokens, [p for i, p in enumerate(prompts) if i % _KEPT], prompts[::_KEPT] or prompts)
 
 
 @dataclass(frozen=True)
@@ -195,7 +232,7 @@ class _Replies:
                 use_cache=True,
                 **cached,
             ).last_hidden_state[:, -1]
-            tokens = self._choose(self._target.model.lm_head(states).float().cpu(), heat)  # (b,)
+            tokens = self._choose(self._target.logits(states).cpu(), heat)  # (b,)
             for row, token in zip(alive.tolist(), tokens.tolist(), strict=True):
                 replies[row].append(token)
             going = torch.tensor([token not in self._target.ends for token in tokens.tolist()])

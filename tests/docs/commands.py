@@ -44,7 +44,7 @@ NOT_RUN = (
     Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
     *(
         Rule(f"edgeinfer distill {kind}", _LONG)
-        for kind in ("drafter my-model my-drafter --text texts.jsonl", "eagle", "sorted", "acceptance")
+        for kind in ("drafter my-model my-drafter --text texts.jsonl", "eagle", "dflash", "sorted", "acceptance")
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
 )

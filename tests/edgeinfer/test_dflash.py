@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import edgeinfer
-from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
-from edgeinfer.runtime.speculation.drafters.contract import Context
-from edgeinfer.runtime.speculation.drafters.dflash import DflashDrafter
 from tests.cache import made
 from tests.dflash_drafters import ReferenceDrafter, make_drafter
+from tests.draft_modules import (
+    PROMPT,
+    WAYS,
+    Damage,
+    change_config,
+    change_tensors,
+    drafted_logits,
+    drafter_of,
+    require_refused,
+)
 from tests.factories import make_checkpoint
 from tests.speculation import load_eager, same
 
-PROMPT = [5 + i % 7 for i in range(90)]
 # Of each kind the target's family and the drafter.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", {}),
@@ -45,12 +47,6 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
     export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=drafter, keep_small=False))
 
 
-def drafter_of(model: edgeinfer.Model) -> DflashDrafter:
-    drafter = model._parts.speculator._drafter("dflash")
-    assert isinstance(drafter, DflashDrafter)
-    return drafter
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "by the rule"])
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
@@ -63,25 +59,14 @@ def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
             reply = model.generate(PROMPT, speculation=who, **options)
             assert reply.speculation.per_drafter["dflash"].drafted > 0 < reply.speculation.accepted
             text = [*PROMPT, *reply.token_ids]
-            drafter = drafter_of(model)
+            drafter = drafter_of(model, "dflash")
             drafter.begin(text)
-            context = Context(text, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
             expected = reference.logits(text).numpy()
             for place, wanted in enumerate(expected):
-                found = drafter._logits(context, [7] * place)
+                found = drafted_logits(drafter, text, [7] * place)
                 assert found is not None
                 np.testing.assert_allclose(found, wanted, atol=1e-4)
-            assert drafter._logits(context, [7] * len(expected)) is None
-            guessed = [drafter.guesses(context, [7] * place, 1)[0].token for place in range(len(expected))]
-            assert guessed == expected.argmax(-1).tolist()
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "tree": {"draft_width": 3},
-    "sampled": {"temperature": 1.0, "seed": 11},
-    "sampled tree": {"temperature": 1.0, "seed": 11, "draft_width": 3},
-}
+            assert drafted_logits(drafter, text, [7] * len(expected)) is None
 
 
 @pytest.mark.slow
@@ -121,49 +106,26 @@ def test_a_context_that_fills_up_and_memory_that_is_planned() -> None:
     assert with_one.terms["draft_model"] > 0 and "draft_model" not in without.terms
 
 
-def _config(**fields: Any) -> Callable[[Path], None]:
-    def change(drafter: Path) -> None:
-        config = json.loads((drafter / "config.json").read_text())
-        own = {name: value for name, value in fields.items() if name in ("mask_token_id", "target_layer_ids")}
-        changed = config | {name: value for name, value in fields.items() if name not in own}
-        changed["dflash_config"] = config["dflash_config"] | own
-        (drafter / "config.json").write_text(json.dumps(changed))
-
-    return change
-
-
-def _tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def change(drafter: Path) -> None:
-        tensors = load_file(drafter / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, drafter / "model.safetensors")
-
-    return change
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "hidden size": (_config(hidden_size=128), "has a hidden size of 128, the model one of 64"),
-    "vocabulary": (_config(vocab_size=999), "has a vocabulary of 999"),
-    "layers": (_config(target_layer_ids=[1, 5]), r"reads the layers \[1, 5\] of a model that has 6"),
-    "no layers": (_config(target_layer_ids=[]), r"reads the layers \[\]"),
-    "mask": (_config(mask_token_id=10**6), "has the mask token 1000000"),
-    "no mask": (_config(mask_token_id=None), "has the mask token None"),
-    "block": (_config(block_size=1), "blocks of 1 tokens"),
-    "no fc": (_tensors(lambda t: t.pop("fc.weight")), "fc.weight"),
-    "no norm": (_tensors(lambda t: t.pop("hidden_norm.weight")), "hidden_norm.weight"),
-    "part of a layer": (_tensors(lambda t: t.pop("layers.1.mlp.up_proj.weight")), "mlp.up_proj.weight"),
-    "fc of four layers": (_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})), r"shape \(64, 256\)"),
+OWN = "dflash_config"
+DAMAGES: dict[str, Damage] = {
+    "hidden size": (change_config(hidden_size=128), "has a hidden size of 128, the model one of 64"),
+    "vocabulary": (change_config(vocab_size=999), "has a vocabulary of 999"),
+    "layers": (change_config(OWN, target_layer_ids=[1, 5]), r"reads the layers \[1, 5\] of a model that has 6"),
+    "no layers": (change_config(OWN, target_layer_ids=[]), r"reads the layers \[\]"),
+    "mask": (change_config(OWN, mask_token_id=10**6), "has the mask token 1000000"),
+    "no mask": (change_config(OWN, mask_token_id=None), "has the mask token None"),
+    "block": (change_config(block_size=1), "blocks of 1 tokens"),
+    "no fc": (change_tensors(lambda t: t.pop("fc.weight")), "fc.weight"),
+    "no norm": (change_tensors(lambda t: t.pop("hidden_norm.weight")), "hidden_norm.weight"),
+    "part of a layer": (change_tensors(lambda t: t.pop("layers.1.mlp.up_proj.weight")), "mlp.up_proj.weight"),
+    "fc of four layers": (
+        change_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})),
+        r"shape \(64, 256\)",
+    ),
 }
 
 
 @pytest.mark.slow
 def test_a_drafter_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """In one line, before anything is written."""
     source = made(make_bundle, "dense", 4)
-    for name, (change, message) in DAMAGES.items():
-        drafter = Path(shutil.copytree(source / "drafter", tmp_path / name))
-        change(drafter)
-        with pytest.raises(CheckpointError, match=message) as refused:
-            export_anew(source / "target", tmp_path / "bundle", ExportConfig(drafter=drafter))
-        assert "\n" not in refused.value.message and refused.value.hint
-        assert not (tmp_path / "bundle").exists()
+    require_refused(source / "target", source / "drafter", DAMAGES, tmp_path)

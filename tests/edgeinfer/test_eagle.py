@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
-from edgeinfer.errors import CheckpointError, ModelError, UsageError
+from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
-from edgeinfer.runtime.speculation.drafters.contract import Context
-from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 from tests.cache import made
+from tests.draft_modules import (
+    PROMPT,
+    WAYS,
+    Damage,
+    change_config,
+    change_tensors,
+    drafted_logits,
+    drafter_of,
+    require_refused,
+)
 from tests.eagle_heads import ReferenceHead, make_head
 from tests.factories import make_checkpoint
 from tests.speculation import load_eager, same
@@ -36,7 +40,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle1": ("eagle1", {}),
 }
-PROMPT = [5 + i % 7 for i in range(90)]
 
 
 def make_bundle(folder: Path, kind: str, bits: int) -> None:
@@ -46,19 +49,6 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
     make_checkpoint(folder / "target", family, seed=1, num_hidden_layers=LAYERS, max_position_embeddings=512)
     head = make_head(folder / "head", folder / "target", form, **settings)
     export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=head, keep_small=False))
-
-
-def drafter_of(model: edgeinfer.Model) -> EagleDrafter:
-    drafter = model._parts.speculator._drafter("eagle")
-    assert isinstance(drafter, EagleDrafter)
-    return drafter
-
-
-def drafted_logits(model: edgeinfer.Model, text: list[int], path: list[int]) -> np.ndarray[Any, Any]:
-    context = Context(text, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
-    logits = drafter_of(model)._logits(context, path)
-    assert logits is not None
-    return logits.copy()
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -72,20 +62,14 @@ def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
             reply = model.generate(PROMPT, speculation=who, **options)
             assert reply.speculation.per_drafter["eagle"].drafted > 0 < reply.speculation.accepted
             text = [*PROMPT, *reply.token_ids]
-            drafter_of(model).begin(text)
+            drafter = drafter_of(model, "eagle")
+            drafter.begin(text)
             for path in ([], [7], [7, 9], [7, 9, 11], [7, 12], [5, 6, 7, 8]):
                 expected = reference.logits(text, path).numpy()
-                found, possible = drafted_logits(model, text, path), np.isfinite(expected)
+                found, possible = drafted_logits(drafter, text, path), np.isfinite(expected)
+                assert found is not None
                 np.testing.assert_array_equal(np.isfinite(found), possible)
                 np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "tree": {"draft_width": 3},
-    "sampled": {"temperature": 1.0, "seed": 11},
-    "sampled tree": {"temperature": 1.0, "seed": 11, "draft_width": 3},
-}
 
 
 def test_text_is_that_of_plain_decoding() -> None:
@@ -135,57 +119,36 @@ def test_a_module_is_no_model(tmp_path: Path) -> None:
         edgeinfer.load(bundle, context=64, native=False, speculation="eagle", remember=False)
 
 
-def _config(**fields: Any) -> Callable[[Path], None]:
-    def change(head: Path) -> None:
-        config = json.loads((head / "config.json").read_text())
-        (head / "config.json").write_text(json.dumps(config | fields))
-
-    return change
-
-
-def _tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
-    def change(head: Path) -> None:
-        tensors = load_file(head / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, head / "model.safetensors")
-
-    return change
-
-
 def _add_to(tensors: dict[str, torch.Tensor], name: str, place: int, more: int) -> None:
     tensors[name][place] += more
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "hidden size": (_config(hidden_size=128), "has a hidden size of 128, the model one of 64"),
-    "vocabulary": (_config(vocab_size=999), "has a vocabulary of 999"),
+DAMAGES: dict[str, Damage] = {
+    "hidden size": (change_config(hidden_size=128), "has a hidden size of 128, the model one of 64"),
+    "vocabulary": (change_config(vocab_size=999), "has a vocabulary of 999"),
     "layers": (
-        _config(eagle_aux_hidden_state_layer_ids=[1, 2, 7]),
+        change_config(eagle_aux_hidden_state_layer_ids=[1, 2, 7]),
         r"reads the layers \[1, 2, 7\] of a model",
     ),
-    "no layers": (_config(eagle_aux_hidden_state_layer_ids=[]), r"reads the layers \[\]"),
-    "deep": (_config(num_hidden_layers=2), "of 2 layers"),
-    "map too short": (_config(draft_vocab_size=121), "has 120 tokens, config.json says 121"),
-    "map outside": (_tensors(lambda t: _add_to(t, "d2t", -1, 10**6)), "outside a vocabulary"),
-    "map twice": (_tensors(lambda t: t["d2t"].copy_(-torch.arange(120))), "name a token twice"),
-    "maps differ": (_tensors(lambda t: t["t2d"].fill_(False)), "d2t and t2d"),
-    "no fc": (_tensors(lambda t: t.pop("fc.weight")), "no EAGLE head"),
-    "no norm": (_tensors(lambda t: t.pop("norm.weight")), "norm.weight"),
-    "part of a layer": (_tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "mlp.up_proj.weight"),
-    "fc of four layers": (_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})), r"shape \(64, 256\)"),
+    "no layers": (change_config(eagle_aux_hidden_state_layer_ids=[]), r"reads the layers \[\]"),
+    "deep": (change_config(num_hidden_layers=2), "of 2 layers"),
+    "map too short": (change_config(draft_vocab_size=121), "has 120 tokens, config.json says 121"),
+    "map outside": (change_tensors(lambda t: _add_to(t, "d2t", -1, 10**6)), "outside a vocabulary"),
+    "map twice": (change_tensors(lambda t: t["d2t"].copy_(-torch.arange(120))), "name a token twice"),
+    "maps differ": (change_tensors(lambda t: t["t2d"].fill_(False)), "d2t and t2d"),
+    "no fc": (change_tensors(lambda t: t.pop("fc.weight")), "no EAGLE head"),
+    "no norm": (change_tensors(lambda t: t.pop("norm.weight")), "norm.weight"),
+    "part of a layer": (change_tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "mlp.up_proj.weight"),
+    "fc of four layers": (
+        change_tensors(lambda t: t.update({"fc.weight": torch.zeros(64, 256)})),
+        r"shape \(64, 256\)",
+    ),
 }
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """In one line, before anything is written."""
     source = made(make_bundle, "eagle3", 4)
-    for name, (change, message) in DAMAGES.items():
-        head = Path(shutil.copytree(source / "head", tmp_path / name))
-        change(head)
-        with pytest.raises(CheckpointError, match=message) as refused:
-            export_anew(source / "target", tmp_path / "bundle", ExportConfig(drafter=head))
-        assert "\n" not in refused.value.message and refused.value.hint
-        assert not (tmp_path / "bundle").exists()
+    require_refused(source / "target", source / "head", DAMAGES, tmp_path)
 
 
 def test_a_head_that_reads_the_models_own_excludes_methods_that_change_it(tmp_path: Path) -> None:

@@ -1,0 +1,228 @@
+"""Trains a DFlash drafter for a target: blocks of masks behind random places of its texts (Chen et al. 2026).
+
+A block begins with a token of the text, and its masks stand for those behind it. The loss is the divergence from the
+target's probabilities at each place, which count less the further they are from the block's first token: an early
+fault makes all behind it worthless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from edgeinfer.bundle.draft_module import MOST_BLOCK
+from edgeinfer.errors import UsageError
+from edgeinfer.export.drafters.dflash import spread_layers
+from edgeinfer.export.training.block_drafter import BlockDrafter, BlockShape
+from edgeinfer.export.training.losses import in_pieces
+from edgeinfer.export.training.models import Target
+from edgeinfer.export.training.module_training import (
+    MEASURED_WINDOWS,
+    ModuleOptions,
+    ModuleTraining,
+    sizes_like,
+    sizes_of,
+    train_module,
+)
+from edgeinfer.export.training.options import require
+from edgeinfer.export.training.samples import Replier
+from edgeinfer.export.training.tasks import Batches
+from edgeinfer.export.training.text import TextSource, TokenFile
+from edgeinfer.results import Progress
+
+__all__ = ["DflashOptions", "DflashTask", "train_dflash"]
+
+# The weight of place k is exp(-(k - 1) / gamma) (arXiv 2602.06036, equation 4). Gamma as a share of a block's rows: 4
+# of 8, as NVIDIA's Model-Optimizer has it (dflash_loss_decay_factor).
+_FADING = 0.5
+# Layers of the target from which on it is read as published drafters read theirs; others have few to choose from.
+_USUAL_LAYERS = 8
+# Layers that published drafters read.
+_TAPS = 5
+# A target's own logits, and those that are computed here of its states, differ by rounding alone.
+_ROUNDING = 1e-3
+
+
+@dataclass(frozen=True)
+class DflashOptions(ModuleOptions):
+    """How a drafter is trained.
+
+    Attributes:
+        layers: of the drafter.
+        block: tokens of a block, of which all but the first are drafted.
+        anchors: blocks that are learnt from in a window.
+    """
+
+    layers: int = 1
+    block: int = 8
+    anchors: int = 24
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.layers >= 1, "layers", self.layers, "1 or more")
+        require(2 <= self.block <= MOST_BLOCK, "block", self.block, f"from 2 to {MOST_BLOCK}")
+        require(self.anchors >= 1, "anchors", self.anchors, "1 or more")
+        require(self.length >= 2 * self.block, "length", self.length, f"{2 * self.block} or more")
+
+    def shape(self, target: Target, mask: int) -> BlockShape:
+        """The sizes of a drafter for a target, whose own layers it resembles."""
+        config = target.config.get_text_config()
+        layers = config.num_hidden_layers
+        shallow = tuple(sorted({0, (layers - 2) // 2, layers - 2}))
+        return BlockShape(
+            **sizes_like(target),
+            layers=self.layers,
+            target_layers=layers,
+            taps=shallow if layers < _USUAL_LAYERS else tuple(spread_layers(layers, _TAPS)),
+            block=self.block,
+            mask=mask,
+            tied=bool(config.tie_word_embeddings),
+        )
+
+
+class DflashTask:
+    """A drafter over a frozen target. Implements `ModuleTask`.
+
+    Args:
+        sources: what the target said and other text; they take turns.
+
+    Raises:
+        UsageError: there is too little text, or the target computes its logits in a way of its own.
+    """
+
+    name = "DFlash"
+
+    def __init__(
+        self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, options: DflashOptions
+    ) -> None:
+        for tokens in sources:
+            tokens.require(batches.length, "The text")
+        self._target, self._sources, self._batches, self._anchors = target, sources, batches, options.anchors
+        self._head = target.model.get_output_embeddings().weight.detach()  # (V, D)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(batches.seed)
+            self.drafter = BlockDrafter(options.shape(target, _rarest(sources, len(self._head)))).to(target.device)
+        with torch.no_grad():
+            # Logits of about one, so that nothing is thought certain at first.
+            self.drafter.norm.weight.fill_(1 / float(self._head.float().square().sum(-1).mean().sqrt()))
+        self._masked = _entering(target, self.drafter.shape.mask)  # (D,)
+        _require_known(target, sources[0])
+        places = torch.arange(options.block - 1, device=target.device)
+        self._weights = torch.exp(-places / (_FADING * options.block))  # (block - 1,)
+
+    @property
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
+        return digests | self._batches.facts | self.sizes | {"anchors": self._anchors}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Of the drafter, for a report."""
+        return sizes_of(self.drafter.shape)
+
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """All parameters of the drafter."""
+        return dict(self.drafter.named_parameters())
+
+    def loss(self, step: int) -> Tensor:
+        """Mean divergence from the target over the places of random blocks, later ones counting less."""
+        batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
+        last = batch.shape[1] - self.drafter.shape.block
+        anchors = torch.randint(1, last + 1, (len(batch), self._anchors)).to(batch.device)
+        guessed, taught = self._at(batch, anchors)
+        weights = self._weights.expand(guessed.shape[:-1])
+
+        def piece(own: Tensor, given: Tensor, weight: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = torch.log_softmax(self._target.logits(given), -1)  # (n, V)
+            lost = F.kl_div(torch.log_softmax(self._drafted(own), -1), wanted, reduction="none", log_target=True)
+            return (lost.sum(-1) * weight).sum()
+
+        rows = guessed.flatten(0, 2), taught.flatten(0, 2), weights.flatten()
+        return in_pieces(piece, len(self._head), *rows) / self._weights.mean()
+
+    @torch.no_grad()
+    def agreement(self, validation: TokenFile) -> tuple[float, ...]:
+        """How often the likeliest token is the target's at each place of a block that was right so far."""
+        block = self.drafter.shape.block
+        right, reached = np.zeros(block - 1), np.zeros(block - 1)
+        for window in validation.windows(self._batches.length, MEASURED_WINDOWS):
+            batch = torch.from_numpy(window)[None].to(self._target.device)
+            anchors = torch.arange(1, batch.shape[1] - block + 1, block // 2, device=batch.device)[None]  # (1, n)
+            guessed, taught = self._at(batch, anchors)
+            going = torch.ones_like(anchors, dtype=torch.bool)
+            for place in range(block - 1):
+                said = self._target.logits(taught[:, :, place]).argmax(-1)
+                same = going & (self._drafted(guessed[:, :, place]).argmax(-1) == said)
+                right[place] += float(same.sum())
+                reached[place] += float(going.sum())
+                # The text went on as the target would have.
+                going = same & (said == batch[:, anchors[0] + 1 + place])
+        return tuple((right / np.maximum(reached, 1)).tolist())
+
+    def save(self, folder: Path) -> None:
+        """As `ModuleTask.save`."""
+        self.drafter.save(folder)
+
+    def _drafted(self, states: Tensor) -> Tensor:  # (..., D) -> (..., V)
+        return self._target.capped(states @ self._head.T)
+
+    def _at(self, batch: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:  # (B, S), (B, n)
+        """What the heads of drafter and target read at the places of blocks. (B, n, block - 1, D) both"""
+        shape = self.drafter.shape
+        rows = torch.arange(len(batch), device=batch.device)[:, None]
+        with torch.no_grad():
+            output = self._target.model(batch, output_hidden_states=True, use_cache=False, logits_to_keep=1)
+        states = [each.float() for each in output.hidden_states]  # (B, S, D) each
+        blocks = self._masked.expand(*anchors.shape, shape.block, -1).clone()
+        blocks[:, :, 0] = states[0][rows, anchors]
+        guessed = self.drafter(torch.cat([states[tap + 1] for tap in shape.taps], -1), blocks, anchors)
+        places = anchors[..., None] + torch.arange(shape.block - 1, device=batch.device)  # (B, n, block - 1)
+        return guessed, states[-1][rows[..., None], places]
+
+
+@torch.no_grad()
+def _entering(target: Target, token: int) -> Tensor:  # (D,)
+    """A token's embedding as it enters the target's first layer."""
+    output = target.model(torch.tensor([[token]], device=target.device), output_hidden_states=True, use_cache=False)
+    return output.hidden_states[0][0, 0].float()  # type: ignore[no-any-return]  # the library has no types here
+
+
+@torch.no_grad()
+def _require_known(target: Target, tokens: TokenFile) -> None:
+    """Refuses a target whose logits are not what its head makes of its last states."""
+    few = torch.from_numpy(tokens.windows(8, 1)).to(target.device)
+    output = target.model(few, output_hidden_states=True, use_cache=False)
+    if not torch.allclose(target.logits(output.hidden_states[-1]), output.logits.float(), atol=_ROUNDING):
+        message = f"{target.folder} computes its logits in a way of its own, which a DFlash drafter cannot learn from."
+        raise UsageError(message, "Train another drafter: edgeinfer distill drafter.")
+
+
+def _rarest(sources: tuple[TokenFile, ...], vocabulary: int) -> int:
+    """The token of the masks: the last of those that the texts have least of."""
+    counts = sum(np.bincount(tokens.ids, minlength=vocabulary) for tokens in sources)
+    return vocabulary - 1 - int(np.asarray(counts)[:vocabulary][::-1].argmin())
+
+
+def train_dflash(
+    target: Target,
+    text: TextSource,
+    options: DflashOptions,
+    work: Path,
+    replier: Replier | None = None,
+    progress: Progress | None = None,
+) -> ModuleTraining:
+    """Trains a drafter in a working folder, or resumes the training that was interrupted there; as `train_module`."""
+
+    def make(sources: tuple[TokenFile, ...]) -> DflashTask:
+        return DflashTask(target, sources, options.batches, options)
+
+    return train_module("dflash", make, target, text, options, work, replier, progress)
