@@ -92,6 +92,7 @@ def make_strategy(
             fed=lambda: engine.cached_tokens,
             chunk=engine.chunk,
             continues=continues,
+            spare_bytes=parts.ledger.plan.spare_bytes,
         )
         return make_search(given, forgets=engine.context_shift is not None)
     if parts.drafting is not None:

@@ -211,7 +211,6 @@ class Capabilities:
         copies: rows of the cache can be copied out and in.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
-        branches: a pass can be told which rows each of its rows sees (`sees`); not of the file but of who runs it.
         paged: the graph's attention reads pages of a pool (edgeinfer.bundle.graph), so a row depends on its own path
             alone, and the type of the cache is chosen when it is loaded.
     """
@@ -224,7 +223,6 @@ class Capabilities:
     expert_counts: tuple[int, ...] = ()
     exact: bool = True
     copies: bool = True
-    branches: bool = False
     paged: bool = False
 
     def __post_init__(self) -> None:
@@ -396,5 +394,7 @@ class Manifest:
         if version not in _READ_VERSIONS:
             hint = f"This edgeinfer reads version {FORMAT_VERSION}: update edgeinfer or export again."
             raise BundleError(f"The bundle has format version {version!r}.", hint)
+        if isinstance(capabilities := data.get("capabilities"), dict):
+            capabilities.pop("branches", None)  # older bundles tell of it, though it was of who runs them
         manifest: Manifest = read(Manifest, data, "manifest")
         return manifest

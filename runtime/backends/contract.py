@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,12 @@ from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import KVCache, SharingCache
-from edgeinfer.runtime.backends.visibility import Visibility, check_visibility
+from edgeinfer.runtime.backends.cache import ForkableCache, KVCache, SharingCache
 
 __all__ = [
     "Backend",
     "ExpertChoice",
+    "ForkingBackend",
     "ForwardInput",
     "ForwardOutput",
     "ObservedBackend",
@@ -34,6 +34,8 @@ __all__ = [
     "check_pass",
     "require",
 ]
+
+C = TypeVar("C", bound=ForkableCache)
 
 
 class PassCancelledError(BackendError):
@@ -70,7 +72,6 @@ class ForwardInput:
         hidden: enters the first layer that runs instead of the embeddings.
         planes: 1 reads the layers' 8-bit matrices by their high 4-bit plane alone, 2 whole.
         experts: None leaves the choice to the routers: the whole model.
-        visibility: what the rows see, in place of a tree; None is all of the cache.
         tapped: what a draft module reads of its target for each row, where `hidden` does not give it states of its own.
         block: of a module that drafts in blocks, how many of the last rows are the block's, which see the cache and
             each other; `tapped` is of the rows before them, of which keys and values are kept.
@@ -87,7 +88,6 @@ class ForwardInput:
     hidden: Floats | None = None  # (S, D)
     planes: int = 2
     experts: ExpertChoice | None = None
-    visibility: Visibility | None = None
     tapped: Floats | None = None  # (S, W), or (S - block, W)
     block: int | None = None
     gains: tuple[float, ...] | None = None  # (S,)
@@ -95,7 +95,7 @@ class ForwardInput:
     @property
     def is_chain(self) -> bool:
         """Whether each row follows the one before it, so that the rows may as well be evaluated in several passes."""
-        return self.tree is None and self.visibility is None and self.block is None
+        return self.tree is None and self.block is None
 
     def goes_with(self, other: ForwardInput) -> bool:
         """Whether the rows of both go through the same weights in the same way, so that one pass can have both."""
@@ -166,13 +166,13 @@ class Backend(Protocol):
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """Runs the model over S new tokens and appends their keys and values.
 
-        A tree needs at least one token in the cache, which a prompt always leaves, and so does a visibility. With
-        either, a row is what it is in a pass of its own text to the last bit where `Capabilities.paged` is; elsewhere
-        up to rounding only: sums run over the cache in the order of its rows, those of other texts in between.
+        A tree needs at least one token in the cache, which a prompt always leaves. With one, a row is what it is in a
+        pass of its own text to the last bit where `Capabilities.paged` is; elsewhere up to rounding only: sums run over
+        the cache in the order of its rows, those of other paths in between.
 
         Raises:
-            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane, a number of experts or `visibility` where
-                the capabilities exclude it.
+            CapabilityError: `tree`, `layer_mask`, `hidden`, one plane or a number of experts where the capabilities
+                exclude it.
             BackendError: the engine failed, or the pass does not fit the cache.
         """
 
@@ -189,13 +189,26 @@ class Backend(Protocol):
         """Frees everything; the backend is unusable afterwards."""
 
 
-@runtime_checkable
-class TogetherBackend(Protocol):
-    """What a backend can do besides that evaluates several sequences in one pass."""
+class ForkingBackend(Protocol[C]):
+    """What evaluates several sequences that are forks of one."""
 
     @property
-    def cache(self) -> SharingCache:
+    def cache(self) -> C:
         """That of `Backend.forward`; its forks are sequences too."""
+
+    def forward_together(self, sequences: Sequence[tuple[C, ForwardInput]]) -> list[ForwardOutput]:
+        """Evaluates new tokens of several sequences, each appended to its own cache.
+
+        Every row is what it is in a pass of its own sequence alone.
+
+        Raises:
+            CapabilityError, BackendError: as `Backend.forward`; some sequences may have their rows then.
+        """
+
+
+@runtime_checkable
+class TogetherBackend(ForkingBackend[SharingCache], Protocol):
+    """What a backend can do besides that evaluates several sequences in one pass."""
 
     @property
     def free_pages(self) -> int:
@@ -276,7 +289,7 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
         CapabilityError, BackendError: as `Backend.forward` says.
     """
     tokens, tree, layer_mask, hidden = batch.tokens, batch.tree, batch.layer_mask, batch.hidden
-    planes, experts, visibility = batch.planes, batch.experts, batch.visibility
+    planes, experts = batch.planes, batch.experts
     size, can = len(tokens), backend.capabilities
     cache = backend.cache if cache is None else cache
     refused = {
@@ -285,7 +298,6 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
         "verify trees": tree is not None and not can.tree,
         "read one plane of its weights": planes == 1 and not can.elastic,
         "choose experts of this model": experts is not None and not can.expert_counts,
-        "keep several texts in one cache": visibility is not None and not can.branches,
     }
     for what, wanted in refused.items():
         if wanted:
@@ -319,5 +331,3 @@ def check_pass(backend: Backend, batch: ForwardInput, cache: KVCache | None = No
     bias = None if experts is None else experts.bias
     if bias is not None and (bias.ndim != 2 or len(bias) != layers):
         raise BackendError(f"A bias of experts of shape {bias.shape} does not fit {layers} layers.")
-    if visibility is not None:
-        check_visibility(visibility, cache.length, size, tree)

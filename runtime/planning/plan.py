@@ -119,6 +119,11 @@ class MemoryPlan:
         return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes
 
     @property
+    def spare_bytes(self) -> int | None:
+        """What of the budget nothing is planned for, or only kept prefixes, which give way; None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self.planned_bytes + self.prefix_cache
+
+    @property
     def useful_alternatives(self) -> tuple[Alternative, ...]:
         """Alternatives without those that need as much and give nothing for it; where nothing fits, all that need more,
         which a larger budget would make possible."""

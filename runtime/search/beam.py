@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Beam"]
@@ -50,7 +49,7 @@ class Beam(SearchStrategy):
         options, first_logits = self._config, logits.copy()
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._passes)
+        branches = Branches(self._passes)
         groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
         for group in groups:
             group.behind = [log_probabilities(first_logits)]

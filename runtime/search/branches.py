@@ -1,29 +1,21 @@
-"""Several continuations of one text in one cache, the text itself stored once.
-
-One pass feeds any of the live branches. Each row sees the trunk, the rows of its own branch and nothing else, so the
-attention over a shared beginning is exact and its memory is taken once. Rows that no live branch has are moved out of
-the way when there are many of them.
-"""
+"""Several continuations of one text, each a sequence of its own that shares with the others what they begin with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.visibility import Visibility
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import ForkableCache
+from edgeinfer.runtime.backends.contract import ForwardInput, PreemptedError, TogetherBackend
+from edgeinfer.runtime.backends.forks import forking
 from edgeinfer.runtime.search.strategy import Passes
 
 __all__ = ["Branch", "Branches"]
-
-# Rows of dead branches that are not worth moving others for.
-_FEW = 64
 
 
 @dataclass(eq=False)
@@ -31,15 +23,20 @@ class Branch:
     """A continuation.
 
     Attributes:
-        path: rows of the cache that it is made of, ascending, the trunk's too if it is a continuation of that; as many
-            as it has tokens. (n,)
+        cache: holds its rows.
+        apart: it has nothing of the trunk.
+        tokens: behind the trunk.
     """
 
-    path: Ints
+    cache: ForkableCache
+    apart: bool = False
+    tokens: list[int] = field(default_factory=list)
 
 
 class Branches:
-    """The branches that begin where the cache ends now.
+    """The branches that begin where the cache ends now, the trunk's end.
+
+    Where the backend evaluates sequences together, a pass has rows of all of them, beside those of other replies.
 
     Args:
         passes: of the search.
@@ -48,8 +45,10 @@ class Branches:
     def __init__(self, passes: Passes) -> None:
         self._passes, self._statistics = passes, passes.statistics
         self._backend = passes.parts.backend
+        self._forks = forking(self._backend)
+        self._shares = isinstance(self._forks, TogetherBackend)
         self._trunk = self._backend.cache.length
-        self._slots: Ints = np.arange(self._backend.cache.capacity)
+        self._room, _ = passes.parts.room()
         self._live: list[Branch] = []
 
     @property
@@ -59,26 +58,24 @@ class Branches:
 
     @property
     def room(self) -> int:
-        """Rows that can still be fed."""
-        return self._backend.cache.capacity - self._trunk - int(self._used().sum())
+        """Rows that can still be fed to all of them, as if they lay in one cache."""
+        return self._room - sum(len(branch.tokens) for branch in self._live)
 
-    def begin(self, *, apart: bool = False, rows: Sequence[CacheSnapshot] = ()) -> Branch:
-        """Begins a branch of the trunk and of rows that are copied in; or `apart`, a text that begins at position 0."""
-        branch = Branch(self._slots[: 0 if apart else self._trunk])
-        for piece in rows:
-            start = self._backend.cache.length
-            self._backend.cache.append(piece)
-            branch.path = np.concatenate([branch.path, self._slots[start : start + piece.length]])
-        self._live.append(branch)
-        self._statistics.branches += 1
-        return branch
+    def begin(self, *, apart: bool = False) -> Branch:
+        """Begins a branch of the trunk; or `apart`, a text that begins at position 0."""
+        cache = self._forks.cache.fork()
+        if apart:
+            cache.clear()
+            self._room, _ = self._passes.parts.room(copied=self._trunk)
+        return self._add(Branch(cache, apart))
+
+    def begin_trunk(self) -> Branch:
+        """Begins the branch that goes on in the cache of the trunk itself; its rows stay there."""
+        return self._add(Branch(self._forks.cache))
 
     def fork(self, branch: Branch) -> Branch:
         """Begins a branch that goes on from where another is now, whose rows both have."""
-        forked = Branch(branch.path)
-        self._live.append(forked)
-        self._statistics.branches += 1
-        return forked
+        return self._add(Branch(branch.cache.fork(), branch.apart, list(branch.tokens)))
 
     def drop(self, branch: Branch) -> None:
         """Drops a branch."""
@@ -90,54 +87,62 @@ class Branches:
         self._backend.cache.trim(self._trunk)
 
     def feed(self, fed: Sequence[tuple[Branch, Sequence[int]]]) -> Floats:  # (B, V)
-        """Feeds tokens of several branches in one pass, and gives the logits behind the last one of each.
-
-        Logits are a view that the next pass overwrites.
+        """Feeds tokens of several branches, and gives the logits behind the last one of each.
 
         Raises:
-            BackendError: the pass failed, was cancelled or does not fit; every branch is as it was.
+            BackendError: a pass failed, was cancelled or does not fit.
         """
-        self._passes.check()
-        tokens = np.array([token for _, part in fed for token in part], np.int64)
-        self._make_room(len(tokens))
-        if self._backend.cache.length + len(tokens) > self._backend.cache.capacity:
-            message = f"A pass of {len(tokens)} tokens of several texts does not fit: there is room for {self.room}."
-            raise BackendError(message)
-        paths, ends, row = list[Ints](), list[int](), self._backend.cache.length
+        rows = sum(len(part) for _, part in fed)
+        if rows > self.room:
+            raise BackendError(f"A pass over several texts does not fit: there is room for {self.room} tokens.")
+        while True:
+            self._passes.check()
+            inputs = [(branch.cache, _next_rows(branch.cache.length, part, wanted=True)) for branch, part in fed]
+            try:
+                outputs = self._forks.forward_together(inputs)
+                break
+            except PreemptedError:
+                self._feed_again()
         for branch, part in fed:
-            path = np.concatenate([branch.path, self._slots[row : row + len(part)]])
-            paths += [path[: len(branch.path) + count] for count in range(1, len(part) + 1)]
-            row += len(part)
-            ends.append(len(paths) - 1)
-        positions = np.array([len(path) - 1 for path in paths])
-        batch = ForwardInput(tokens, positions, np.array(ends), visibility=Visibility(tuple(paths)))
-        output = self._backend.forward(batch)
-        for (branch, _), end in zip(fed, ends, strict=True):
-            branch.path = paths[end]
-        self._statistics.passes += 1
-        self._statistics.rows += len(tokens)
-        return output.logits
+            branch.tokens += part
+        self._statistics.passes += 1 if self._shares else len(fed)
+        self._statistics.rows += rows
+        return np.concatenate([output.logits for output in outputs])
 
-    def _used(self) -> NDArray[np.bool_]:
-        """Which rows behind the trunk a live branch has."""
-        used = np.zeros(self._backend.cache.length - self._trunk, np.bool_)
-        for branch in self._live:
-            used[branch.path[branch.path >= self._trunk] - self._trunk] = True
-        return used
+    def _feed_again(self) -> None:
+        """Evaluates all branches again, whose pages older replies needed, as soon as there are some."""
+        trunk, main = self._passes.text()[: self._trunk], self._forks.cache
+        while True:
+            for branch in self._live:
+                branch.cache.clear()
+            self._backend.cache.clear()
+            self._passes.feed_again(trunk)
+            try:
+                for branch in self._live:
+                    if branch.cache is not main:
+                        branch.cache = main.fork()
+                        if branch.apart:
+                            branch.cache.clear()
+                for branch in self._live:
+                    self._feed_tokens(branch)
+                return
+            except PreemptedError:
+                continue
 
-    def _make_room(self, rows: int) -> None:
-        """Moves the rows of live branches together where others take up room, or make every pass look at them."""
-        length = self._backend.cache.length
-        full = length + rows > self._backend.cache.capacity
-        if not full and length - self._trunk < _FEW:
-            return
-        used = self._used()
-        kept, count = np.flatnonzero(used), int(used.sum())
-        if count == len(used) or not (full or len(used) - count > max(_FEW, count)):
-            return
-        self._backend.cache.keep(self._trunk, kept.tolist())
-        # Where a row of the cache is now, if it was kept.
-        moved = self._slots[:length].copy()
-        moved[self._trunk + kept] = self._trunk + np.arange(count)
-        for branch in self._live:
-            branch.path = moved[branch.path]
+    def _feed_tokens(self, branch: Branch) -> None:
+        for start in range(0, len(branch.tokens), self._passes.parts.chunk):
+            self._passes.check()
+            part = branch.tokens[start : start + self._passes.parts.chunk]
+            self._forks.forward_together([(branch.cache, _next_rows(branch.cache.length, part, wanted=False))])
+
+    def _add(self, branch: Branch) -> Branch:
+        self._live.append(branch)
+        self._statistics.branches += 1
+        return branch
+
+
+def _next_rows(start: int, tokens: Sequence[int], *, wanted: bool) -> ForwardInput:
+    """A pass over the next tokens of a text; with the logits of the last one where they are wanted."""
+    size = len(tokens)
+    rows = np.array([size - 1] if wanted else [], np.int64)
+    return ForwardInput(np.array(tokens, np.int64), np.arange(start, start + size), rows)

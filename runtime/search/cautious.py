@@ -10,8 +10,7 @@ import numpy as np
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.search.branches import Branch
-from edgeinfer.runtime.search.forked_branches import branches_of
+from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy
 
 __all__ = ["Cautious", "trials_for"]
@@ -63,9 +62,9 @@ class Cautious(SearchStrategy):
         sampler, first_logits = self._parts.sampler, logits.copy()
         probabilities = sampler.probabilities(first_logits)
         count = trials_for(entropy(probabilities))
-        longest = min(room, _LONGEST, 1 + (self._backend.cache.capacity - self._backend.cache.length) // count)
+        longest = min(room, _LONGEST, 1 + self._parts.room()[0] // count)
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._passes)
+        branches = Branches(self._passes)
         trials = [_Trial(branches.begin()) for _ in range(count)]
         for stream, trial in enumerate(trials):
             self._draw(trial, probabilities, stream)

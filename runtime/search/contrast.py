@@ -12,7 +12,6 @@ import numpy as np
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, entropy, log_probabilities
 from edgeinfer.runtime.text import LiteralEncoder
 from edgeinfer.wording import Setting
@@ -59,14 +58,14 @@ class Contrast(SearchStrategy):
         wanted = len(self._lame) + (2 * (room - 1) if limit is not None else 2)
         if not self._lame:
             raise UsageError(Setting("lame_prompt") + " is empty.", "Write a prompt.")
-        if self._backend.cache.length + wanted > self._backend.cache.capacity:
-            message = "The context has no room for both prompts and their replies."
-            raise UsageError(
-                message, "Ask for a shorter reply, or load the model with a larger " + Setting("context") + "."
-            )
+        free, bound = self._parts.room(copied=self._backend.cache.length)
+        if wanted > free:
+            message = f"The {bound} has no room for both prompts and their replies."
+            hint = "Ask for a shorter reply, or load the model with a larger " + Setting(bound) + "."
+            raise UsageError(message, hint)
         self._reply_rows = self._prompt = self._backend.cache.length
         own = logits.copy()
-        self._branches = branches_of(self._passes)
+        self._branches = Branches(self._passes)
         self._pair = self._branches.begin(), self._branches.begin(apart=True)
         for begin in range(0, len(self._lame), MOST_ROWS):
             (lame,) = self._branches.feed([(self._pair[1], self._lame[begin : begin + MOST_ROWS])])

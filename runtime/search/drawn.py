@@ -11,11 +11,10 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.forked_branches import branches_of
 from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
 from edgeinfer.runtime.text import ReplyText
 
-__all__ = ["FirstFinish", "Vote", "answer_of", "elect"]
+__all__ = ["BestOf", "Drawn", "FirstFinish", "Vote", "answer_of", "draw_next", "elect"]
 
 _NUMBER = re.compile(r"-?\d+(?:[.,]\d+)*")
 
@@ -25,11 +24,15 @@ class Drawn:
     """A reply that is drawn.
 
     Attributes:
+        most: tokens it may have.
+        branch: that it is drawn in, until it is over.
         score: sum of its tokens' log-probabilities.
     """
 
     sampler: Sampler
     text: ReplyText
+    most: int
+    branch: Branch | None = None
     score: float = 0.0
 
     @property
@@ -37,41 +40,60 @@ class Drawn:
         """Mean log-probability of its tokens."""
         return self.score / len(self.text.tokens)
 
-    def draw(self, logits: Floats, place: int) -> None:  # (V,)
-        """Draws its next token."""
-        token = self.sampler.sample(logits, place)
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, or all of its tokens."""
+        return self.text.ended or len(self.text.tokens) >= self.most
+
+    def draw(self, logits: Floats, prompt: int) -> None:  # (V,)
+        """Draws its next token behind a prompt of so many."""
+        token = self.sampler.sample(logits, prompt + len(self.text.tokens))
         self.sampler.accept(token, logits)
         self.score += logprob(logits, token)
         self.text.push(token)
+
+    def leave(self, branches: Branches) -> None:
+        """Its branch's rows make room."""
+        if self.branch is not None:
+            branches.drop(self.branch)
+            self.branch = None
+
+
+def draw_next(replies: Sequence[Drawn], branches: Branches, prompt: int) -> list[Drawn]:
+    """Draws the next token of each reply that is not over, and gives these."""
+    live = [reply for reply in replies if not reply.over]
+    fed = [(reply.branch, reply.text.tokens[-1:]) for reply in live if reply.branch is not None]
+    for reply, row in zip(live, branches.feed(fed), strict=True):
+        reply.draw(row, prompt)
+    return live
 
 
 class DrawnSearch(SearchStrategy):
     """Draws replies until enough is known, and answers with one of them.
 
-    Replies are drawn in passes that feed all of them, and the one that is chosen is then fed once more, alone.
+    Replies are drawn side by side, and the one that is chosen is then fed once more, alone.
     """
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""
-        limit = self._share(self._config.samples, room)
-        first_logits, replies = logits.copy(), self._begin(prompt)
+        count, parts = self._config.samples, self._parts
+        limit, first_logits = self._share(count, room), logits.copy()
+        # The reply's own sampler is told only of the one that is chosen.
+        samplers = (parts.another_sampler(prompt, index) for index in range(count))
+        replies = [Drawn(sampler, parts.reply_text(prompt), limit) for sampler in samplers]
         self._reply_rows = self._backend.cache.length
-        branches = branches_of(self._passes)
-        live: list[tuple[Branch, Drawn]] = []
+        branches = Branches(self._passes)
         for reply in replies:
             reply.draw(first_logits, len(prompt))
-            live.append((branches.begin(), reply))
-        for length in range(1, limit):
-            live = [(branch, reply) for branch, reply in live if self._goes_on(branches, branch, reply)]
-            if not live or self._enough(replies):
-                break
-            rows = branches.feed([(branch, reply.text.tokens[-1:]) for branch, reply in live])
-            for (_, reply), row in zip(live, rows, strict=True):
-                reply.draw(row, len(prompt) + length)
+            reply.branch = branches.begin()
+        while not all(reply.over for reply in replies) and not self._enough(replies):
+            for reply in draw_next(replies, branches, len(prompt)):
+                if reply.over:
+                    reply.leave(branches)
         branches.end()
         self._reply_rows = None
         self._texts = tuple(self._searched_text(reply.text, reply.score) for reply in replies)
-        self._statistics.trials = len(replies)
+        self._statistics.trials = count
         self._chosen = self._choose(replies)
         return self._take(replies[self._chosen].text.tokens, first_logits)
 
@@ -79,20 +101,9 @@ class DrawnSearch(SearchStrategy):
         """Where the context had no room for as much of all of them: the reply goes on alone."""
         return self._plain_step()
 
-    def _begin(self, prompt: Sequence[int]) -> list[Drawn]:
-        # The reply's own sampler is told only of the one that is chosen.
-        count = range(self._config.samples)
-        return [Drawn(self._parts.another_sampler(prompt, index), self._parts.reply_text(prompt)) for index in count]
-
-    @staticmethod
-    def _goes_on(branches: Branches, branch: Branch, reply: Drawn) -> bool:
-        if reply.text.ended:
-            branches.drop(branch)
-        return not reply.text.ended
-
-    @abstractmethod
     def _enough(self, replies: Sequence[Drawn]) -> bool:
-        """Whether no more needs to be drawn."""
+        """Whether no more needs to be drawn before all are over."""
+        return False
 
     @abstractmethod
     def _choose(self, replies: Sequence[Drawn]) -> int:
@@ -107,6 +118,13 @@ class FirstFinish(DrawnSearch):
 
     def _choose(self, replies: Sequence[Drawn]) -> int:
         return max(range(len(replies)), key=lambda index: (replies[index].text.ended, replies[index].mean))
+
+
+class BestOf(DrawnSearch):
+    """That of the likeliest tokens: of the highest mean log-probability."""
+
+    def _choose(self, replies: Sequence[Drawn]) -> int:
+        return max(range(len(replies)), key=lambda index: replies[index].mean)
 
 
 def answer_of(text: str, kind: str) -> str:
@@ -137,9 +155,6 @@ def elect(answers: Sequence[str], means: Sequence[float]) -> int:
 
 class Vote(DrawnSearch):
     """All replies are drawn to their ends, and their answers counted."""
-
-    def _enough(self, replies: Sequence[Drawn]) -> bool:
-        return False
 
     def _choose(self, replies: Sequence[Drawn]) -> int:
         answers = [answer_of(text.text, self._config.answer) for text in self._texts]

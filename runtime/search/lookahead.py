@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.search.branches import Branch
-from edgeinfer.runtime.search.forked_branches import branches_of
+from edgeinfer.runtime.search.branches import Branch, Branches
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, entropy, likeliest, log_probabilities
 
 __all__ = ["Lookahead"]
@@ -34,8 +33,7 @@ class Lookahead(SearchStrategy):
     def _choose(self, logits: Floats, room: int) -> tuple[int]:  # (V,)
         known = log_probabilities(logits)
         candidates = likeliest(known, self._count).tolist()
-        free = (self._backend.cache.capacity - self._backend.cache.length) // self._count
-        ahead = min(self._config.look_ahead, room - 1, free)
+        ahead = min(self._config.look_ahead, room - 1, self._parts.room()[0] // self._count)
         if ahead < 1 or entropy(np.exp(known)) <= self._config.uncertainty:
             return self._accept(candidates[0], logits)
         logits = logits.copy()
@@ -48,7 +46,7 @@ class Lookahead(SearchStrategy):
     def _follow(self, candidates: Sequence[int], ahead: int) -> list[list[float]]:
         """Log-probabilities of the tokens that greedily follow each candidate, up to a stop token."""
         self._reply_rows, stop_ids = self._backend.cache.length, self._parts.stop_ids
-        branches, found = branches_of(self._passes), [list[float]() for _ in candidates]
+        branches, found = Branches(self._passes), [list[float]() for _ in candidates]
         live: list[tuple[int, Branch, int]] = [
             (index, branches.begin(), token) for index, token in enumerate(candidates) if token not in stop_ids
         ]

@@ -8,6 +8,7 @@ from typing import Literal
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.backends.forks import can_fork
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast
@@ -28,7 +29,7 @@ class SearchKind:
     Attributes:
         draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
             leave no place for the options of sampling, else "either".
-        branches: whether it keeps several texts in one cache.
+        branches: whether it looks at several continuations.
         constrained: whether it follows a grammar or a list of choices.
     """
 
@@ -58,7 +59,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 
     Raises:
         UsageError: it does not go together with another option.
-        CapabilityError: the backend cannot keep several texts in one cache.
+        CapabilityError: the backend's text cannot go on in several ways.
     """
     name = parts.config.search
     kind = SEARCH_KINDS[name]
@@ -70,10 +71,9 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
-    if kind.branches and not parts.backend.capabilities.branches:
-        message = f"The {parts.backend.name} backend cannot keep several texts in one cache, as search={name!r} does."
-        hint = "Use a natively exported bundle, a context no longer than its sliding window, or search='momentum'."
-        raise CapabilityError(message, hint)
+    if kind.branches and not can_fork(parts.backend):
+        message = f"The {parts.backend.name} backend cannot copy what search={name!r} goes on from in several ways."
+        raise CapabilityError(message, "Export the checkpoint to ONNX, or use search='momentum'.")
     return kind.make(parts)
 
 

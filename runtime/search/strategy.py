@@ -19,6 +19,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
+from edgeinfer.runtime.backends.forks import copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
@@ -52,6 +53,7 @@ class SearchParts:
         fed: tokens of the text that the cache held when the strategy was last asked for some.
         chunk: tokens of a pass at most where a text is evaluated again.
         continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
+        spare_bytes: that copies of rows may take; None is any.
     """
 
     backend: Backend
@@ -63,11 +65,24 @@ class SearchParts:
     fed: Callable[[], Sequence[int]]
     chunk: int
     continues: bool
+    spare_bytes: int | None = None
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
         return Sampler(processor, prompt)
+
+    def room(self, copied: int = 0) -> tuple[int, str]:
+        """Rows that texts side by side may take behind the reply's, and the option that bounds them.
+
+        Args:
+            copied: further rows of which they take copies.
+        """
+        free, row = self.backend.cache.capacity - self.backend.cache.length, copied_bytes(self.backend, 1)
+        if self.spare_bytes is None or row == 0:
+            return free, "context"
+        spare = max(self.spare_bytes // row - copied, 0)
+        return (free, "context") if free <= spare else (spare, "memory")
 
     def reply_text(self, prompt: Sequence[int]) -> ReplyText:
         """The text of one of several replies."""
@@ -213,17 +228,16 @@ class SearchStrategy(DecodingStrategy):
         Raises:
             UsageError: so many were asked for that they do not fit.
         """
-        free = (self._backend.cache.capacity - self._backend.cache.length) // count
+        rows, limit = self._parts.room()
+        free, larger = rows // count, "load the model with a larger " + Setting(limit) + "."
         if self._config.max_tokens is not None and free < room:
             message = (
-                f"{count} replies of {room} tokens do not fit the context, which has room for {free} tokens of each."
+                f"{count} replies of {room} tokens do not fit the {limit}, which has room for {free} tokens of each."
             )
-            raise UsageError(
-                message, "Ask for fewer or shorter ones, or load the model with a larger " + Setting("context") + "."
-            )
+            raise UsageError(message, f"Ask for fewer or shorter ones, or {larger}")
         if free == 0:
-            message = f"The context has no room for {count} replies side by side."
-            raise UsageError(message, "Shorten the prompt, or load the model with a larger " + Setting("context") + ".")
+            message = f"The {limit} has no room for {count} replies side by side."
+            raise UsageError(message, f"Shorten the prompt, or {larger}")
         return min(free, room)
 
     @staticmethod

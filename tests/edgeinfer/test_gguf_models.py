@@ -190,6 +190,22 @@ def test_cancelling_ends_a_reply() -> None:
         assert model.generate("Once", max_tokens=5).finish_reason in ("length", "stop")
 
 
+def test_replies_are_searched_for_in_texts_that_take_turns(tales: edgeinfer.Model) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.9, "seed": 7}
+    samples = tales.generate(PROMPT, search="samples", samples=3, **asked)
+    alone = [
+        tales.generate(PROMPT, **asked | {"seed": 7 + index, "speculation": "off"}).token_ids for index in range(3)
+    ]
+    assert samples.search is not None and [text.token_ids for text in samples.search.texts] == alone
+    beam = tales.generate(PROMPT, search="beam", max_tokens=12).search
+    assert beam is not None and beam.texts[0].score >= max(text.score for text in beam.texts)
+    # What is behind the reply is what an empty cache gives.
+    text = [*tales.tokenize(PROMPT), *samples.token_ids, 9]
+    behind = tales.generate(text, max_tokens=6).token_ids
+    tales.score([5, 6])
+    assert tales.generate(text, max_tokens=6).token_ids == behind
+
+
 def test_models_with_sliding_windows_run_without_copies_of_their_cache(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "windows.gguf", Shape(window=8, head_dim=64))
     with load_eager(path, context=128) as model:
@@ -199,6 +215,8 @@ def test_models_with_sliding_windows_run_without_copies_of_their_cache(tmp_path:
         expected = model.generate(ids, max_tokens=8, ignore_eos=True).token_ids
         model.unload()
         assert model.generate(ids, max_tokens=8, ignore_eos=True).token_ids == expected
+        with pytest.raises(CapabilityError, match=r"several ways.*momentum"):
+            model.generate(ids, search="beam", max_tokens=8)
         with pytest.raises(CapabilityError, match="sliding windows"):
             model.save_session(tmp_path / "talk.session")
     with pytest.raises(CapabilityError, match="cannot copy"):

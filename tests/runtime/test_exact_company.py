@@ -21,7 +21,6 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.backends.visibility import Visibility
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 
@@ -93,20 +92,16 @@ class Company:
 
 
 def draw(company: Company, text: Text, random: np.random.Generator, size: int) -> tuple[Any, ...]:
-    """A chain, a tree or branches of a text, of so many rows."""
+    """A chain or a tree of so many rows behind a text, of whose last tree a path stays."""
+    if not text.is_chain:
+        keep(company, text, random)
     first = len(text.rows)
     rows, places = list(text.rows), list(text.places)
-    chain = text.is_chain
-    kind = random.choice(["chain", "tree", "branches"]) if chain else "branches"
+    kind = random.choice(["chain", "tree"])
     parents: list[int] = []
     for number in range(size):
         newest = first + number - 1
-        if kind == "chain":
-            parent = newest
-        elif kind == "tree":
-            parent = int(random.integers(first - 1, newest + 1))
-        else:
-            parent = int(random.integers(-1, newest + 1))
+        parent = newest if kind == "chain" else int(random.integers(first - 1, newest + 1))
         token = int(random.integers(VOCABULARY))
         rows.append((*(rows[parent] if parent >= 0 else ()), token))
         places.append((*(places[parent] if parent >= 0 else ()), first + number))
@@ -116,11 +111,16 @@ def draw(company: Company, text: Text, random: np.random.Generator, size: int) -
     batch = ForwardInput(tokens, positions, np.arange(size))
     if kind == "tree":
         batch = replace(batch, tree=np.array([parent - first if parent >= first else -1 for parent in parents]))
-    elif kind == "branches":
-        shared = np.arange(company.start)
-        paths = tuple(np.concatenate([shared, company.start + np.array(place)]) for place in places[first:])
-        batch = replace(batch, visibility=Visibility(paths))
     return text, batch, rows[first:], places[first:]
+
+
+def keep(company: Company, text: Text, random: np.random.Generator) -> None:
+    """Keeps the path of one row."""
+    chosen = int(random.integers(len(text.rows)))
+    kept = text.places[chosen]
+    text.cache.keep(company.start, list(kept))
+    text.rows = [text.rows[place] for place in kept]
+    text.places = [tuple(range(place + 1)) for place in range(len(kept))]
 
 
 def change(company: Company, texts: list[Text], random: np.random.Generator) -> None:
@@ -129,11 +129,7 @@ def change(company: Company, texts: list[Text], random: np.random.Generator) -> 
     text = texts[number]
     what = random.choice(["keep", "keep", "trim", "fork", "restore"])
     if what == "keep" and text.rows:
-        chosen = int(random.integers(len(text.rows)))
-        kept = text.places[chosen]
-        text.cache.keep(company.start, list(kept))
-        text.rows = [text.rows[place] for place in kept]
-        text.places = [tuple(range(place + 1)) for place in range(len(kept))]
+        keep(company, text, random)
     elif what == "trim":
         length = int(random.integers(len(text.rows) + 1))
         text.cache.trim(company.start + length)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.bundle import KVLayer
+import numpy as np
+
+from edgeinfer.bundle import Geometry
+from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
@@ -19,6 +22,7 @@ from edgeinfer.runtime.backends.cache import (
     TrimmedCache,
     check_edit,
     check_length,
+    check_snapshot,
     row_range,
 )
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
@@ -79,8 +83,8 @@ class LlamaCache(TrimmedCache):
     """Implements `KVCache` over the cells of a context.
 
     Args:
-        codec: of copies of its cells.
         capacity: tokens it may hold.
+        kv: type of the cells, one of `kv_types.LLAMA_KV`.
         copyable: the cells are one plain cache; those of a sliding window lie in a cache of their own.
 
     Attributes:
@@ -88,9 +92,11 @@ class LlamaCache(TrimmedCache):
         pending: the draft tree of which no rows were kept yet.
     """
 
-    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, *, copyable: bool) -> None:
+    def __init__(self, context: LlamaContext, geometry: Geometry, capacity: int, kv: str, *, copyable: bool) -> None:
         self._context = context
-        self._codec = codec
+        self._geometry = geometry
+        self._codec = StateCodec(geometry, kv)
+        self._kv = kv
         self.capacity = capacity
         self.copyable = copyable
         self.length = 0
@@ -172,7 +178,7 @@ class LlamaCache(TrimmedCache):
             self._context.cut(other, 0)
         self.pending, self.length = None, stop
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
         """Copies all rows, or rows start..stop-1.
 
         Raises:
@@ -181,35 +187,37 @@ class LlamaCache(TrimmedCache):
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         if start == stop:
-            return self._codec.nothing()
+            shape = (self._geometry.num_kv_heads, 0, LLAMA_KV[self._kv].width(self._geometry.head_dim))
+            nothing = (np.empty(shape, LLAMA_KV[self._kv].dtype),) * self._geometry.num_layers
+            return CopiedRows(0, nothing, nothing, self._kv)
         if not self.copyable:
             raise CapabilityError(
                 "The cache of a model with sliding windows cannot be copied.",
                 "Load it without a prefix cache, and do not save its sessions.",
             )
         if (start, stop) == (0, self.length):
-            return self._codec.decode(self._context.state(TEXT), 0, stop)
+            return self._codec.decode(self._context.state(TEXT), stop)
         spare = self._context.options.spare
         self._context.copy(TEXT, spare, start, stop)
         try:
-            return self._codec.decode(self._context.state(spare), 0, stop - start)
+            return self._codec.decode(self._context.state(spare), stop - start)
         finally:
             self._context.cut(spare, 0)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy in the place of all rows."""
-        self._codec.check(snapshot, self.capacity)
+        check_snapshot(snapshot, self._geometry, self.capacity, self._kv)
         self.trim(0)
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         """Adds copied rows behind those in use."""
         self.check_kept()
-        self._codec.check(snapshot, self.capacity - self.length)
+        check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kv)
         if snapshot.length == 0:
             return
         stop, spare = self.length + snapshot.length, self._context.options.spare
-        self._context.set_state(spare, self._codec.encode([snapshot], self.length, spare))
+        self._context.set_state(spare, self._codec.encode(snapshot, self.length, spare))
         self._context.copy(spare, TEXT, self.length, stop)
         self._context.cut(spare, 0)
         self.length = stop
@@ -219,13 +227,13 @@ class LlamaCache(TrimmedCache):
         copied = self.snapshot()
         self.trim(0)
         keys, values, left = [], [], None
-        for layer, each in enumerate(self._codec.layers):
+        for layer in range(self._geometry.num_layers):
             floats = (
                 self._codec.load(copied.keys[layer], keys=True),
                 self._codec.load(copied.values[layer], keys=False),
             )
             edited = edit(layer, *floats)
-            left = check_edit(KVLayer(*each), layer, edited, copied.length, left)
+            left = check_edit(self._geometry.kept[layer], layer, edited, copied.length, left)
             keys.append(self._codec.store(edited[0], keys=True))
             values.append(self._codec.store(edited[1], keys=False))
-        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), copied.kv))
+        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), self._kv))

@@ -8,7 +8,6 @@ blocks of 64 or 128.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -89,9 +88,6 @@ class OnnxBackend(GraphBackend):
         )
         decoder = bundle.manifest.decoder
         self._window = 0 if decoder is None else decoder.window_size
-        # The operator's own window counts rows, whichever text's they are.
-        if self._window and capacity + spare > self._window + graph.TREE_ROWS:
-            self.capabilities = dataclasses.replace(self.capabilities, branches=False)
         self._bias = AttentionBias(self.cache, self._window, self._experts is not None)
         self.cache.unbind = self._unbind
 
@@ -110,7 +106,7 @@ class OnnxBackend(GraphBackend):
         self._total[...] = total
         if not self._device.traits.in_place_kv:
             self._bind(step)
-        self._bias.bind(step, batch.tree, batch.visibility, size, total)
+        self._bias.bind(step, batch.tree, size, total)
         self._session.run(step.binding)
         self._swap_copies()
         self.cache.length = start + size

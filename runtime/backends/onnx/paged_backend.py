@@ -8,7 +8,6 @@ differs in bits from several: such passes have two rows at least, the second of 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,7 +98,6 @@ class PagedBackend(GraphBackend):
             affinity=affinity,
             adapters=adapters,
         )
-        self.capabilities = dataclasses.replace(self.capabilities, branches=True)
         self.cache.observe_clear = self._unbind
         self.observe_pass: PassObserver | None = None
 
@@ -133,7 +131,7 @@ class PagedBackend(GraphBackend):
         cache, size = self.cache, len(batch.tokens)
         if batch.block is not None:
             step = self._run_block(batch, batch.block)
-        elif batch.tree is None and batch.visibility is None and size >= self._least:
+        elif batch.tree is None and size >= self._least:
             cache.prepare(size)
             if cache.state is not None:
                 cache.state.prepare(cache.length, size, size, chain=True, whole=_whole(batch))
@@ -190,7 +188,7 @@ class PagedBackend(GraphBackend):
         """Runs a pass of any rows; `whole` has them all."""
         total = len(whole.tokens)
         padding = max(0, self._least - total)
-        paths = [paths_of(c.length, len(b.tokens), b.tree, b.visibility) for c, b in sequences]
+        paths = [paths_of(c.length, len(b.tokens), b.tree) for c, b in sequences]
         for place, (cache, batch) in enumerate(sequences):
             extra = padding if place == len(sequences) - 1 else 0
             own = cache.length + len(batch.tokens)
@@ -198,8 +196,7 @@ class PagedBackend(GraphBackend):
             size = len(batch.tokens)
             cache.prepare(size + extra)
             if cache.state is not None:
-                chain = batch.tree is None and batch.visibility is None
-                cache.state.prepare(cache.length, size, size + extra, chain=chain, whole=_whole(batch))
+                cache.state.prepare(cache.length, size, size + extra, chain=batch.tree is None, whole=_whole(batch))
         self._reserve(paths)
         step = self._prepared(whole, total + padding, self._logit_rows(len(whole.rows)), apart=False)
         self._paths.tell(paths)

@@ -16,7 +16,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import ExpertChoice
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from edgeinfer.runtime.backends.onnx.session import Binding
-from edgeinfer.runtime.backends.visibility import Visibility, visible_rows
+from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.devices.arrays import DeviceArray
 
 __all__ = ["AttentionBias", "Buffers", "ExpertInputs", "Pass", "bind_cache"]
@@ -157,22 +157,20 @@ class AttentionBias:
         self._copies_padding = copies_padding
         self._zeros = np.zeros(0, np.float32)
 
-    def bind(self, step: Pass, tree: Ints | None, sees: Visibility | None, real: int, total: int) -> None:
+    def bind(self, step: Pass, tree: Ints | None, real: int, total: int) -> None:
         """Binds the bias of a pass of `real` rows and padding, with so many rows in the cache after it."""
         size = len(step.positions)
-        plain = tree is None and sees is None and not (self._copies_padding and size > real)
-        bias = self._no_bias(size, total) if plain else self._hiding(size, total, real, tree, sees)
+        plain = tree is None and not (self._copies_padding and size > real)
+        bias = self._no_bias(size, total) if plain else self._hiding(size, total, real, tree)
         step.binding.bind_ortvalue_input(graph.ATTENTION_BIAS, ort.OrtValue.ortvalue_from_numpy(bias))
         if self._window:
-            windowed = self._hiding(size, total, real, tree, sees, self._window)
+            windowed = self._hiding(size, total, real, tree, self._window)
             step.binding.bind_ortvalue_input(graph.WINDOW_BIAS, ort.OrtValue.ortvalue_from_numpy(windowed))
 
-    def _hiding(
-        self, size: int, total: int, real: int, tree: Ints | None, sees: Visibility | None, window: int = 0
-    ) -> Floats:  # (1, 1, S, T)
+    def _hiding(self, size: int, total: int, real: int, tree: Ints | None, window: int = 0) -> Floats:  # (1, 1, S, T)
         """Hides from each row what it does not see."""
         bias, start = np.zeros((1, 1, size, total), np.float32), total - size
-        seen = visible_rows(start, real, tree, sees, window)
+        seen = visible_rows(start, real, tree, window)
         bias[0, 0, :real, : start + real][~seen] = _HIDDEN
         if self._copies_padding and size > real:
             _copy_padding(bias[0, 0], real)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.visibility import Visibility
 from edgeinfer.runtime.paging.layout import pages_for
 
 __all__ = ["SPARE_ROWS", "Path", "PathTables", "pages_of", "paths_of", "repeated"]
@@ -86,10 +85,8 @@ def pages_of(capacity: int) -> int:
     return pages_for(capacity + SPARE_ROWS) + 1
 
 
-def paths_of(start: int, size: int, tree: Ints | None, visibility: Visibility | None) -> list[Path]:
-    """The paths of `size` rows behind `start` ones: of a chain, where there is neither tree nor visibility."""
-    if visibility is not None:
-        return [_split(path) for path in visibility.paths]
+def paths_of(start: int, size: int, tree: Ints | None) -> list[Path]:
+    """The paths of `size` rows behind `start` ones: of a chain, where there is no tree."""
     if tree is None:
         return [(start + row + 1, ()) for row in range(size)]
     paths: list[Path] = []
@@ -103,10 +100,3 @@ def repeated(path: Path, slot: int) -> Path:
     """The path of a row that is another one again, in a slot behind all others."""
     prefix, further = path
     return (prefix, (*further[:-1], slot)) if further else (prefix - 1, (slot,))
-
-
-def _split(path: Ints) -> Path:  # (n,)
-    apart = path != np.arange(len(path))
-    # Once a slot was left out, no later one is as many as come before it.
-    prefix = int(apart.argmax()) if apart[-1] else len(path)
-    return prefix, path[prefix:].tolist()

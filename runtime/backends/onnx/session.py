@@ -195,7 +195,6 @@ def capabilities_on(device: Device, whole: Capabilities) -> Capabilities:
     return dataclasses.replace(
         whole,
         tree=whole.tree and traits.tree_bias,
-        branches=whole.tree and traits.tree_bias,
         layer_skip=whole.layer_skip and traits.in_place_kv,
         hidden=whole.hidden and traits.in_place_kv,
         exact=whole.exact and device.on_cpu,

@@ -32,7 +32,6 @@ def joined(batches: Sequence[ForwardInput]) -> ForwardInput:
         positions=np.concatenate([batch.positions for batch in batches]),
         rows=np.concatenate([batch.rows + start for batch, start in zip(batches, starts[:-1], strict=True)]),
         tree=None,
-        visibility=None,
         gains=None,
         hidden=np.concatenate(states) if states else None,
     )

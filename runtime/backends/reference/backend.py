@@ -101,7 +101,7 @@ class ReferenceBackend:
         self.cache = self._new_cache(capacity, kv, kv_scales)
         two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
-        self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts, branches=True)
+        self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts)
 
     def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
         geometry = self._cached_geometry()
@@ -147,7 +147,7 @@ class ReferenceBackend:
         mask = np.ones(2 * self._spec.num_layers, np.bool_) if batch.layer_mask is None else batch.layer_mask
         if batch.hidden is None:
             mask = with_sources(self._spec.kv_sources, mask)
-        seen = {window: visible_rows(start, size, batch.tree, batch.visibility, window) for window in self._windows}
+        seen = {window: visible_rows(start, size, batch.tree, window) for window in self._windows}
         run = _Pass(positions, seen, mask.reshape(-1, 2), self._ends.vectors(tokens, embedded), batch.experts, {})
         for layer in range(self._spec.num_layers):
             x = self._layer(layer, x, run)

@@ -85,7 +85,7 @@ class StaticBackend:
             )
             raise UsageError(message, "Use " + Setting("context", static.context) + " or less.")
         self.geometry = decoder.geometry
-        self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact, branches=True)
+        self.capabilities = dataclasses.replace(bundle.manifest.capabilities, exact=exact)
         self.kernel = kernel_of(bundle)
         self._bundle, self._spec, self._device = bundle, decoder, device
         self._threads, self._affinity = threads, affinity
@@ -108,9 +108,9 @@ class StaticBackend:
         if not 0 <= int(positions.min()) <= int(positions.max()) < self.cache.capacity:
             raise BackendError(f"Positions {positions.tolist()} are outside a cache of {self.cache.capacity} tokens.")
         start, size = self.cache.length, len(tokens)
-        full = visible_rows(start, size, batch.tree, batch.visibility)
+        full = visible_rows(start, size, batch.tree)
         window = self._spec.window_size
-        near = visible_rows(start, size, batch.tree, batch.visibility, window) if window else full
+        near = visible_rows(start, size, batch.tree, window) if window else full
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
         logits, spent = self._logits[: len(rows)], 0

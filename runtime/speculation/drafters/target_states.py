@@ -74,7 +74,7 @@ class TargetStates:
         self._branches = None
         states = self._state(output)
         whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None
-        if states is None or not whole or batch.visibility is not None:
+        if states is None or not whole:
             return
         tokens = batch.tokens.tolist()
         if self._done and self._done[-1][0] == start - 1 and self._done[-1][1] != tokens[0]:

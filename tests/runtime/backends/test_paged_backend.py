@@ -20,7 +20,6 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.backends.onnx.paths import pages_of
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.backends.visibility import Visibility
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.samples import ParallelSamples
@@ -86,17 +85,6 @@ def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
     backend.cache.trim(len(TEXT))
     feed(backend, len(TEXT))
     assert np.array_equal(backend.forward(ForwardInput(TEXT[:1], place, np.zeros(1, np.int64))).logits, one)
-    # Row by row beside another text in the same cache.
-    feed(backend, PAST)
-    other, mine = list(range(PAST)), list(range(PAST))
-    for index, token in enumerate(TEXT[PAST:]):
-        slot = backend.cache.length
-        other.append(slot)
-        mine.append(slot + 1)
-        seen = Visibility((np.array(other), np.array(mine)))
-        places = np.full(2, PAST + index)
-        logits = backend.forward(ForwardInput(np.array([9, token]), places, np.array([1]), visibility=seen)).logits
-        assert np.array_equal(logits[0], behind[index])
     # With rows of other sequences, one of which shares the beginning.
     feed(backend, PAST)
     fork, alone = backend.cache.fork(), backend.new_sequence(100)
@@ -170,7 +158,7 @@ def test_the_graph_tells_which_backend_runs() -> None:
     portable = make_graph_backend(bundle, 64, layout="portable")
     assert isinstance(portable, OnnxBackend) and not portable.capabilities.paged
     paged = make_graph_backend(bundle, 64)
-    assert paged.capabilities.paged and paged.capabilities.branches and paged.capabilities.tree
+    assert paged.capabilities.paged and paged.capabilities.tree
     for each in (portable, paged):
         each.close()
 

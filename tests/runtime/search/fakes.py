@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.bundle import Capabilities, Geometry
 from edgeinfer.config import GenerationConfig
@@ -15,7 +14,6 @@ from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
-from edgeinfer.runtime.backends.visibility import visible_rows
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import make_search
@@ -35,7 +33,7 @@ def letters_logits(text: Sequence[int]) -> Floats:  # (V,)
 
 
 class LettersCache(TableCache):
-    """The tokens of texts side by side and their positions."""
+    """The tokens of a text and their positions."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -62,42 +60,30 @@ class LettersCache(TableCache):
 
 
 class LettersBackend(TableBackend):
-    """Implements the contract over `letters_logits`, for texts side by side too.
-
-    Args:
-        noise: of the logits of rows that have other texts' rows in the cache.
-    """
+    """Implements the contract over `letters_logits`."""
 
     name = "letters"
     geometry = Geometry(V, 1, 1, 1, 1, 1000)
-    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False, branches=True)
+    capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
 
-    def __init__(self, capacity: int = 200, noise: float = 0.0) -> None:
+    def __init__(self, capacity: int = 200) -> None:
         super().__init__()
         self.cache: LettersCache = LettersCache(capacity)
-        self.noise = noise
         self.most_held = 0
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         check_pass(self, batch)
-        tokens, positions, rows, visibility = batch.tokens, batch.positions, batch.rows, batch.visibility
+        tokens, positions, rows = batch.tokens, batch.positions, batch.rows
         self._wait()
         start, size = self.cache.length, len(tokens)
         self.cache.held += tokens.tolist()
         self.cache.places += positions.tolist()
         self.passes.append(size)
         self.most_held = max(self.most_held, self.cache.length)
-        seen = visible_rows(start, size, None, visibility)
-        texts = [self._text(np.flatnonzero(seen[row])) for row in rows]
+        assert self.cache.places == list(range(start + size)), "the rows of a text are one for each place"
+        texts = [self.held[: start + row + 1] for row in rows]
         logits = np.array([letters_logits(text) for text in texts], np.float32).reshape(-1, V)
-        if visibility is not None:
-            logits += np.random.default_rng(start).normal(0, 1, logits.shape).astype(np.float32) * self.noise
         return ForwardOutput(logits, None)
-
-    def _text(self, rows: NDArray[np.int64]) -> list[int]:
-        found = sorted((self.cache.places[row], self.held[row]) for row in rows)
-        assert [place for place, _ in found] == list(range(len(found))), "the rows of a text are one for each place"
-        return [token for _, token in found]
 
 
 class Letters:

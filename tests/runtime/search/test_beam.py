@@ -82,11 +82,11 @@ def test_groups_avoid_each_other() -> None:
 
 
 def test_beams_share_rows() -> None:
-    """Every pass feeds one token of each beam, whatever they have in common."""
+    """One token of each beam is fed at a time, whatever they have in common; here each has a pass."""
     trial = Trial(LettersBackend(500), search="beam", beams=4, max_tokens=20, stop_ids=NOBODY)
     trial.tokens()
     use = trial.strategy.search_use()
-    assert (use.passes, use.rows) == (19 + 2, 19 * 4 + 19)
+    assert (use.passes, use.rows) == (19 * 4 + 2, 19 * 4 + 19)
 
 
 def test_a_reply_that_ended_wins_over_worse_ones() -> None:

@@ -142,8 +142,7 @@ def test_contrast_moves_away_from_the_worse_prompt() -> None:
         assert trial.tokens() == said
         assert trial.strategy.search_use().trials == changed
         assert changed > 0 or above
-        # Both texts go on in one pass each.
-        assert trial.strategy.search_use().passes == math.ceil(len(worse) / 16) + len(said) - 1
+        assert trial.strategy.search_use().rows == len(worse) + 2 * (len(said) - 1)
 
 
 def test_contrast_leaves_what_is_implausible() -> None:
