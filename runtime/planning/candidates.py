@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from edgeinfer.bundle import Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
-from edgeinfer.drafting import DRAFTERS, MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.wording import Setting
 
-__all__ = ["configurations", "draft_configuration", "modest_configurations", "wanted_context"]
+__all__ = ["Drafting", "configurations", "draft_configuration", "modest_configurations", "wanted_context"]
 
 DEFAULT_CONTEXT = 2048
 # A context that was not asked for is halved down to this before nothing fits.
 _SMALLEST_CONTEXT = 256
 _CHUNKS = (64, 32, 16, 8)
-_LENGTHS = (MOST_DRAFTED, 7, 3, 1)
-# Drafters with large tables go first, those that need none stay longest.
-_WITHOUT_TABLES = ("forced", "copy")
-_SMALL_TABLES = tuple(name for name in DRAFTERS if name != "recycle")
 # Layers that are in memory together while the weights are streamed, and shares of the experts where some are left out.
 _WINDOWS = (8, 4, 2, 1)
 _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
@@ -45,26 +40,45 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     return config.context or min(DEFAULT_CONTEXT, longest)
 
 
-def configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> Iterator[Configuration]:
     """Every way to run that the caller left open, the one without any concession first.
+
+    Args:
+        drafts: ways to draft, from no concession to the largest (`drafting_ways`).
 
     Raises:
         ContextLengthError: as `wanted_context`.
         UsageError: a kind of cache or of weights is asked for that the model does not have.
     """
-    return map(plan_input.placed, _product(_dimensions(plan_input, config)))
+    return map(plan_input.placed, _product(_dimensions(plan_input, config, drafts)))
 
 
-def modest_configurations(plan_input: PlanInput, config: LoadConfig) -> Iterator[Configuration]:
+def modest_configurations(
+    plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
+) -> Iterator[Configuration]:
     """Those with every concession, whatever their weights and tokenizer: streaming and parsing again can cost more.
 
-    One of them takes the least of all; errors as `configurations`.
+    One of them takes the least of all; arguments and errors as `configurations`.
     """
-    every = _dimensions(plan_input, config)
+    every = _dimensions(plan_input, config, drafts)
     least = every._replace(
         contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
     )
     return map(plan_input.placed, _product(least))
+
+
+class Drafting(NamedTuple):
+    """A way to draft.
+
+    Attributes:
+        drafters: names of those that may draft.
+        most: tokens in a draft at most; 0 is no speculation.
+        model: whether the draft model is in memory.
+    """
+
+    drafters: tuple[str, ...]
+    most: int
+    model: bool
 
 
 class _Dimensions(NamedTuple):
@@ -73,17 +87,17 @@ class _Dimensions(NamedTuple):
     contexts: tuple[int, ...]
     kv_types: tuple[str, ...]
     weights: tuple[tuple[str, int, int], ...]
-    drafts: tuple[tuple[tuple[str, ...], int, bool], ...]
+    drafts: Sequence[Drafting]
     chunks: tuple[int, ...]
     tokenizers: tuple[TokenizerMode, ...]
 
 
-def _dimensions(plan_input: PlanInput, config: LoadConfig) -> _Dimensions:
+def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> _Dimensions:
     return _Dimensions(
         _contexts(plan_input.manifest, config),
         _kv_types(plan_input, config),
         _weights(plan_input, config),
-        _drafts(plan_input, config),
+        drafts,
         (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
         plan_input.tokenizers,
     )
@@ -196,31 +210,3 @@ def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:
     found = [*(size for size in sizes if size > takes.least), takes.least]
     # Nothing is gained where one layer's may need as much as all take, but who asks for it gets it.
     return tuple(size for size in found if size < takes.total or config.weights == "experts")
-
-
-def _drafts(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[tuple[str, ...], int, bool], ...]:
-    """Sets of drafters, each with its longest draft and whether the draft model is loaded."""
-    names, present = drafters_in(config.speculation), plan_input.drafter is not None
-    most = plan_input.most_drafted
-    if most == 0 and (config.speculation not in ("auto", "off") or config.draft_model not in (None, NO_DRAFT_MODEL)):
-        message = f"Drafts of {plan_input.manifest.name} cannot be taken back: llama.cpp keeps one state of its layers."
-        raise UsageError(message, "Use " + Setting("speculation", "off") + ", or export the checkpoint to ONNX.")
-    if most == 0:
-        return (((), 0, False),)
-    if config.speculation != "auto":
-        wanted = config.draft_max or MOST_DRAFTED
-        return ((names, min(wanted, most or wanted) if names else 0, present),)
-    lengths: tuple[int, ...] = (config.draft_max,) if config.draft_max else _LENGTHS
-    if most is not None:
-        lengths = tuple(dict.fromkeys(min(length, most) for length in lengths))
-    # A draft model was given to be used; one that is part of the bundle is the first thing to be given up.
-    given = config.draft_model not in (None, NO_DRAFT_MODEL)
-    model = ("model", "hierarchical") if given else ()
-    sets = (names, _SMALL_TABLES, (*_WITHOUT_TABLES, *model))
-    drafts = tuple(
-        (each, length, loaded)
-        for each in sets
-        for length in lengths
-        for loaded in ((True, False) if present and not given and "model" in each else (present and given,))
-    )
-    return drafts if config.draft_max or given else (*drafts, ((), 0, False))

@@ -70,14 +70,7 @@ class MemoryModel:
             + plan_input.memory.running(configuration)
             + plan_input.memory.tokenizer(configuration.tokenizer, used=True)
         )
-        if configuration.draft_max:
-            # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
-            beside = config.parallel * options.drafting_beside(configuration) if config.parallel > 1 else 0
-            running += Footprint({"drafting": options.drafting(plan_input.bundle, configuration) + beside}, {})
-        if configuration.draft_model:
-            assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
-            # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
-            running += self._drafter(plan_input.drafter, configuration)
+        running += self._drafting(configuration)
         if self._adapters:
             running += Footprint({"adapters": self._adapters}, {})
         if config.parallel > 1:
@@ -88,6 +81,24 @@ class MemoryModel:
         if shifting := options.context_shift(config.overflow, manifest.decoder, configuration.context):
             running += Footprint({"overflow": shifting}, {})
         return running + self._loading(running, configuration)
+
+    def drafting(self, configuration: Configuration) -> int:
+        """Bytes of the counted pages that drafting takes: drafters, their model, and what verifying gives out."""
+        return self._drafting(configuration).total(self._config.counted)
+
+    def _drafting(self, configuration: Configuration) -> Footprint:
+        config, plan_input = self._config, self._input
+        options, found = plan_input.option_bytes, Footprint({}, {})
+        assert options is not None, "whoever plans a target says what options take"
+        if configuration.draft_max:
+            # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
+            beside = config.parallel * options.drafting_beside(configuration) if config.parallel > 1 else 0
+            found += Footprint({"drafting": options.drafting(plan_input.bundle, configuration) + beside}, {})
+        if configuration.draft_model:
+            assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
+            # Loaded without drafting, it takes turns with its target (runtime/layer_skip).
+            found += self._drafter(plan_input.drafter, configuration)
+        return found
 
     def _sequence(self, running: Footprint, configuration: Configuration) -> int:
         """Bytes of a further reply side by side, but for its rows of the cache: those are of the prefix cache."""

@@ -8,14 +8,17 @@ it is loaded, so a budget there is watched, not promised.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.economics import Prior
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
 __all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
@@ -23,19 +26,22 @@ __all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_o
 
 @dataclass(frozen=True)
 class OptionBytes:
-    """What options take beside the model, told by the rooms that implement them; all figures are upper bounds.
+    """What options take beside the model, and what drafters promise, told by the rooms that implement them; all figures
+    of bytes are upper bounds.
 
     Attributes:
         drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out.
         drafting_beside: what drafts for a text whose passes others share has of its own.
         prefix_cache: of its cap in bytes and the model's number of layers.
         context_shift: of a policy's name, and a cache of so many tokens.
+        priors: of the drafters that "auto" will ask, in the order in which it asks them.
     """
 
     drafting: Callable[[Bundle, Configuration], int]
     drafting_beside: Callable[[Configuration], int]
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
+    priors: Callable[[PlanInput, TunedDrafting], Mapping[str, Prior]]
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,11 @@ class PlanInput:
     def manifest(self) -> Manifest:
         """The target's manifest."""
         return self.bundle.manifest
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the target can do in the layout that runs."""
+        return self.manifest.capabilities_in(self.layout)
 
     def placed(self, configuration: Configuration) -> Configuration:
         """The same with its layers on a graphics processor counted."""

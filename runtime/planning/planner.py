@@ -15,6 +15,7 @@ from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
+from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -22,7 +23,7 @@ from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.profile.drafting import ACCEPTANCE, acceptance_by_position
+from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
 from edgeinfer.runtime.system.machine import machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
@@ -171,13 +172,22 @@ def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -
     costs = profile.costs()
     tokenizer = plan_input.manifest.files.get(TOKENIZER)
     always_read = plan_input.manifest.weight_bytes - experts.total
+    passes = costs.passes if costs else guessed_passes(always_read, experts.needed)
     return Pace(
-        passes=costs.passes if costs else guessed_passes(always_read, experts.needed),
+        passes=passes,
         measured=costs is not None,
         round_ms=costs.round_ms if costs else ROUND_MS,
-        acceptance=acceptance_by_position(profile.arrays(ACCEPTANCE)),
+        prospects=_prospects(plan_input, profile, passes),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
     )
+
+
+def _prospects(plan_input: PlanInput, profile: DeviceProfile, passes: PassCosts) -> tuple[Prospect, ...]:
+    options, costs = plan_input.option_bytes, profile.costs()
+    assert options is not None, "whoever plans a target says what drafters promise"
+    priors = options.priors(plan_input, TunedDrafting.of(profile, plan_input.manifest.geometry.num_layers))
+    records = drafter_records(profile.arrays(DRAFTED))
+    return prospects_by(priors, passes.ms(1), costs.drafts.guess_ms if costs else {}, records)
 
 
 def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:

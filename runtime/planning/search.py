@@ -17,6 +17,7 @@ from edgeinfer.drafting import drafters_in
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -58,12 +59,11 @@ def search(
     Raises:
         ContextLengthError, UsageError: as `configurations`.
     """
-    open_ways = (each for each in configurations(plan_input, config) if among is None or among(each))
+    drafts = drafting_ways(plan_input, config, memory, speed)
+    open_ways = (each for each in configurations(plan_input, config, drafts) if among is None or among(each))
     first = next(open_ways)
     ways = [first] if config.memory is None and not all_ways else [first, *open_ways]
-    # A draft model that is part of the bundle counts for nothing: it is loaded where there is room beside all else.
-    given = config.draft_model is not None and first.draft_model
-    choice = _Choice(config.memory, _worth(speed, first, draft_model=given))
+    choice = _Choice(config.memory, _worth(speed, first))
     if all_ways:
         every = [_candidate(each, memory, config) for each in ways]
         chosen = choice.of(every)
@@ -75,7 +75,8 @@ def search(
             every = [_candidate(each, memory, config) for each in ways]
         else:
             # Of all that are open, the smallest is one of the most modest.
-            every = [found, *(_candidate(each, memory, config) for each in modest_configurations(plan_input, config))]
+            modest = modest_configurations(plan_input, config, drafts)
+            every = [found, *(_candidate(each, memory, config) for each in modest)]
         chosen = found or choice.of(every)
     prefix_cache, footprint = _with_rows(chosen, config, memory)
     plan = MemoryPlan(
@@ -96,7 +97,7 @@ def search(
         device_note=plan_input.device_note,
     )
     if not plan.fits:
-        plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, plan)))
+        plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))
     if all_ways:
         plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, choice, speed)))
     return plan
@@ -150,16 +151,12 @@ class _Choice:
         return min(candidates, key=lambda each: (each.bytes, -self.worth(each.configuration)))
 
 
-def _worth(speed: SpeedModel, wanted: Configuration, *, draft_model: bool) -> Callable[[Configuration], float]:
-    """Turns of a chat per second, less what was given up for them.
-
-    Args:
-        draft_model: whether there is one beside each of them.
-    """
+def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration], float]:
+    """Turns of a chat per second, less what was given up for them."""
 
     @functools.cache
     def worth(configuration: Configuration) -> float:
-        turns = 1e3 / speed.speed(dataclasses.replace(configuration, draft_model=draft_model)).turn_ms
+        turns = 1e3 / speed.speed(configuration).turn_ms
         halvings = math.log2(wanted.context / configuration.context)
         return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
 
@@ -192,7 +189,7 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
     elif wanted.draft_model and not chosen.draft_model:
         lost.append("no draft model")
     if chosen.draft_max and chosen.drafters != wanted.drafters:
-        lost.append(f"only the drafters {', '.join(sorted(set(chosen.drafters)))}")
+        lost.append(f"no drafting by {', '.join(name for name in wanted.drafters if name not in chosen.drafters)}")
     if 0 < chosen.draft_max < wanted.draft_max:
         lost.append(f"at most {chosen.draft_max} draft tokens instead of {wanted.draft_max}")
     if chosen.prefill_chunk < wanted.prefill_chunk:
@@ -227,7 +224,9 @@ _FREED: tuple[_Freed, ...] = (
 )
 
 
-def _hints(plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, plan: MemoryPlan) -> Iterable[str]:
+def _hints(
+    plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, speed: SpeedModel, plan: MemoryPlan
+) -> Iterable[str]:
     """Options that, left open, would let the same request fit in less; with how much that would be."""
     for name, free, given in _FREED:
         if not given(config):
@@ -236,7 +235,8 @@ def _hints(plan_input: PlanInput, config: LoadConfig, memory: MemoryModel, plan:
         alone = freed.draft_model is None and not drafters_in(freed.speculation)
         open_input = dataclasses.replace(plan_input, drafter=None) if alone else plan_input
         model = MemoryModel(open_input, freed, memory.process)
-        least = min(_candidate(each, model, freed).bytes for each in modest_configurations(open_input, freed))
+        modest = modest_configurations(open_input, freed, drafting_ways(open_input, freed, model, speed))
+        least = min(_candidate(each, model, freed).bytes for each in modest)
         if least < plan.minimum_bytes:
             yield f"{format_size(least, up=True)} with {name}"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
 
 __all__ = ["REPLY_TOKENS", "ROUND_MS", "TURN_TOKENS", "Pace", "Speed", "SpeedModel", "guessed_passes"]
@@ -20,12 +21,6 @@ _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
 # Milliseconds that nothing takes less than.
 _LEAST_MS = 0.2
-# Rate at which a draft's first token is accepted, and each further one after it, until replies were measured: means
-# over 17 texts.
-_FIRST_ACCEPTED, _NEXT_ACCEPTED = 0.30, 0.75
-# Share of the gain of all drafters that remains without the largest table, and with copying alone: by the gains of
-# each drafter in docs/LOG.md, 2026-11-21.
-_WITHOUT_RECYCLE, _COPY_ALONE = 0.97, 0.63
 
 
 @dataclass(frozen=True)
@@ -51,14 +46,14 @@ class Pace:
         passes: c(m).
         measured: whether they were timed here, or guessed from the size of the weights.
         round_ms: of a round that drafts, besides its pass.
-        acceptance: rate at which a draft's token is accepted, by its position; () where no reply was measured.
+        prospects: of the drafters that "auto" asks, in the order in which it asks them.
         tokenizer_ms: making the tokenizer.
     """
 
     passes: PassCosts
     measured: bool
     round_ms: float
-    acceptance: Sequence[float]
+    prospects: Sequence[Prospect]
     tokenizer_ms: float
 
 
@@ -85,40 +80,31 @@ class SpeedModel:
 
     def __init__(self, pace_of: Callable[[Configuration], Pace]) -> None:
         self._pace_of = pace_of
+        self._rates: dict[Hashable, float] = {}
 
     def speed(self, configuration: Configuration) -> Speed:
         """The pace of a configuration."""
         pace = self._pace_of(configuration)
-        token_ms = _token_ms(pace, configuration)
+        token_ms = self._token_ms(pace, configuration)
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
         return Speed(1e3 / token_ms, making_ms + prompt_ms + REPLY_TOKENS * token_ms, pace.measured)
 
-
-def _token_ms(pace: Pace, configuration: Configuration) -> float:
-    """Milliseconds per token at the best length of draft, as the governor chooses it; 0 is one of them."""
-    best = pace.passes.ms(1)
-    share, tokens = _share(configuration.drafters), 1.0
-    for length in range(1, configuration.draft_max + 1):
-        tokens += share * _accepted(pace, length)
-        best = min(best, (pace.round_ms + pace.passes.ms(length + 1)) / tokens)
-    return best
+    def _token_ms(self, pace: Pace, configuration: Configuration) -> float:
+        """Milliseconds per token where the governor drafts wherever that pays."""
+        names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
+        # Thousands of configurations differ only in what no token depends on.
+        where = configuration.weights, configuration.window_layers, configuration.expert_bytes, configuration.gpu_layers
+        key = configuration.kv, where, names, draft_model, most
+        if key not in self._rates:
+            asked = [each for each in pace.prospects if each.drafter in names and (draft_model or not each.model)]
+            pass_ms = [pace.passes.ms(rows) for rows in range(1, most + 2)]
+            self._rates[key] = decoding_rate(asked if most else (), pass_ms, pace.round_ms)
+        return 1 / self._rates[key]
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:
     """Milliseconds of a chunk of a prompt; beyond the measured passes a row costs what it does in the largest."""
     largest = pace.passes.largest
     return pace.passes.ms(chunk) if chunk <= largest else pace.passes.ms(largest) * chunk / largest
-
-
-def _accepted(pace: Pace, place: int) -> float:
-    if pace.acceptance:
-        return pace.acceptance[place - 1] if place <= len(pace.acceptance) else 0.0
-    return _FIRST_ACCEPTED * _NEXT_ACCEPTED ** (place - 1)
-
-
-def _share(drafters: Sequence[str]) -> float:
-    if "recycle" in drafters:
-        return 1.0
-    return _WITHOUT_RECYCLE if "ngram" in drafters else _COPY_ALONE

@@ -1,8 +1,8 @@
-"""What is kept of drafting on this device: how far drafts are accepted, who drafts, and with which of its layers."""
+"""What is kept of drafting on this device: what drafts came to, who drafts, and with which of the model's layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,20 @@ from numpy.typing import NDArray
 from edgeinfer.drafting import DRAFTERS
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
+from edgeinfer.results import DrafterUse
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
 
-__all__ = ["ACCEPTANCE", "TUNED_DRAFTING", "PositionAcceptance", "TunedDrafting", "acceptance_by_position"]
+__all__ = ["DRAFTED", "TUNED_DRAFTING", "DraftHistory", "DrafterRecord", "TunedDrafting", "drafter_records"]
 
 # Name of its arrays in a profile.
 TUNED_DRAFTING = "tuning"
-ACCEPTANCE = "reach"
+DRAFTED = "drafted"
 # Rounds after which what was seen counts half.
 _HALF_LIFE = 2000.0
-# Rounds that tell anything, and places that are counted.
-_ENOUGH = 50
-_PLACES = 63
+# Rounds, and tokens of a drafter, that tell anything.
+_ENOUGH, _TELLING = 50, 20
+# Steps of a bisection, which ends within a thousandth of a percent.
+_HALVINGS = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class TunedDrafting:
         return arrays
 
     @classmethod
+    def of(cls, profile: DeviceProfile, layers: int) -> TunedDrafting:
+        """What a profile keeps for a model of so many layers; what cannot be used is dropped, and counts as untuned."""
+        try:
+            return cls.from_state(profile.arrays(TUNED_DRAFTING) or {}, layers)
+        except StorageError:
+            profile.drop(TUNED_DRAFTING)
+            return cls()
+
+    @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]], layers: int) -> TunedDrafting:
         """Takes back what `state` gave, for a model of so many layers.
 
@@ -75,40 +87,86 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
     return names
 
 
-class PositionAcceptance:
-    """Counts, of the rounds seen, how many had the token at each place of a draft accepted.
+class DraftHistory:
+    """Counts what drafts came to over replies: rounds, and each drafter's tokens.
 
     Args:
         kept: what `state` gave in an earlier session; anything else is ignored.
     """
 
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
-        self._counts: NDArray[np.float64] = np.zeros(1 + _PLACES)  # rounds, then accepted by place
+        self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft
+        self._tokens: NDArray[np.float64] = np.zeros((len(DRAFTERS), 2))  # drafted and accepted
         if kept is not None and _is_sound(kept):
-            self._counts[:] = kept["counts"]
+            self._rounds[:], self._tokens[:] = kept["rounds"], kept["tokens"]
 
-    def add(self, rounds: int, accepted_per_position: Sequence[int]) -> None:
-        """Counts a reply's rounds."""
-        self._counts *= 0.5 ** (rounds / _HALF_LIFE)
-        self._counts[0] += rounds
-        places = accepted_per_position[:_PLACES]
-        self._counts[1 : 1 + len(places)] += places
+    def add(self, rounds: int, plain: int, drafters: Mapping[str, DrafterUse]) -> None:
+        """Counts a reply.
+
+        Args:
+            rounds: of it.
+            plain: of them, without a draft.
+            drafters: what each did.
+        """
+        faded = 0.5 ** (rounds / _HALF_LIFE)
+        self._rounds *= faded
+        self._tokens *= faded
+        self._rounds += rounds, rounds - plain
+        for name, use in drafters.items():
+            self._tokens[DRAFTERS.index(name)] += use.drafted, use.accepted
 
     def state(self) -> dict[str, NDArray[np.float64]]:
         """The arrays to keep, by name."""
-        return {"counts": self._counts.copy()}
+        return {"rounds": self._rounds.copy(), "tokens": self._tokens.copy()}
 
 
-def acceptance_by_position(kept: Mapping[str, NDArray[Any]] | None) -> tuple[float, ...]:
-    """Acceptance rate of a draft's token at each position; () where too few rounds were seen."""
-    if kept is None or not _is_sound(kept) or kept["counts"][0] < _ENOUGH:
-        return ()
-    rounds, accepted = float(kept["counts"][0]), np.trim_zeros(kept["counts"][1:], "b")
-    return tuple(min(1.0, float(count) / rounds) for count in accepted)
+@dataclass(frozen=True)
+class DrafterRecord:
+    """What one drafter did in the replies of this device.
+
+    Attributes:
+        share: of the rounds, in which its draft was verified.
+        accepted: rate at which a token was accepted where those before it were; None where too few were drafted.
+    """
+
+    share: float
+    accepted: float | None
+
+
+def drafter_records(kept: Mapping[str, NDArray[Any]] | None) -> dict[str, DrafterRecord]:
+    """The record of every drafter, by name; empty where too few rounds were seen."""
+    if kept is None or not _is_sound(kept) or kept["rounds"][0] < _ENOUGH:
+        return {}
+    rounds, drafting = (float(count) for count in kept["rounds"])
+    drafted, accepted = kept["tokens"].T
+    total = float(drafted.sum())
+    if not total:
+        return {name: DrafterRecord(0.0, None) for name in DRAFTERS}
+    # A round that several drafted counts for each by its tokens.
+    shares, length = drafting / rounds * drafted / total, total / drafting
+    found = {}
+    for name, share, tokens, right in zip(DRAFTERS, shares, drafted, accepted, strict=True):
+        rate = _rate(float(right / tokens) * length, length) if tokens >= _TELLING else None
+        found[name] = DrafterRecord(float(share), rate)
+    return found
+
+
+def _rate(accepted: float, length: float) -> float:
+    """The rate per token at which of a draft of this length so many are accepted before the first that is not."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        rate = (low + high) / 2
+        mean = length if rate == 1 else rate * (1 - rate**length) / (1 - rate)
+        low, high = (rate, high) if mean < accepted else (low, rate)
+    return low
 
 
 def _is_sound(kept: Mapping[str, NDArray[Any]]) -> bool:
-    counts = kept.get("counts")
-    if set(kept) != {"counts"} or counts is None or counts.shape != (1 + _PLACES,) or counts.dtype != np.float64:
+    shapes = {"rounds": (2,), "tokens": (len(DRAFTERS), 2)}
+    if set(kept) != set(shapes) or any(kept[name].shape != shape for name, shape in shapes.items()):
         return False
-    return bool(np.isfinite(counts).all() and (counts >= 0).all())
+    rounds, tokens = kept["rounds"], kept["tokens"]
+    counts = all(array.dtype == np.float64 and np.isfinite(array).all() for array in (rounds, tokens))
+    # Sums fade alike, but each rounds on its own.
+    ordered = (rounds[1] <= rounds[0] + 1e-6) and (tokens[:, 1] <= tokens[:, 0] + 1e-6).all()
+    return bool(counts and ordered and (tokens >= 0).all() and (rounds >= 0).all())

@@ -9,7 +9,7 @@ from edgeinfer.bundle.heads import read_heads
 from edgeinfer.bundle.nesting import nested_drafter, trained_depths
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import drafters_in
-from edgeinfer.errors import ModelError, StorageError
+from edgeinfer.errors import ModelError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.loading.registry import make_backend
@@ -17,7 +17,7 @@ from edgeinfer.runtime.planning.candidates import draft_configuration
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.profile.drafting import TUNED_DRAFTING, TunedDrafting
+from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.weights.layouts import runs_native
@@ -80,7 +80,7 @@ def make_speculator(
     cached_experts = None
     if isinstance(target, ExpertCountingBackend) and target.expert_cache is not None:
         cached_experts = target.expert_cache.bias
-    tuning = _tuning(profile, target)
+    tuning = TunedDrafting.of(profile, target.geometry.num_layers)
     acceptance = None if model is None or drafter is None else read_heads(drafter.bundle, "acceptance")
     parts = DrafterParts(
         target,
@@ -112,11 +112,3 @@ def make_draft_backend(drafter: PlanInput | None, config: LoadConfig, plan: Memo
     experts = config.draft_experts if drafter.loads_experts else None
     configuration = draft_configuration(drafter, plan.configuration, experts)
     return make_backend(drafter.choice, own, configuration, settings=drafter.settings)
-
-
-def _tuning(profile: DeviceProfile, target: Backend) -> TunedDrafting:
-    try:
-        return TunedDrafting.from_state(profile.arrays(TUNED_DRAFTING) or {}, target.geometry.num_layers)
-    except StorageError:
-        profile.drop(TUNED_DRAFTING)
-        return TunedDrafting()

@@ -16,6 +16,7 @@ from dataclasses import field
 from typing import Protocol
 
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
 
@@ -31,8 +32,6 @@ _LEAST = 0.02
 _ROUNDS = 16.0
 # A guess that counts as certain.
 _SURE = 0.995
-# A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
-_CHEAP = 0.02
 # Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
 # no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
 _TRIAL = 24
@@ -174,7 +173,7 @@ class Governor:
         """Goes by other costs of passes from now on, by which it finds out anew whether drafting is faster."""
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
         self._pass_ms_of = costs.pass_ms
-        cheap = [ms for ms in self._guess_ms.values() if ms <= _CHEAP * self._pass_ms[0]]
+        cheap = [ms for ms in self._guess_ms.values() if ms <= CHEAP * self._pass_ms[0]]
         self._asking_ms = self._round_ms + sum(cheap)
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
         self._rest, self._next_rest = 0, _FIRST_REST
@@ -314,11 +313,10 @@ class Governor:
 
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
-        return tree.expected / (self._pass_ms[len(tree)] + self._spent + self._round_ms)
+        return tokens_per_ms(tree.expected, self._pass_ms[len(tree)], self._spent, self._round_ms)
 
     def _beats_plain(self, tree: _Tree) -> bool:
-        plain = self._pass_ms[0] + self._round_ms
-        return tree.expected * plain > _MARGIN * (self._pass_ms[len(tree)] + self._spent + self._round_ms)
+        return self._worth(tree) > _MARGIN * tokens_per_ms(1.0, self._pass_ms[0], 0.0, self._round_ms)
 
     def _price(self, name: str) -> float:
         """What a drafter's next guess costs."""
@@ -335,15 +333,8 @@ class Governor:
         Args:
             once: one guess pays for all of them.
         """
-        best, gained = 0.0, 0.0
-        rate, now = self.rate, self._pass_ms[size]
-        for further in range(1, min(_AHEAD, self._most - size) + 1):
-            likely *= acceptance
-            gained += likely
-            best = max(
-                best, gained - rate * (self._pass_ms[size + further] - now + (1 if once else further) * guess_ms)
-            )
-        return best
+        most = min(_AHEAD, self._most - size)
+        return look_ahead(self._pass_ms, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 
     def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
@@ -368,7 +359,7 @@ class Governor:
         best, best_ms = 0.0, 0.0
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)
-            if ms > _CHEAP * self._pass_ms[0]:
+            if ms > CHEAP * self._pass_ms[0]:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
                 without = self._ahead(likely, best, size, best_ms)

@@ -22,6 +22,7 @@ from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDraft
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
+from edgeinfer.runtime.speculation.prospects import priors_of
 from edgeinfer.wording import Setting
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "asked_by_auto", "drafting_bytes", "heads_taken", "make_drafter"]
@@ -102,12 +103,14 @@ class DrafterKind:
         in_auto: whether "auto" asks it, given the parts.
         table_bytes: what it will hold for a model of these sizes and a context, besides models.
         beside_bytes: what another of its kind will hold for a text beside others, besides what they share.
+        model: whether it is the draft model, or runs it.
     """
 
     make: Callable[[DrafterParts], Drafter]
     in_auto: Callable[[DrafterParts], bool]
     table_bytes: Callable[[Geometry, int], int] = lambda geometry, context: 0
     beside_bytes: Callable[[int], int] = lambda context: 0
+    model: bool = False
 
 
 def _model(parts: DrafterParts) -> ModelDrafter:
@@ -275,12 +278,13 @@ KINDS: dict[str, DrafterKind] = {
         _always,
         lambda geometry, context: RecycleDrafter.planned_bytes(geometry.vocab_size),
     ),
-    "model": DrafterKind(_model, lambda parts: parts.whole_model is not None),
+    "model": DrafterKind(_model, lambda parts: parts.whole_model is not None, model=True),
     # In "auto" the governor itself makes cascades, unless this one was measured to be better.
     "hierarchical": DrafterKind(
         _hierarchical,
         lambda parts: parts.whole_model is not None and parts.paid("hierarchical"),
         lambda geometry, context: CopyDrafter.planned_bytes(context) + NgramDrafter.planned_bytes(),
+        model=True,
     ),
     "exit": DrafterKind(_exit, lambda parts: parts.tuning.exit_layer is not None or parts.paid("exit")),
     "skip": DrafterKind(_skip, lambda parts: parts.tuning.layer_mask is not None or parts.paid("skip")),
@@ -296,9 +300,9 @@ KINDS: dict[str, DrafterKind] = {
     "hydra": DrafterKind(_hydra, lambda parts: parts.has("hydra")),
     "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt")),
     # What it takes is counted with its module.
-    "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle")),
-    "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp")),
-    "dflash": DrafterKind(_dflash, lambda parts: parts.has_module("dflash")),
+    "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle"), model=True),
+    "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp"), model=True),
+    "dflash": DrafterKind(_dflash, lambda parts: parts.has_module("dflash"), model=True),
 }
 
 
@@ -358,8 +362,12 @@ def _beside_bytes(configuration: Configuration) -> int:
 
 
 def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
-    drafters, most = configuration.drafters, configuration.draft_max
+    # What a draft model needs beside it counts where it is loaded.
+    drafters = [name for name in configuration.drafters if configuration.draft_model or not KINDS[name].model]
+    most = configuration.draft_max
     return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
 
 
-OPTION_BYTES = OptionBytes(_configured_bytes, _beside_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes)
+OPTION_BYTES = OptionBytes(
+    _configured_bytes, _beside_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes, priors_of
+)

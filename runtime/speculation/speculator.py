@@ -18,8 +18,9 @@ from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.results import SpeculationUse
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SpeculationStatistics
+from edgeinfer.runtime.planning.economics import asking_pays
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.profile.drafting import ACCEPTANCE, TUNED_DRAFTING, PositionAcceptance, TunedDrafting
+from edgeinfer.runtime.profile.drafting import DRAFTED, TUNED_DRAFTING, DraftHistory, TunedDrafting
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.company import CompanyGovernor, SequenceDrafting
@@ -41,9 +42,6 @@ _PLAIN_STEPS = 64
 # Chains that k-SEQ is given where nothing else is said.
 _CHAINS = 2
 _ACCEPTANCE = "acceptance"
-# Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
-# guessed right half of the time for drafts to pay for their own making.
-_MOST_ASKING = 0.4
 
 
 class Speculator:
@@ -79,7 +77,7 @@ class Speculator:
         self._acceptance = Acceptance()
         self._kept = (profile.arrays(_ACCEPTANCE) or {}) if self._allowed else {}
         self._plain_ms: deque[float] = deque(maxlen=_PLAIN_STEPS)
-        self._position_acceptance = PositionAcceptance(profile.arrays(ACCEPTANCE))
+        self._history = DraftHistory(profile.arrays(DRAFTED))
         # Of replies that run or are paused.
         self._live: WeakSet[SpeculativeDecoding] = WeakSet()
         self._drafting: WeakSet[SequenceDrafting] = WeakSet()  # of sequences side by side
@@ -197,7 +195,7 @@ class Speculator:
             return True
         # A draft model or layers of one's own have passes to pay for; the tables alone decide.
         cheap = sum(costs.guess_ms(drafter.name) for drafter in drafters if not drafter.draws)
-        return costs.round_ms + cheap <= _MOST_ASKING * costs.pass_ms(1)
+        return asking_pays(costs.round_ms + cheap, costs.pass_ms(1))
 
     @property
     def nbytes(self) -> int:
@@ -367,7 +365,8 @@ class Speculator:
         if isinstance(strategy, SpeculativeDecoding):
             self._live.discard(strategy)
             self._costs.learn(strategy.statistics)
-            self._position_acceptance.add(strategy.statistics.rounds, strategy.statistics.accepted_per_position)
+            done = strategy.statistics
+            self._history.add(done.rounds, done.choices["none"], done.per_drafter)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 
@@ -377,7 +376,7 @@ class Speculator:
         if self._drafters and self._profile.keeps:
             self._costs.save()
             self._profile.save_arrays(_ACCEPTANCE, self._kept | self._acceptance.state())
-            self._profile.save_arrays(ACCEPTANCE, self._position_acceptance.state())
+            self._profile.save_arrays(DRAFTED, self._history.state())
             for name, drafter in self._drafters.items():
                 if learnt := drafter.state():
                     self._profile.save_arrays(name, learnt)

@@ -14,8 +14,10 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.planning.configuration import Configuration
+from edgeinfer.runtime.planning.economics import prospects_by
 from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, ROUND_MS, TURN_TOKENS, Pace, SpeedModel
 from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.speculation.prospects import TABLES
 from edgeinfer.runtime.tuning.measure import pass_times, turn_times
 from edgeinfer.wording import Setting
 
@@ -96,6 +98,7 @@ def fitting(work: Work, context: int) -> Work:
 def _token_ms(configuration: Configuration, plain_ms: float, passes: Mapping[int, float]) -> float:
     """A token of a reply, drafted where that is predicted to pay."""
     costs = PassCosts(((1, plain_ms), *sorted(passes.items())))
-    pace = Pace(costs, measured=True, round_ms=ROUND_MS, acceptance=(), tokenizer_ms=0.0)
+    prospects = prospects_by(TABLES, plain_ms)
+    pace = Pace(costs, measured=True, round_ms=ROUND_MS, prospects=prospects, tokenizer_ms=0.0)
     drafting = dataclasses.replace(configuration, draft_max=min(configuration.draft_max, costs.largest - 1))
     return 1e3 / SpeedModel(lambda _: pace).speed(drafting).tokens_per_second

@@ -24,7 +24,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
-from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from tests.runtime.interrupts import within_runs
@@ -292,7 +292,7 @@ def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -
 def test_the_registry_finds_it(sums: Sums) -> None:
     config = LoadConfig(context=CAPACITY)
     choice = choose_backend(sums.bundle, config)
-    configuration = next(configurations(plan_input_of(choice, config), config))
+    configuration = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
     backend = make_backend(choice, config, configuration)
     assert isinstance(backend, ConcatBackend)
     engine = Engine(backend, chunk=3)

@@ -23,7 +23,7 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.backends.static.backend import StaticBackend
 from edgeinfer.runtime.loading.registry import choose_backend, make_backend, plan_input_of
-from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from tests.runtime.interrupts import within_runs
 from tests.runtime.models import bundle_of
 from tests.tables import each_row
@@ -287,7 +287,7 @@ def test_impossible_requests(llama: Made) -> None:
 def test_only_what_a_plan_needs_is_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
     choice = choose_backend(llama.static, config)
-    plan = next(configurations(plan_input_of(choice, config), config))
+    plan = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
     backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows

@@ -12,7 +12,7 @@ from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
-from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -84,5 +84,5 @@ def test_profiles_go_by_what_multiplies(backend: str, layout: Layout) -> None:
     bundle = export(layout)
     config = LoadConfig(backend=backend, context=16)
     choice = dataclasses.replace(choose_backend(bundle, config), layout=layout)
-    configuration = next(configurations(plan_input_of(choice, config), config))
+    configuration = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
     assert make_backend(choice, config, configuration).kernel == kernel_name(choice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
 from edgeinfer.runtime.planning import search as search_module
-from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.drafting_ways import drafting_ways
+from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -34,7 +37,10 @@ from tests.runtime.models import bundle_of
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
 # A device on which four rows cost what one does, and reading the weights again ten times as much.
-PACE = Pace(PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0))), True, 0.3, (0.6, 0.4, 0.3), 50.0)
+PASSES = PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0)))
+TABLES = (Prospect("copy", 0.3, 0.8, 0.01, tables=True), Prospect("ngram", 0.2, 0.7, 0.01, tables=True))
+PACE = Pace(PASSES, True, 0.3, (*TABLES, Prospect("recycle", 0.1, 0.5, 0.01, tables=True)), 50.0)
+PLAIN = (Drafting((), 0, False),)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +138,9 @@ def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed
         assert c.draft_max == fixed["draft_max"]
     if fixed.get("speculation", "auto") != "auto":
         assert set(c.drafters) == set(drafters_in(fixed["speculation"]))
-    assert c in set(configurations(plan_input, LoadConfig(**fixed)))
+    config = LoadConfig(**fixed)
+    drafts = drafting_ways(plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of))
+    assert c in set(configurations(plan_input, config, drafts))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +155,7 @@ def free(plan_input: PlanInput) -> MemoryPlan:
 def test_more_memory_is_never_worse(plan_input: PlanInput, free: MemoryPlan, low: float, high: float) -> None:
     sizes = sorted(round(free.minimum_bytes + x * (free.planned_bytes - free.minimum_bytes)) for x in (low, high))
     less, more = (plan(plan_input, memory=size) for size in sizes)
-    worth = search_module._worth(SpeedModel(pace_of), free.configuration, draft_model=False)
+    worth = search_module._worth(SpeedModel(pace_of), free.configuration)
     assert worth(more.configuration) >= worth(less.configuration)
     if less.configuration.context == more.configuration.context and less.configuration.kv == more.configuration.kv:
         assert less.speed.turn_ms >= more.speed.turn_ms - 1e-9
@@ -176,7 +184,7 @@ def test_drafts_shrink_to_nothing_with_the_budget(plan_input: PlanInput) -> None
 
 
 def test_four_bits_are_only_for_who_asks(plan_input: PlanInput) -> None:
-    assert {c.kv for c in configurations(plan_input, LoadConfig())} == {"float32", "int8"}
+    assert {c.kv for c in configurations(plan_input, LoadConfig(), PLAIN)} == {"float32", "int8"}
     assert plan(plan_input, kv="int4").configuration.kv == "int4"
     assert (
         plan(plan_input, kv="int4").planned_bytes
@@ -229,7 +237,7 @@ def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) ->
 
 
 class Measured(DeviceProfile):
-    """A profile whose passes took so many times what `PACE` says, and drafts cost nothing."""
+    """A profile whose passes took so many times what `PACE` says."""
 
     def __init__(self, times: float) -> None:
         super().__init__(None)
@@ -313,21 +321,34 @@ def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
     check_recorded("plans", found)
 
 
-def test_the_draft_model_of_a_bundle_goes_before_anything_else_does(plan_input: PlanInput) -> None:
+def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInput) -> None:
+    """A draft model that promises nothing goes first, one that promises much stays longer than tables do."""
     nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
     free, alone = plan(nested), plan(plan_input)
     assert free.configuration.draft_model and free.terms["draft_model"] > 0
     assert free.minimum_bytes == alone.minimum_bytes < alone.planned_bytes
     found = plan(nested, memory=free.planned_bytes - 1)
     assert found.given_up == ("no draft model",) and found.planned_bytes == alone.planned_bytes
+    config = LoadConfig()
+    memory = MemoryModel(nested, config, PROCESS)
+    for model, first in ((0.0, "model"), (0.9, "recycle")):
+        prospects = (*PACE.prospects, Prospect("model", 1.0, model, 0.01, model=True))
+        speed = SpeedModel(lambda configuration, known=prospects: dataclasses.replace(PACE, prospects=known))
+        ways = [way for way in drafting_ways(nested, config, memory, speed) if way.most == 15]
+        gone = [set(more.drafters) - set(fewer.drafters) or {"model"} for more, fewer in pairwise(ways)]
+        order = [name for names in gone for name in names if name != "hierarchical"]
+        assert order[0] == first and set(order) == {"copy", "ngram", "recycle", "model"}
 
 
 def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
-    steep = Pace(PassCosts(((1, 10.0), (2, 40.0), (64, 900.0))), True, 0.3, (0.5,), 50.0)
+    steep = dataclasses.replace(PACE, passes=PassCosts(((1, 10.0), (2, 40.0), (64, 900.0))))
     c = _configuration(draft_max=15)
     # Two rows cost four times one: no draft pays, and the speed is plain decoding's.
     assert SpeedModel(lambda configuration: steep).speed(c).tokens_per_second == pytest.approx(100)
-    assert SpeedModel(lambda configuration: PACE).speed(c).tokens_per_second == pytest.approx(2.3e3 / 10.8, rel=0.02)
+    # Copies pay for three tokens (0.8 + 0.64 + 0.512) where four rows cost what one does, and cover 0.3 of the rounds.
+    copying = dataclasses.replace(c, drafters=("copy",), draft_max=3)
+    ms = 10 + 0.3 + 0.01 + 0.3 * (0.5 + 3 * 0.01)
+    assert SpeedModel(pace_of).speed(copying).tokens_per_second == pytest.approx(1e3 * (1 + 0.3 * 1.952) / ms)
     streamed = dataclasses.replace(c, weights="streamed", window_layers=1)
     assert SpeedModel(pace_of).speed(streamed).tokens_per_second < 30
     transient = SpeedModel(lambda configuration: PACE).speed(dataclasses.replace(c, tokenizer="transient"))

@@ -1,0 +1,202 @@
+"""What drafting is worth in tokens per millisecond, to the governor that decides rounds and to plans that foresee them.
+
+The rules are the renewal-reward ones (algorithms.md A4): what counts is tokens over milliseconds, both summed over
+rounds, and a further guess pays while it is worth more than the rate times its milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.profile.drafting import DrafterRecord
+
+__all__ = [
+    "CHEAP",
+    "Ahead",
+    "Prior",
+    "Prospect",
+    "asking_pays",
+    "decoding_rate",
+    "look_ahead",
+    "prospects_by",
+    "tokens_per_ms",
+]
+
+# A drafter that costs less than this share of a pass is always asked; what it says also teaches its acceptance.
+CHEAP = 0.02
+# Where asking tables costs more than this share of a pass, "auto" decodes plainly: a model so small would have to be
+# guessed right half of the time for drafts to pay for their own making.
+_MOST_ASKING = 0.4
+# Milliseconds of looking up a guess: asking three tables takes an eighth of one (docs/LOG.md, 2026-11-21).
+_LOOKUP_MS = 0.04
+# The rate is a fixed point that a few steps reach from below, and steps smaller than this share end the search.
+_STEPS, _STEP = 12, 1e-6
+
+
+@dataclass(frozen=True)
+class Prior:
+    """What is reckoned with of a drafter where nothing was measured.
+
+    Attributes:
+        covers, accepted, at_once, most, tables: as `Prospect` has them.
+        share: of a pass of the target that a guess takes; nothing of tables.
+        model: whether it is the draft model, or runs it.
+    """
+
+    covers: float
+    accepted: float
+    share: float = 0.0
+    at_once: bool = False
+    most: int = 0
+    tables: bool = False
+    model: bool = False
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a drafter is expected to do for a text.
+
+    Attributes:
+        drafter: its name.
+        covers: share of the rounds without a draft of those before it in which it drafts.
+        accepted: rate at which a token of its drafts is accepted where those before it were.
+        guess_ms: of one guess.
+        at_once: whether the first guess of a round pays for all of them.
+        most: tokens of its drafts at most; 0 is any number.
+        tables: whether it looks guesses up, so that asking costs time in every round.
+        model: whether it is the draft model, or runs it.
+    """
+
+    drafter: str
+    covers: float
+    accepted: float
+    guess_ms: float
+    at_once: bool = False
+    most: int = 0
+    tables: bool = False
+    model: bool = False
+
+
+class Ahead(NamedTuple):
+    """The best that further guesses can be worth.
+
+    Attributes:
+        worth: their expected tokens, less what their milliseconds could decode otherwise; 0 where none pays.
+        length: how many they are.
+        tokens: expected.
+    """
+
+    worth: float
+    length: int
+    tokens: float
+
+
+def prospects_by(
+    priors: Mapping[str, Prior],
+    pass_ms: float,
+    guess_ms: Mapping[str, float] = MappingProxyType({}),
+    records: Mapping[str, DrafterRecord] = MappingProxyType({}),
+) -> tuple[Prospect, ...]:
+    """What drafters are expected to do, by what was measured of them as far as it was.
+
+    Args:
+        priors: of the drafters, in the order in which they are asked.
+        pass_ms: of a pass over one row.
+        guess_ms: measured, by drafter.
+        records: of the replies that were decoded with the drafters in `guess_ms`.
+    """
+    found, left = [], 1.0
+    for name, prior in priors.items():
+        ms = guess_ms.get(name, _LOOKUP_MS if prior.tables else prior.share * pass_ms)
+        covers, accepted = prior.covers, prior.accepted
+        if name in guess_ms and name in records:
+            record = records[name]
+            covers = min(1.0, record.share / left) if left > 0 else 0.0
+            left -= record.share
+            accepted = accepted if record.accepted is None else record.accepted
+        found.append(Prospect(name, covers, accepted, ms, prior.at_once, prior.most, prior.tables, prior.model))
+    return tuple(found)
+
+
+def tokens_per_ms(tokens: float, pass_ms: float, guessed_ms: float, round_ms: float) -> float:
+    """The rate of a round.
+
+    Args:
+        tokens: expected of it.
+        pass_ms: of the pass that verifies.
+        guessed_ms: of all guesses.
+        round_ms: of the rest.
+    """
+    return tokens / (pass_ms + guessed_ms + round_ms)
+
+
+def asking_pays(asking_ms: float, pass_ms: float) -> bool:
+    """Whether tables are worth asking, given what that takes in a round beside a pass over one row."""
+    return asking_ms <= _MOST_ASKING * pass_ms
+
+
+def look_ahead(
+    pass_ms: Sequence[float],
+    size: int,
+    most: int,
+    likely: float,
+    accepted: float,
+    rate: float,
+    guess_ms: float,
+    *,
+    once: bool = False,
+) -> Ahead:
+    """What further guesses behind a path are worth, at the length that is best.
+
+    Args:
+        pass_ms: of passes over 1, 2, ... rows.
+        size: guesses of the draft so far.
+        most: further ones.
+        likely: the probability of the path.
+        accepted: that of each further guess behind the one before.
+        rate: tokens per millisecond that decoding achieves.
+        guess_ms: of one guess.
+        once: one guess pays for all of them.
+    """
+    worth, length, tokens = 0.0, 0, 0.0
+    gained, now = 0.0, pass_ms[size]
+    for further in range(1, most + 1):
+        likely *= accepted
+        gained += likely
+        net = gained - rate * (pass_ms[size + further] - now + (1 if once else further) * guess_ms)
+        if net > worth:
+            worth, length, tokens = net, further, gained
+    return Ahead(worth, length, tokens)
+
+
+def decoding_rate(prospects: Sequence[Prospect], pass_ms: Sequence[float], round_ms: float) -> float:
+    """Tokens per millisecond of decoding that drafts wherever that pays; never less than plain decoding's.
+
+    Args:
+        prospects: of the drafters, in the order in which they are asked.
+        pass_ms: of passes over 1, 2, ... rows; one more than tokens in a draft at most.
+        round_ms: of a round in which drafters are asked, besides its pass and its guesses.
+    """
+    plain = 1 / pass_ms[0]
+    tables = sum(each.guess_ms for each in prospects if each.tables)
+    if not prospects or not asking_pays(round_ms + tables, pass_ms[0]):
+        return plain
+    rate = plain
+    for _ in range(_STEPS):
+        tokens, ms, left = 1.0, pass_ms[0] + round_ms + tables, 1.0
+        for each in prospects:
+            most = min(each.most or len(pass_ms), len(pass_ms) - 1)
+            ahead = look_ahead(pass_ms, 0, most, 1.0, each.accepted, rate, each.guess_ms, once=each.at_once)
+            share = left * each.covers if ahead.length else 0.0
+            guesses = 1 if each.at_once else ahead.length
+            tokens += share * ahead.tokens
+            ms += share * (pass_ms[ahead.length] - pass_ms[0] + guesses * each.guess_ms)
+            left -= share
+        found = tokens / ms
+        if found <= rate * (1 + _STEP):
+            break
+        rate = found
+    return rate
