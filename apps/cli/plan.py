@@ -28,6 +28,7 @@ does not fit.
 
 example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
+  edgeinfer plan -m my-bundle --curve
 """
 _PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
@@ -42,6 +43,8 @@ _ROWS = {
     "Python and libraries": ("interpreter", "objects", "libraries", "code"),
     "reserve": ("reserve",),
 }
+# Characters of the longest bar.
+_BAR = 40
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -50,6 +53,7 @@ def add_parser(commands: Subparsers) -> None:
     add_model_option(parser)
     add_options(parser, LoadConfig, _PLANNED)
     parser.add_argument("-v", "--verbose", action="store_true", help="show every term of the plan and every setting")
+    parser.add_argument("--curve", action="store_true", help="show the speed that every budget gives, as bars")
     add_json_option(parser)
 
 
@@ -61,6 +65,8 @@ def execute(args: argparse.Namespace) -> int:
         print_json(plan.to_dict())
     else:
         _print_plan(plan)
+        if args.curve:
+            _print_curve(plan)
         if args.verbose:
             _print_terms(plan)
     return 0 if plan.fits else BudgetError.exit_code
@@ -85,7 +91,10 @@ def _print_plan(plan: MemoryPlan) -> None:
         own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
         layers = f", for {plan.configuration.gpu_layers} layers" if plan.configuration.gpu_layers else ""
         print_table(own, title=f"\nmemory of {plan.device}{layers}, which no budget counts")
-    print(f"\n{_basis(plan)}")
+    print()
+    for line in _bounds(plan):
+        print(line)
+    print(_basis(plan))
 
 
 def _verdict(plan: MemoryPlan) -> str:
@@ -126,6 +135,38 @@ def _choices(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
         pace = _pace(way.speed.tokens_per_second, measured=way.speed.measured)
         note = "" if way.fits or not plan.fits else ", does not fit"
         yield way.name, format_size(way.planned_bytes, up=True), pace + note
+
+
+def _bounds(plan: MemoryPlan) -> Iterator[str]:
+    """The least budgets in which drafting pays, and nearly all of the speed is there."""
+    assert plan.curve is not None, "all ways were asked for"
+    if pays := plan.curve.speculation_bytes:
+        yield f"Drafting is faster than plain decoding from {format_size(pays, up=True)} on."
+    if plan.curve.best_speed_bytes < plan.planned_bytes:
+        yield f"95% of the best speed needs {format_size(plan.curve.best_speed_bytes, up=True)}."
+
+
+def _print_curve(plan: MemoryPlan) -> None:
+    """Prints a bar for each budget at which the speed becomes another."""
+    assert plan.curve is not None, "all ways were asked for"
+    points = plan.curve.points
+    best = max(point.tokens_per_second for point in points)
+    # Steps too small to see are left out, the last one is not.
+    shown = [
+        point
+        for point, after in zip_longest(points, points[1:])
+        if after is None or abs(after.tokens_per_second - point.tokens_per_second) >= best / _BAR
+    ]
+    rows = [
+        (
+            format_size(point.budget_bytes, up=True),
+            _pace(point.tokens_per_second, measured=plan.speed.measured),
+            "#" * max(1, round(_BAR * point.tokens_per_second / best)),
+            point.summary,
+        )
+        for point in shown
+    ]
+    print_table(rows, title=f"\nspeed by budget, context {plan.context}", header=("budget", "tokens/s", "", "with"))
 
 
 def _pace(tokens_per_second: float, *, measured: bool = True) -> str:

@@ -190,6 +190,8 @@ def _changed(id: str) -> float:
 
 # The terms of the process around a model.
 _PROCESS = ("interpreter", "libraries")
+# Budgets that a plan names besides its minimum, or None.
+_BOUNDS = ("speculation_bytes", "best_speed_bytes")
 # What a model leaves in the heap when it is freed: 5 MB, measured over loads of the built-in one.
 _LEFT_BYTES = 6_000_000
 
@@ -241,7 +243,8 @@ class Planner:
             # As the host would load it; where memory is short it makes do without what others need.
             roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel))
             data = roomy.to_dict() | {"alternatives": [way.to_dict() for way in alone.useful_alternatives]}
-            data["minimum_bytes"] = alone.minimum_bytes
+            told = alone.to_dict()
+            data |= {name: told[name] for name in ("minimum_bytes", *_BOUNDS)}
             return _corrected(data, *self._excess(roomy), memory)
 
     def _excess(self, plan: edgeinfer.MemoryPlan) -> tuple[dict[str, int], int]:
@@ -262,5 +265,6 @@ def _corrected(data: dict[str, Any], excess: Mapping[str, int], counted: int, me
     for part in (data, *data["alternatives"]):
         part["planned_bytes"] -= counted
         part["fits"] = memory is None or part["planned_bytes"] <= memory
-    data["minimum_bytes"] -= counted
+    for name in ("minimum_bytes", *_BOUNDS):
+        data[name] = None if data[name] is None else data[name] - counted
     return data

@@ -62,7 +62,8 @@ def _fewer(
         first: the configuration without concessions.
         model_stays: the draft model is not given up.
     """
-    found, now = [], first
+    found: list[tuple[tuple[str, ...], bool]] = []
+    now = first
     while True:
         pace, size = speed.speed(now).tokens_per_second, memory.drafting(now)
         best, least = None, 0.0

@@ -10,6 +10,7 @@ from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.curve import SpeedCurve
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
 from edgeinfer.runtime.planning.speed_model import Speed
 
@@ -64,6 +65,7 @@ class MemoryPlan:
         given_up: what a larger budget would give.
         hints: what the caller fixed that, left open, would need less.
         alternatives: other ways to run, where they were asked for.
+        curve: speed against budget for this context, where alternatives were asked for.
         threads: of the linear algebra.
         tuned: names of what runs otherwise than usual because it was measured to be faster here.
         device: that runs the model, as users write it.
@@ -82,6 +84,7 @@ class MemoryPlan:
     given_up: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    curve: SpeedCurve | None = None
     threads: int = 1
     tuned: tuple[str, ...] = ()
     device: str = "cpu"
@@ -183,6 +186,9 @@ class MemoryPlan:
             "speed": dataclasses.asdict(self.speed),
             "given_up": list(self.given_up),
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
+            "speculation_bytes": None if self.curve is None else self.curve.speculation_bytes,
+            "best_speed_bytes": None if self.curve is None else self.curve.best_speed_bytes,
+            "curve": [] if self.curve is None else [point.to_dict() for point in self.curve.points],
         }
 
 

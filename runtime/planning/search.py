@@ -17,6 +17,7 @@ from edgeinfer.drafting import drafters_in
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.curve import SpeedCurve, WayToRun, speed_curve
 from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
@@ -64,20 +65,9 @@ def search(
     first = next(open_ways)
     ways = [first] if config.memory is None and not all_ways else [first, *open_ways]
     choice = _Choice(config.memory, _worth(speed, first))
-    if all_ways:
-        every = [_candidate(each, memory, config) for each in ways]
-        chosen = choice.of(every)
-    else:
-        # Speeds take less to predict than bytes do.
-        candidates = (_candidate(each, memory, config) for each in choice.ordered(ways))
-        found = next((each for each in candidates if choice.fits(each)), None)
-        if found is None or among is not None:
-            every = [_candidate(each, memory, config) for each in ways]
-        else:
-            # Of all that are open, the smallest is one of the most modest.
-            modest = modest_configurations(plan_input, config, drafts)
-            every = [found, *(_candidate(each, memory, config) for each in modest)]
-        chosen = found or choice.of(every)
+    # Of all that are open, the smallest is one of the most modest.
+    modest = () if all_ways or among is not None else modest_configurations(plan_input, config, drafts)
+    chosen, every = _chosen(ways, tuple(modest), choice, lambda each: _candidate(each, memory, config))
     prefix_cache, footprint = _with_rows(chosen, config, memory)
     plan = MemoryPlan(
         configuration=chosen.configuration,
@@ -99,8 +89,29 @@ def search(
     if not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))
     if all_ways:
-        plan = dataclasses.replace(plan, alternatives=tuple(_alternatives(chosen, every, choice, speed)))
+        alternatives = tuple(_alternatives(chosen, every, choice, speed))
+        plan = dataclasses.replace(plan, alternatives=alternatives, curve=_curve(chosen, every, choice, speed))
     return plan
+
+
+def _chosen(
+    ways: Sequence[Configuration],
+    modest: Sequence[Configuration],
+    choice: _Choice,
+    candidate: Callable[[Configuration], _Candidate],
+) -> tuple[_Candidate, Sequence[_Candidate]]:
+    """The best way to run, and candidates of which the smallest is the smallest of all.
+
+    Args:
+        modest: of which one is the smallest; where there are none, every way is looked at.
+    """
+    if modest:
+        # Speeds take less to predict than bytes do.
+        found = next((each for each in map(candidate, choice.ordered(ways)) if choice.fits(each)), None)
+        if found is not None:
+            return found, [found, *map(candidate, modest)]
+    every = [candidate(each) for each in ways]
+    return choice.of(every), every
 
 
 def _with_rows(chosen: _Candidate, config: LoadConfig, memory: MemoryModel) -> tuple[int, Footprint]:
@@ -266,6 +277,16 @@ def _alternatives(
             seen.add(best.configuration)
             pace = speed.speed(best.configuration)
             yield Alternative(name, best.configuration, best.bytes, choice.fits(best), pace)
+
+
+def _curve(chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: SpeedModel) -> SpeedCurve:
+    """Speed against budget, for the context that was chosen."""
+    ways = [
+        WayToRun(c, each.bytes, speed.speed(c).tokens_per_second, choice.worth(c))
+        for each in candidates
+        if (c := each.configuration).context == chosen.configuration.context
+    ]
+    return speed_curve(ways[0], ways[1:])
 
 
 def _with(field: str, value: object) -> Callable[[Configuration], bool]:

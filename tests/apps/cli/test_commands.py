@@ -21,6 +21,7 @@ from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import CheckpointError, HubError
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.curve import BudgetPoint, SpeedCurve
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.recorded import check_recorded
@@ -143,6 +144,13 @@ def fake_plan(budget: int | None) -> MemoryPlan:
         minimum_bytes=200_000_000,
         given_up=("drafts of 7 tokens at most instead of 15",),
         alternatives=(Alternative("float32 KV cache", chosen, 700_000_000, False, Speed(15.6, 900.0, False)),),
+        curve=SpeedCurve(
+            (
+                BudgetPoint(200_000_000, dataclasses.replace(chosen, draft_max=0), 8.0, 8.0),
+                BudgetPoint(250_000_000, chosen, 10.0, 8.0),
+                BudgetPoint(280_000_000, chosen, 12.34, 8.0),
+            )
+        ),
     )
 
 
@@ -174,8 +182,12 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
     ):
         assert line in out
     assert "working memory" not in out and "mapped from files" not in out
-    assert main(["plan", "-m", "toy", "-v"]) == 0
+    assert main(["plan", "-m", "toy", "-v", "--curve"]) == 0
     verbose = capsys.readouterr().out
+    assert "Drafting is faster than plain decoding from 250.0 MB on." in verbose
+    assert "95% of the best speed needs 280.0 MB." in verbose
+    bars = [line.count("#") for line in verbose.splitlines() if "#" in line]
+    assert bars == [26, 32, 40]
     assert "weights   250.0 MB  partly mapped from files" in verbose
     check_recorded("cli-plan", out.splitlines() + verbose.splitlines())
 

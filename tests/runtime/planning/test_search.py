@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -236,6 +237,28 @@ def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) ->
     assert data["alternatives"][0]["choice"]["context"] and data["speed"]["measured"] is True
 
 
+@pytest.mark.slow
+def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
+    free = plan(plan_input, all_ways=True, context=1000)
+    curve = free.curve
+    assert curve is not None and curve.points[0].budget_bytes == free.minimum_bytes
+    for budget in range(free.minimum_bytes, free.planned_bytes, (free.planned_bytes - free.minimum_bytes) // 8):
+        found, point = plan(plan_input, memory=budget, context=1000), curve.at(budget)
+        assert point is not None and found.speed.tokens_per_second == pytest.approx(point.tokens_per_second)
+    assert curve.at(free.minimum_bytes - 1) is None
+    bound, best = curve.speculation_bytes, max(point.tokens_per_second for point in curve.points)
+    assert bound is not None and free.minimum_bytes < bound < curve.best_speed_bytes < free.planned_bytes
+    fast = plan(plan_input, memory=curve.best_speed_bytes, context=1000)
+    assert fast.speed.tokens_per_second >= 0.95 * best
+    # Plain decoding is no slower below the bound, and slower from it on.
+    for budget, pays in ((bound - 1, False), (bound, True)):
+        auto, off = (plan(plan_input, memory=budget, context=1000, speculation=who) for who in ("auto", "off"))
+        assert (auto.speed.tokens_per_second > off.speed.tokens_per_second) == pays
+    data = free.to_dict()
+    assert data["speculation_bytes"] == bound and len(data["curve"]) == len(curve.points)
+    assert plan(plan_input, all_ways=True, speculation="off").to_dict()["speculation_bytes"] is None
+
+
 class Measured(DeviceProfile):
     """A profile whose passes took so many times what `PACE` says."""
 
@@ -332,8 +355,8 @@ def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInpu
     config = LoadConfig()
     memory = MemoryModel(nested, config, PROCESS)
     for model, first in ((0.0, "model"), (0.9, "recycle")):
-        prospects = (*PACE.prospects, Prospect("model", 1.0, model, 0.01, model=True))
-        speed = SpeedModel(lambda configuration, known=prospects: dataclasses.replace(PACE, prospects=known))
+        pace = dataclasses.replace(PACE, prospects=(*PACE.prospects, Prospect("model", 1.0, model, 0.01, model=True)))
+        speed = SpeedModel(functools.partial(_paced, pace))
         ways = [way for way in drafting_ways(nested, config, memory, speed) if way.most == 15]
         gone = [set(more.drafters) - set(fewer.drafters) or {"model"} for more, fewer in pairwise(ways)]
         order = [name for names in gone for name in names if name != "hierarchical"]
@@ -354,6 +377,10 @@ def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
     transient = SpeedModel(lambda configuration: PACE).speed(dataclasses.replace(c, tokenizer="transient"))
     assert transient.turn_ms == pytest.approx(SpeedModel(lambda configuration: PACE).speed(c).turn_ms + 50)
     assert guessed_passes(240_000_000).ms(1) == pytest.approx(20)
+
+
+def _paced(pace: Pace, configuration: Configuration) -> Pace:
+    return pace
 
 
 def _configuration(**changes: Any) -> Configuration:

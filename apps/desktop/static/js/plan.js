@@ -162,7 +162,7 @@ function details(plan) {
   ].filter(Boolean);
 }
 
-function choiceList({ choice, speed }) {
+function choiceList({ choice, speed, speculation_bytes: guessing, best_speed_bytes: best }) {
   const drafters = choice.drafters ?? [];
   const rows = [
     ["Context", `${count(choice.context)} tokens`],
@@ -177,6 +177,8 @@ function choiceList({ choice, speed }) {
       "Guessing ahead",
       drafters.length ? `up to ${counted(choice.draft_max, "token")} at a time, with the same text` : "off",
     ],
+    guessing && ["Guessing pays", `from ${size(guessing)} on`],
+    best && ["95% of the best speed", `needs ${size(best)}`],
     speed && [
       "Speed",
       `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", estimated until it has run here"}`,
