@@ -77,7 +77,7 @@ def test_what_was_measured_and_learnt_is_kept(
     assert calls.count("measure_guesses") == len({"forced", "copy", "ngram", "recycle"})
     (folder,) = folders(cache)
     names = {path.name for path in folder.iterdir()}
-    assert {"costs.json", "exact.npz", "acceptance.npz", "reach.npz", "ngram.npz", "recycle.npz"} == names
+    assert {"costs.json", "exact.npz", "acceptance.npz", "drafted.npz", "ngram.npz", "recycle.npz"} == names
     if sys.platform != "win32":
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

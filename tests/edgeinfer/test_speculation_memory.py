@@ -37,7 +37,8 @@ def test_the_plan_has_terms_for_drafting(small_bundle: Path, short_drafter: Path
     # Verifying fourteen tokens more gives as many rows of logits more, and some smaller ones.
     logits = 14 * open_bundle(small_bundle).manifest.geometry.vocab_size * 4
     assert logits <= auto.terms["drafting"] - one.terms["drafting"] < 2 * logits
-    assert auto.terms["drafting"] == both.terms["drafting"] and "draft_model" not in auto.terms
+    # Beside a draft model the tables of `hierarchical` are there.
+    assert auto.terms["drafting"] < both.terms["drafting"] and "draft_model" not in auto.terms
     weights = open_bundle(short_drafter).manifest.weight_bytes
     kv = 2 * 2 * 2 * 16 * 4 * 33
     assert both.terms["draft_model"] > weights + kv
