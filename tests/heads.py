@@ -19,7 +19,8 @@ DRAFTING = ("medusa", "hydra", "prompt")
 
 
 def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3, seed: int = 0) -> Heads:
-    """Heads of a kind for a bundle's model; those that draft guess its lowest token ids, by its own output rows."""
+    """Heads of a kind for a bundle's model; those that draft guess its lowest token ids by rows of their own, or, without
+    any, all by the model's head, which only Medusa's can."""
     geometry, rng = bundle.manifest.geometry, np.random.default_rng(seed)
     size, layers = geometry.hidden_size, geometry.num_layers
 
@@ -33,7 +34,8 @@ def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3,
         "rows": draw(tokens, size),
     }
     if kind == "medusa":
-        arrays |= {"weight": draw(heads, size, size), "bias": draw(heads, size)}
+        own = {"weight": draw(heads, size, size), "bias": draw(heads, size)}
+        arrays = own | {name: arrays[name] for name in ("tokens", "rows")} if tokens else own
     elif kind == "hydra":
         arrays["embeddings"] = draw(tokens, size)
         for head in range(heads):

@@ -60,9 +60,9 @@ def add_heads_parsers(commands: Subparsers) -> None:
     text = "what to train: medusa, hydra, or prompt (PPD)"
     parser.add_argument("--kind", choices=("medusa", "hydra", "prompt"), required=True, help=text)
     parser.add_argument("--count", type=int, metavar="N", help="number of tokens to predict ahead (default: 3)")
-    text = "number of tokens to choose from, the most frequent ones (default: 1024)"
+    text = "number of tokens to choose from, the most frequent ones (default: all; with hydra 1024)"
     parser.add_argument("--tokens", type=int, metavar="N", help=text)
-    _add_training(parser)
+    _add_training(parser, "a tenth of what the training reads")
     parser = add_command(commands, "acceptance", _execute, _ACCEPTANCE, help="an acceptance predictor for a drafter")
     _add_bundles(parser, "DRAFTER", "bundle directory of the draft model")
     text = "model that it drafts for: bundle or checkpoint directory, or hub id"
@@ -83,9 +83,9 @@ def _add_bundles(parser: Parser, name: str, text: str) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help=text)
 
 
-def _add_training(parser: Parser) -> None:
+def _add_training(parser: Parser, samples: str = "none") -> None:
     add_training_options(parser)
-    text = "number of tokens that the model writes as additional training text (default: none)"
+    text = f"number of tokens that the model writes as additional training text (default: {samples})"
     parser.add_argument("--samples", type=int, metavar="N", help=text)
     add_json_option(parser)
 

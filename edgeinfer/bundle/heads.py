@@ -3,10 +3,12 @@
 Each kind is a safetensors file of its own. D is the hidden size, K the number of tokens that may be guessed, L the
 number of layers, H the number of heads, P the number of prompt tokens:
 
-medusa      weight (H, D, D) and bias (H, D) of the heads; norm (D,), the model's final one; tokens (K,) int32, those
-            that may be guessed; rows (K, D), theirs of the model's head
-hydra       norm, tokens and rows as above; embeddings (K, D) of the same tokens; of head i: weight.{i}
-            (2, D, (2 + i) D) and bias.{i} (D,), over the state, the root's embedding and those of i tokens behind it
+medusa      weight (H, D, D) and bias (H, D) of the heads, whose output goes through the model's final norm and head;
+            or, where only some tokens may be guessed, through their rows (K, D) of the head times the norm's weight,
+            for tokens (K,) int32
+hydra       norm (D,), the model's final one; tokens (K,) int32, those that may be guessed; rows and embeddings (K, D),
+            theirs of the model's head and embedding; of head i: weight.{i} (2, D, (2 + i) D) and bias.{i} (D,), over
+            the state, the root's embedding and those of i tokens behind it
 prompt      embeddings (P, D) of prompt tokens
 routers     weight (L, D), bias (L,): which layers a prompt needs
 acceptance  weight (D, D), bias (D,) of one block that is run three times; out (2, D), out_bias (2,): rejected, accepted
@@ -36,6 +38,7 @@ from edgeinfer.records import dataclass
 __all__ = [
     "HEADS",
     "JUDGED",
+    "MOST_HEADS",
     "STATE_EPS",
     "TRUSTED",
     "Heads",
@@ -49,7 +52,7 @@ __all__ = [
 
 _FOLDER = "heads"
 _FORMAT, _VERSION = "edgeinfer-heads", "1"
-_MOST_HEADS = 8
+MOST_HEADS = 8
 _TYPES = ("F32", "F16", "I32")
 # Figures of an acceptance head: how well it tells what is accepted, and how well the drafter's own probability does.
 JUDGED, TRUSTED = "area under the curve", "of the drafter's own probability"
@@ -62,15 +65,15 @@ _Shapes = dict[str, tuple[int, ...]]
 
 def _medusa(arrays: Arrays, geometry: Geometry) -> _Shapes:
     size, heads, tokens = geometry.hidden_size, _length(arrays, "bias"), _length(arrays, "tokens")
-    _require(1 <= heads <= _MOST_HEADS, f"have {heads} heads")
+    _require(1 <= heads <= MOST_HEADS, f"have {heads} heads")
     shapes: _Shapes = {"weight": (heads, size, size), "bias": (heads, size)}
-    return shapes | {"norm": (size,), "tokens": (tokens,), "rows": (tokens, size)}
+    return shapes | {"tokens": (tokens,), "rows": (tokens, size)} if {"tokens", "rows"} & arrays.keys() else shapes
 
 
 def _hydra(arrays: Arrays, geometry: Geometry) -> _Shapes:
     size, tokens = geometry.hidden_size, _length(arrays, "tokens")
     heads = sum(name.startswith("bias.") for name in arrays)
-    _require(1 <= heads <= _MOST_HEADS, f"have {heads} heads")
+    _require(1 <= heads <= MOST_HEADS, f"have {heads} heads")
     shapes: _Shapes = {"norm": (size,), "tokens": (tokens,), "rows": (tokens, size), "embeddings": (tokens, size)}
     for head in range(heads):
         shapes |= {f"weight.{head}": (2, size, (2 + head) * size), f"bias.{head}": (size,)}
@@ -79,7 +82,7 @@ def _hydra(arrays: Arrays, geometry: Geometry) -> _Shapes:
 
 def _prompt(arrays: Arrays, geometry: Geometry) -> _Shapes:
     count = _length(arrays, "embeddings")
-    _require(1 <= count <= _MOST_HEADS, f"have {count} prompt tokens")
+    _require(1 <= count <= MOST_HEADS, f"have {count} prompt tokens")
     return {"embeddings": (count, geometry.hidden_size)}
 
 

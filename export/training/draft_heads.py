@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from edgeinfer.bundle.heads import Heads
+from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
@@ -30,8 +30,8 @@ __all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states",
 _FADING = 0.8
 # Windows that agreement is measured on.
 _WINDOWS = 24
-_MOST_ROWS = 1024
-_TINY = 1e-6
+# Tokens that Hydra's heads guess unless told otherwise.
+_HYDRA_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class HeadsShape:
 
     Attributes:
         count: places that are guessed.
-        tokens: that may be guessed, the most frequent ones; None is 1024, or all of a smaller vocabulary.
+        tokens: that may be guessed, the most frequent ones; None is all of them by Medusa's heads, 1024 by Hydra's.
     """
 
     count: int = 3
@@ -50,10 +50,6 @@ class HeadsShape:
         require(1 <= self.count <= 8, "count", self.count, "between 1 and 8")
         require(self.tokens is None or self.tokens >= 1, "tokens", self.tokens, "1 or more")
 
-    def rows(self, vocabulary: int) -> int:
-        """Tokens that may be guessed, of so many."""
-        return min(vocabulary, self.tokens or _MOST_ROWS)
-
 
 @torch.no_grad()
 def final_states(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B, S, D)
@@ -62,9 +58,19 @@ def final_states(model: Any, ids: torch.Tensor) -> torch.Tensor:  # (B, S) -> (B
     return states
 
 
+def unit(states: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., D)
+    """States divided by their root mean square."""
+    return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + STATE_EPS)
+
+
 def half(tensor: torch.Tensor) -> NDArray[np.float16]:
     """A tensor in the type that heads are stored in."""
     stored: NDArray[np.float16] = tensor.detach().cpu().numpy().astype(np.float16)
+    return stored
+
+
+def _ids(tokens: torch.Tensor) -> NDArray[np.int32]:  # (K,)
+    stored: NDArray[np.int32] = tokens.cpu().numpy().astype(np.int32)
     return stored
 
 
@@ -79,6 +85,7 @@ class HeadsTask(ABC):
     """
 
     kind: str
+    most_tokens: int | None = None  # that are guessed unless told otherwise; None is all
 
     def __init__(self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, shape: HeadsShape) -> None:
         for tokens in sources:
@@ -91,10 +98,12 @@ class HeadsTask(ABC):
         self.shape = shape
         self._target, self._sources, self._batches = target, sources, batches
         model = target.model
-        chosen = frequent_tokens(sources, shape.rows(model.lm_head.weight.shape[0]))
+        vocabulary = len(model.lm_head.weight)
+        chosen = frequent_tokens(sources, min(vocabulary, shape.tokens or self.most_tokens or vocabulary))
         self._tokens = torch.from_numpy(chosen)  # (K,)
         self._rows = model.lm_head.weight.detach()[self._tokens]  # (K, D)
-        self._norm = model.model.norm.weight.detach()
+        self._norm = model.model.norm
+        self._all = len(chosen) == vocabulary
         self._modules = self._make(self._rows.shape[1]).to(target.device)
 
     @property
@@ -110,11 +119,11 @@ class HeadsTask(ABC):
     def loss(self, step: int) -> torch.Tensor:
         """Mean divergence of every head from the target's prediction at its place, later places counting less."""
         batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
-        states = final_states(self._target.model, batch)  # (B, S, D)
+        read, said = self._states(batch)  # (B, S, D) each
         places, total, weights = batch.shape[1] - 1 - self.shape.count, torch.zeros((), device=batch.device), 0.0
         for head in range(self.shape.count):
-            guessed = self._guess(head, states[:, :places], batch[:, 1:])  # (B, n, D)
-            taught = states[:, 1 + head : 1 + head + places]
+            guessed = self._guess(head, read[:, :places], batch[:, 1:])  # (B, n, D)
+            taught = said[:, 1 + head : 1 + head + places]
             weight = _FADING**head
             total = total + weight * divergence(guessed.flatten(0, 1), self._rows, taught.flatten(0, 1), self._rows)
             weights += weight
@@ -122,12 +131,7 @@ class HeadsTask(ABC):
 
     def heads(self, notes: Mapping[str, str]) -> Heads:
         """The trained heads as a bundle keeps them."""
-        shared = {
-            "norm": self._norm.cpu().numpy().astype(np.float32),
-            "tokens": self._tokens.cpu().numpy().astype(np.int32),
-            "rows": half(self._rows),
-        }
-        return Heads(self.kind, shared | self._arrays(), notes)
+        return Heads(self.kind, self._arrays(), notes)
 
     @torch.no_grad()
     def agreement(self, validation: TokenFile) -> tuple[float, ...]:
@@ -136,15 +140,20 @@ class HeadsTask(ABC):
         seen = 0
         for window in validation.windows(self._batches.length, _WINDOWS):
             batch = torch.from_numpy(window)[None].to(self._target.device)
-            states = final_states(self._target.model, batch)
+            read, states = self._states(batch)
             said = (states @ self._target.model.lm_head.weight.T).argmax(-1)  # (1, S)
             places = batch.shape[1] - 1 - self.shape.count
             for head in range(self.shape.count):
-                guessed = self._guess(head, states[:, :places], batch[:, 1:]) @ self._rows.T
+                guessed = self._guess(head, read[:, :places], batch[:, 1:]) @ self._rows.T
                 chosen = self._tokens[guessed.argmax(-1)]
                 right[head] += float((chosen == said[:, 1 + head : 1 + head + places]).sum())
             seen += places
         return tuple((right / max(1, seen)).tolist())
+
+    def _states(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (B, S) -> (B, S, D) each
+        """What heads read of the target's states, and what its own head does."""
+        states = final_states(self._target.model, ids)
+        return states, states
 
     @abstractmethod
     def _make(self, size: int) -> torch.nn.Module:
@@ -163,7 +172,10 @@ class HeadsTask(ABC):
 
 
 class MedusaTask(HeadsTask):
-    """Head i is x + SiLU(W x + b), which is x before training. Implements `trainer.Task`."""
+    """Head i is the target's final norm over n + SiLU(W n + b), n being a state divided by its root mean square.
+
+    Before training it gives what the target's own head sees. Implements `trainer.Task`.
+    """
 
     kind = "medusa"
 
@@ -173,17 +185,31 @@ class MedusaTask(HeadsTask):
             torch.nn.init.zeros_(parameter)
         return blocks
 
+    @torch.no_grad()
+    def _states(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # (B, S) -> (B, S, D) each
+        kept: list[torch.Tensor] = []
+        hook = self._norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+        try:
+            said = final_states(self._target.model, ids)
+        finally:
+            hook.remove()
+        return unit(kept[0]), said
+
     def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         assert isinstance(self._modules, torch.nn.ModuleList)
-        return states + F.silu(self._modules[head](states))
+        guessed: torch.Tensor = self._norm(states + F.silu(self._modules[head](states)))
+        return guessed
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         values = dict(self._modules.named_parameters())
         heads = range(self.shape.count)
-        return {
+        arrays: dict[str, NDArray[Any]] = {
             "weight": half(torch.stack([values[f"{head}.weight"] for head in heads])),
             "bias": half(torch.stack([values[f"{head}.bias"] for head in heads])),
         }
+        if self._all:
+            return arrays
+        return arrays | {"tokens": _ids(self._tokens), "rows": half(self._rows * self._norm.weight.detach())}
 
 
 class _Block(torch.nn.Module):
@@ -209,15 +235,14 @@ class HydraTask(HeadsTask):
     """
 
     kind = "hydra"
+    most_tokens = _HYDRA_TOKENS
 
     def _make(self, size: int) -> torch.nn.Module:
         embedding = self._target.model.model.embed_tokens.weight.detach()  # (V, D)
         kept = embedding[self._tokens]
-        # Of the scale of states, whatever the model's own is.
-        kept = kept / (kept.square().mean(-1, keepdim=True) + _TINY).sqrt()
-        # Rounded as they will be stored.
         self._known = torch.zeros_like(embedding)
-        self._known[self._tokens] = kept.half().float()
+        # Of the scale of states, whatever the model's own is; rounded as they will be stored.
+        self._known[self._tokens] = unit(kept).half().float()
         return torch.nn.ModuleList(_Block(size, 2 + head) for head in range(self.shape.count))
 
     def _guess(self, head: int, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
@@ -228,7 +253,12 @@ class HydraTask(HeadsTask):
         return guessed
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        arrays: dict[str, NDArray[Any]] = {"embeddings": half(self._known[self._tokens])}
+        arrays: dict[str, NDArray[Any]] = {
+            "norm": self._norm.weight.detach().cpu().numpy().astype(np.float32),
+            "tokens": _ids(self._tokens),
+            "rows": half(self._rows),
+            "embeddings": half(self._known[self._tokens]),
+        }
         for name, value in self._modules.named_parameters():
             head, part = name.split(".")
             arrays[f"{part}.{head}"] = half(value)

@@ -31,6 +31,9 @@ __all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]
 # Of the text and of the replies, what is kept for measuring.
 _VALIDATION = 0.05
 _PROMPTS = 4000
+# Windows of text at least, and of replies, so that one of them is kept for measuring.
+_FEWEST_WINDOWS, _FEWEST_DRAWN = 4, int(1 / _VALIDATION)
+_DRAFTING = ("medusa", "hydra", "prompt")
 # Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
 _RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2}
 
@@ -42,7 +45,8 @@ class HeadsOptions:
     Attributes:
         kind: one of bundle.heads.HEADS.
         steps: of the optimizer.
-        samples: tokens that the target writes; 0 trains on the text alone.
+        samples: tokens that the target writes, which take turns with the text; 0 trains on the text alone. None is a
+            tenth of what the training reads for heads that draft (Medusa's self-distillation), and none for others.
         rows, length: windows of a step and their tokens.
         learning_rate: at its highest; None is usual for the kind.
         count, tokens: as HeadsShape.
@@ -52,7 +56,7 @@ class HeadsOptions:
 
     kind: str
     steps: int = 600
-    samples: int = 0
+    samples: int | None = None
     rows: int = 8
     length: int = 128
     learning_rate: float | None = None
@@ -65,9 +69,16 @@ class HeadsOptions:
 
     def __post_init__(self) -> None:
         require(self.kind in HEADS, "kind", self.kind, f"one of {', '.join(HEADS)}")
-        require(self.samples >= 0, "samples", self.samples, "0 or more")
+        require(self.samples is None or self.samples >= 0, "samples", self.samples, "0 or more")
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+
+    @property
+    def drawn(self) -> int:
+        """Tokens that the target writes."""
+        if self.samples is None:
+            return self.steps * self.rows * self.length // 10 if self.kind in _DRAFTING else 0
+        return self.samples
 
     @property
     def training(self) -> TrainOptions:
@@ -151,11 +162,11 @@ def train_heads(
     with storage_errors(work):
         work.mkdir(parents=True, exist_ok=True)
     sources = [text.tokens(work)]
-    sources[0].require(4 * options.length, "The text")
+    sources[0].require(_FEWEST_WINDOWS * options.length, "The text")
     prompts = text.prompts(_PROMPTS)
     asked, kept = [p for i, p in enumerate(prompts) if i % 20], prompts[::20]
-    if options.samples:
-        drawn = SampleOptions(max(options.samples, 4 * options.length), seed=options.seed)
+    if options.drawn:
+        drawn = SampleOptions(max(options.drawn, _FEWEST_DRAWN * options.length), seed=options.seed)
         replies = sample(replier or TorchReplier(target), asked, drawn, work / "samples", target.digest, progress)
         sources.insert(0, replies)
     halves = [tokens.split(_VALIDATION) for tokens in sources]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edgeinfer.bundle import Bundle, Geometry
 from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.heads import Heads, has_heads, heads_bytes, read_heads
+from edgeinfer.bundle.heads import MOST_HEADS, Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -184,13 +184,13 @@ def _cached_experts(parts: DrafterParts) -> Drafter:
 
 
 def _medusa(parts: DrafterParts) -> Drafter:
-    from edgeinfer.runtime.speculation.drafters.heads import MedusaDrafter
+    from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 
     return MedusaDrafter(parts.target, parts.heads("medusa"))
 
 
 def _hydra(parts: DrafterParts) -> Drafter:
-    from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter
+    from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
 
     return HydraDrafter(parts.target, parts.heads("hydra"))
 
@@ -296,9 +296,9 @@ KINDS: dict[str, DrafterKind] = {
     ),
     "resident": DrafterKind(_cached_experts, lambda parts: parts.cached_experts is not None),
     # What heads take is in their file's size: `heads_bytes`.
-    "medusa": DrafterKind(_medusa, lambda parts: parts.has("medusa")),
+    "medusa": DrafterKind(_medusa, lambda parts: parts.has("medusa") and parts.target.capabilities.layer_skip),
     "hydra": DrafterKind(_hydra, lambda parts: parts.has("hydra")),
-    "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt")),
+    "prompt": DrafterKind(_prompt, lambda parts: parts.has("prompt") and parts.target.capabilities.layer_skip),
     # What it takes is counted with its module.
     "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle"), model=True),
     "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp"), model=True),
@@ -347,6 +347,13 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
     for name in ("medusa", "hydra", "prompt"):
         if stored := heads_bytes(bundle, name):
             taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
+    if "medusa" in taken:
+        from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
+
+        # Of a head, as half floats, of which `heads_bytes` counts three times as many.
+        least = 3 * 2 * geometry.hidden_size * (geometry.hidden_size + 1)
+        count = min(MOST_HEADS, heads_bytes(bundle, "medusa") // least)
+        taken["medusa"] += MedusaDrafter.logits_bytes(geometry.vocab_size, count)
     if "prompt" in taken:
         from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 

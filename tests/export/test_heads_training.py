@@ -27,7 +27,9 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
-from edgeinfer.runtime.speculation.drafters.heads import HydraDrafter, MedusaDrafter, StateDrafter
+from edgeinfer.runtime.speculation.drafters.heads import StateDrafter
+from edgeinfer.runtime.speculation.drafters.hydra import HydraDrafter
+from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.model import AcceptanceJudge
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from tests.cache import export_checkpoint
@@ -98,27 +100,30 @@ def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind:
     check_recorded(f"heads-{kind}", {"losses": losses, "agreement": right, "squares": sizes}, rel=5e-3)
 
 
-@each_row(("kind", "drafting"), [("medusa", MedusaDrafter), ("hydra", HydraDrafter)])
+@each_row(
+    ("kind", "drafting", "tokens"),
+    [("medusa", MedusaDrafter, 40), ("medusa", MedusaDrafter, None), ("hydra", HydraDrafter, 40)],
+)
 def test_heads_that_draft_are_those_that_were_trained(
-    target: Target, text: TokenFile, bundle: Bundle, kind: str, drafting: type[StateDrafter]
+    target: Target, text: TokenFile, bundle: Bundle, kind: str, drafting: type[StateDrafter], tokens: int | None
 ) -> None:
-    task: HeadsTask = TASKS[kind](target, (text,), BATCHES, SHAPE)
+    task: HeadsTask = TASKS[kind](target, (text,), BATCHES, HeadsShape(3, tokens))
     train(task)
     found = read_heads(add_heads(bundle.path, task.heads({"text": "a rule"})), kind)
     assert found is not None and found.notes == {"text": "a rule"}
     backend = ReferenceBackend(bundle, 64)
     guesser = drafting(backend, found)
     # The last token is one that is not guessed, and so unknown to Hydra.
-    tokens = [*TEXT[:10], 300]
-    output = backend.forward(ForwardInput(np.array(tokens[:-1]), np.arange(10), np.array([9])))
+    said = [*TEXT[:10], 300]
+    output = backend.forward(ForwardInput(np.array(said[:-1]), np.arange(10), np.array([9])))
     assert output.hidden is not None
-    guesser.begin(tokens)
-    now, drafted = context(tokens), [5, 12]
+    guesser.begin(said)
+    now, drafted = context(said), [5, 12]
     assert not guesser.guesses(now, [], 1)
     guesser.observe(shown(output.hidden[-1:]))
     with torch.no_grad():
-        following = torch.tensor([[*tokens[1:], *drafted]])
-        states = target.model.model(torch.tensor([tokens[:-1]])).last_hidden_state
+        following = torch.tensor([[*said[1:], *drafted]])
+        states, _ = task._states(torch.tensor([said[:-1]]))
         for head in range(SHAPE.count):
             guessed = task._guess(head, states[:, -1:], following[:, 9:])[0, 0]
             logits = guesser._logits(now, drafted[:head])
@@ -127,6 +132,7 @@ def test_heads_that_draft_are_those_that_were_trained(
             np.testing.assert_allclose(logits[task._tokens.numpy()], expected, rtol=2e-2, atol=5e-3)
             assert np.isneginf(np.delete(logits, task._tokens.numpy())).all()
     assert not guesser.guesses(now, [5, 12, 19], 1)
+    assert backend.cache.length == 10
 
 
 def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: TokenFile, bundle: Bundle) -> None:

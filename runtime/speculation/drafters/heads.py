@@ -1,8 +1,4 @@
-"""Drafters with small heads over the state that predicted the root: Medusa and Hydra.
-
-The output rows are those of the most frequent tokens only: on a CPU the whole output matrix would cost a good part of a
-pass.
-"""
+"""What drafters with small heads over the state that predicted the root share: the state, products, output rows."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from edgeinfer.runtime.backends.contract import Backend, require
 from edgeinfer.runtime.speculation.drafters.contract import Context, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
-__all__ = ["HydraDrafter", "Matrix", "MedusaDrafter", "OutputRows", "StateDrafter", "silu"]
+__all__ = ["Matrix", "OutputRows", "StateDrafter", "silu"]
 
 # OpenBLAS takes further threads from 9216 elements on.
 _ALONE = 9000
@@ -96,17 +92,17 @@ class StateDrafter(LogitDrafter):
 
     Args:
         target: whose states they are.
-        heads: with the model's final norm.
+        norm: what a state is multiplied by once it is divided by its root mean square. (D,)
 
     Raises:
         CapabilityError: the target gives no states.
     """
 
-    def __init__(self, target: Backend, heads: Heads) -> None:
+    def __init__(self, target: Backend, norm: NDArray[np.floating]) -> None:  # (D,)
         hint = "Use a natively exported bundle, or another drafter."
         require(target.capabilities.hidden, target, "show its hidden states", hint)
         super().__init__(target.geometry.vocab_size)
-        self._norm = heads.arrays["norm"].astype(np.float32)  # (D,)
+        self._norm = norm.astype(np.float32)  # (D,)
         self._state = np.zeros_like(self._norm)
         self._seen = self._normed = False
 
@@ -125,7 +121,7 @@ class StateDrafter(LogitDrafter):
             self._normed = False
 
     def _latest(self) -> Floats | None:  # (D,)
-        """The state as the model's head sees it; None where none is known."""
+        """The state after the norm; None where none is known."""
         if not self._seen:
             return None
         if not self._normed:
@@ -145,73 +141,3 @@ class StateDrafter(LogitDrafter):
     def nbytes(self) -> int:
         """Bytes that it holds."""
         return super().nbytes() + self._norm.nbytes + self._state.nbytes
-
-
-class MedusaDrafter(StateDrafter):
-    """Drafts with one head for each place, x + SiLU(W x + b) over the state (Medusa, Cai et al. 2024).
-
-    Args:
-        target: whose states the heads read.
-        heads: of kind "medusa".
-    """
-
-    name = "medusa"
-
-    def __init__(self, target: Backend, heads: Heads) -> None:
-        super().__init__(target, heads)
-        self._weights = [Matrix(weight) for weight in heads.arrays["weight"]]  # H of (D, D)
-        self._bias = heads.arrays["bias"].astype(np.float32)  # (H, D)
-        self._output = OutputRows(heads, target.geometry.vocab_size)
-
-    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
-        head = len(drafted)
-        if head >= len(self._weights):
-            return None
-        return self._output.logits(state + silu((self._weights[head] @ state) + self._bias[head]))
-
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        matrices = sum(weight.nbytes for weight in self._weights)
-        return super().nbytes() + matrices + self._bias.nbytes + self._output.nbytes
-
-
-class HydraDrafter(StateDrafter):
-    """Drafts with heads that also see the tokens drafted before them (Hydra, Ankner et al. 2024).
-
-    Head i reads the state that predicted the root, the root's embedding and those of i drafted tokens, by one block
-    with a projected residual, P z + SiLU(W z + b), before the model's output rows. Like those, the embeddings are those
-    of the most frequent tokens only; any other token enters as zeros.
-
-    Args:
-        target: whose states the heads read.
-        heads: of kind "hydra".
-    """
-
-    name = "hydra"
-
-    def __init__(self, target: Backend, heads: Heads) -> None:
-        super().__init__(target, heads)
-        arrays, count = heads.arrays, sum(name.startswith("bias.") for name in heads.arrays)
-        # (2, D, (2 + i) D) as one matrix: the projection first, then the block.
-        stacked = [arrays[f"weight.{head}"] for head in range(count)]
-        self._weights = [Matrix(weight.reshape(-1, weight.shape[2])) for weight in stacked]
-        self._biases = [arrays[f"bias.{head}"].astype(np.float32) for head in range(count)]
-        self._embeddings = arrays["embeddings"]  # (K, D), widened row by row when they are needed
-        self._output = OutputRows(heads, target.geometry.vocab_size)
-        self._input = np.empty((2 + count, len(self._norm)), np.float32)
-
-    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
-        head, size = len(drafted), len(state)
-        if head >= len(self._weights):
-            return None
-        self._input[0] = state
-        for place, token in enumerate((context.tokens[-1], *drafted)):
-            row = self._output.places.get(token)
-            self._input[1 + place] = 0 if row is None else self._embeddings[row]
-        both = self._weights[head] @ self._input[: 2 + head].reshape(-1)  # (2 D,)
-        return self._output.logits(both[:size] + silu(both[size:] + self._biases[head]))
-
-    def nbytes(self) -> int:
-        """Bytes that it holds."""
-        arrays = sum(array.nbytes for array in (*self._biases, self._embeddings, self._input))
-        return super().nbytes() + arrays + sum(weight.nbytes for weight in self._weights) + self._output.nbytes

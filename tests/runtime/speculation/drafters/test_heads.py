@@ -27,7 +27,8 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Verdict,
     main_branch_end,
 )
-from edgeinfer.runtime.speculation.drafters.heads import Matrix, MedusaDrafter
+from edgeinfer.runtime.speculation.drafters.heads import Matrix
+from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
 from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.verification import find_verification
