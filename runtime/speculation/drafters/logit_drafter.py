@@ -8,17 +8,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
 
-__all__ = ["LogitDrafter"]
+__all__ = ["LogitDrafter", "best_tokens"]
 
 # Upper edges of the drafter's own probability of a token; the last bucket ends at 1. SpecDec++ stops by a trained
 # estimate of acceptance; a drafter's top-1 probability, with acceptance learnt by bucket, does without the training.
 _EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 _BUCKETS = len(_EDGES) + 1
+# Members of the groups whose maxima are compared first. Of 16 to 256, 64 is within a fifth of the fastest at all sizes
+# of vocabulary from 4096 to 152064.
+_GROUP = 64
 # Acceptance of drawn tokens by bucket, then of further ones, which only count where the drawn token is rejected.
 _PRIORS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.93, 0.03, 0.08, 0.15, 0.2, 0.2, 0.2, 0.2, 0.2)
 
@@ -116,6 +120,22 @@ def _likely(logits: Floats, width: int, taken: int) -> list[int]:  # (V,)
     """The most likely tokens but the one taken, `width - 1` of them or all that are possible, best first."""
     if width < 2:
         return []
-    ids = np.argpartition(logits, -width)[-width:] if width < len(logits) else np.arange(len(logits))
-    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    ids = best_tokens(logits, width)
     return [token for token in ids[logits[ids] > -np.inf].tolist() if token != taken][: width - 1]
+
+
+def best_tokens(logits: Floats, count: int) -> NDArray[np.int64]:  # (V,) -> (count,)
+    """The tokens of the largest logits, largest first, the lower id first where they are equal.
+
+    A maximum of each group bounds what can be among them: the smallest of the largest maxima. Groups are columns of a
+    grid, so that the maxima are taken over whole rows at a time.
+    """
+    groups = len(logits) // _GROUP
+    if groups <= count:
+        order: NDArray[np.int64] = np.argsort(-logits, kind="stable")[:count]
+        return order
+    maxima = np.maximum.reduce(logits[: groups * _GROUP].reshape(_GROUP, groups), axis=0)
+    least = np.partition(maxima, groups - count)[groups - count]
+    found = np.flatnonzero(logits >= least)
+    chosen: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")[:count]]
+    return chosen

@@ -15,15 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 
-__all__ = ["RecycleDrafter", "best_tokens"]
+__all__ = ["RecycleDrafter"]
 
 _BEST = 8
-# Members of the groups whose maxima are compared first. Of 16 to 256, 64 is within a fifth of the fastest at all sizes
-# of vocabulary from 4096 to 152064.
-_GROUP = 64
 _NONE = -1
 _MOST = 255
 _AGAIN = "Delete it; it is learned again."
@@ -156,20 +153,3 @@ class RecycleDrafter(Drafter):
         best[start + 1 : end + 1] = best[start:end]
         best[start] = follower
         self._came_at[token] = 0
-
-
-def best_tokens(logits: Floats, count: int) -> NDArray[np.int64]:  # (V,) -> (count,)
-    """The tokens of the largest logits, largest first, the lower id first where they are equal.
-
-    A maximum of each group bounds what can be among them: the smallest of the largest maxima. Groups are columns of a
-    grid, so that the maxima are taken over whole rows at a time.
-    """
-    groups = len(logits) // _GROUP
-    if groups <= count:
-        order: NDArray[np.int64] = np.argsort(-logits, kind="stable")[:count]
-        return order
-    maxima = np.maximum.reduce(logits[: groups * _GROUP].reshape(_GROUP, groups), axis=0)
-    least = np.partition(maxima, groups - count)[groups - count]
-    found = np.flatnonzero(logits >= least)
-    chosen: NDArray[np.int64] = found[np.argsort(-logits[found], kind="stable")[:count]]
-    return chosen

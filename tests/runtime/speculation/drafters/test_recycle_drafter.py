@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter, best_tokens
+from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
+from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from tests.runtime.speculation.drafters.rounds import ask, chain, settled
 
 V = 40
