@@ -21,6 +21,7 @@ __all__ = [
     "ReplyDrafting",
     "Speculation",
     "VerificationRule",
+    "branching_in",
     "drafters_in",
 ]
 
@@ -37,6 +38,8 @@ VERIFICATIONS: tuple[str, ...] = get_args(VerificationRule)
 NO_DRAFT_MODEL = "off"
 # Tokens in a draft unless told otherwise: more rarely pay (docs/LOG.md), and each takes a row of logits.
 MOST_DRAFTED = 15
+# Candidates for one place.
+_MOST_SIBLINGS = 8
 # The heading of help.
 DRAFTING_GROUP = "speculative decoding (the text stays the same)"
 # Declares who drafts, which is called `speculation` where options are flat and `drafters` in a group.
@@ -70,6 +73,26 @@ def drafters_in(speculation: str) -> tuple[str, ...]:
             hint += f" must be auto, off, or some of {', '.join(DRAFTERS)}, separated by commas."
             raise UsageError(f"Unknown drafter {name!r}.", hint)
     return names
+
+
+def branching_in(draft_tree: str, verification: str) -> tuple[int, ...]:
+    """Siblings at each depth that an option such as "3,2,1" names; none for "adaptive" and "beam".
+
+    Raises:
+        UsageError: it is none of these, or the verification draws no siblings without replacement.
+    """
+    if draft_tree == "adaptive":
+        return ()
+    if verification != "rejection":
+        hint = f"Add {Setting('verification', 'rejection')}, or use {Setting('draft_tree', 'adaptive')}."
+        raise UsageError(f"A draft tree {draft_tree!r} is drawn at random, for verification by rejection.", hint)
+    if draft_tree == "beam":
+        return ()
+    counts = draft_tree.split(",")
+    if not all(count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_SIBLINGS for count in counts):
+        hint = str(Setting("draft_tree")) + f" must be adaptive, beam, or numbers from 1 to {_MOST_SIBLINGS}."
+        raise UsageError(f"Unknown draft tree {draft_tree!r}.", hint)
+    return tuple(map(int, counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +142,7 @@ class ReplyDrafting(DraftLength):
         1,
         help="candidates per drafter and position; more than 1 drafts a tree (default: 1)",
         low=1,
-        high=8,
+        high=_MOST_SIBLINGS,
         cli="--draft-width",
         formerly="--spec-tree-width",
         metavar="N",
@@ -134,6 +157,19 @@ class ReplyDrafting(DraftLength):
         formerly="--spec-verify",
         group=DRAFTING_GROUP,
     )
+    draft_tree: str = option(
+        "adaptive",
+        help="shape of draft trees with --verification rejection: adaptive, beam (stochastic beam search), or numbers "
+        "of candidates by depth, such as 3,2,1 (default: adaptive)",
+        cli="--draft-tree",
+        metavar="SHAPE",
+        group=DRAFTING_GROUP,
+    )
+
+    @property
+    def branching(self) -> tuple[int, ...]:
+        """Candidates at each depth, where `draft_tree` names them."""
+        return branching_in(self.draft_tree, self.verification)
 
 
 @dataclass(frozen=True)
@@ -150,6 +186,9 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
             is exact and attention is ONNX Runtime's own, whose side branches would not be.
         verification: for generate(): "keyed" gives the text of plain decoding, "rejection" and "k-seq" give its
             distribution; "typical" is lossy.
+        draft_tree: for generate() with "rejection": "adaptive" draws where a token is likeliest to be accepted, "beam"
+            keeps the `draft_width` best paths of every depth (stochastic beam search), and "3,2,1" draws so many
+            candidates behind every path of each depth.
     """
 
     mode: ClassVar[tuple[str, str] | None] = ("drafters", "speculation")
@@ -159,3 +198,4 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         drafters_in(self.drafters)
+        branching_in(self.draft_tree, self.verification)

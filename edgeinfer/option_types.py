@@ -100,6 +100,7 @@ class _DraftLength(TypedDict, total=False):
 class _ReplyDrafting(_DraftLength, total=False):
     draft_width: int
     verification: VerificationRule
+    draft_tree: str
 
 
 class _LoadDrafting(_DraftLength, total=False):

@@ -91,7 +91,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
-    add_options(parser, GenerationConfig, ("verification", "draft_width", "adapter"))
+    add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter"))
     add_options(parser, ComputeOptions)
     add_options(parser, SearchOptions)
 

@@ -30,8 +30,9 @@ Probabilities = NDArray[np.float64]
 
 # Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
 _SPARSE = 32
-# Streams of the generator beside the sampler's own, 0: even ones draw drafts, odd ones decide about them.
-_DRAFTS, _DECISIONS, _STEP = 2, 1, 2
+# Streams of the generator beside the sampler's own, 0: even ones draw drafts, odd ones decide about them, and of those
+# the ones far behind shape them.
+_DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
 
 
 class LogitsProcessor:
@@ -260,6 +261,10 @@ class Sampler:
     def uniform(self, position: int, draw: int) -> float:
         """A number in [0, 1) of this position, independent for each draw and of all tokens drawn."""
         return uniform(self._processor.seed, position, _DECISIONS + _STEP * draw)
+
+    def chance(self, position: int, draw: int) -> float:
+        """As `uniform`, and independent of it: for the shape of what is drafted."""
+        return uniform(self._processor.seed, position, _SHAPES + _STEP * draw)
 
     def forced(self, path: Sequence[int]) -> Sequence[int]:
         """Tokens that the constraint leaves no choice about after `path`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NoReturn
@@ -100,7 +101,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
         self._lost = 0
-        self._context = Context([], self._draw, sampler.forced, self._draw_further, lambda: self._lost)
+        self._context = Context([], self._draw, sampler.forced, self._draw_further, lambda: self._lost, self._chance)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The token after a prompt, of which no more is drafted."""
@@ -346,7 +347,7 @@ class SpeculativeDecoding(DecodingStrategy):
         if not self._verification.stochastic:
             return self._sampler.sample(logits, position, path), None
         probabilities = self._sampler.probabilities(logits, path)
-        return self._sampler.sample_from(probabilities, position, 0), probabilities
+        return self._sampler.sample_from(probabilities, position, _stream(drafted, 0)), probabilities
 
     def _draw_further(self, probabilities: Probabilities, drafted: Sequence[int], taken: Sequence[int]) -> int | None:
         if not self._verification.iid_chains:
@@ -354,7 +355,16 @@ class SpeculativeDecoding(DecodingStrategy):
             probabilities[list(taken)] = 0
             if not probabilities.any():
                 return None
-        return self._sampler.sample_from(probabilities, len(self._context.tokens) + len(drafted), len(taken))
+        position = len(self._context.tokens) + len(drafted)
+        return self._sampler.sample_from(probabilities, position, _stream(drafted, len(taken)))
+
+    def _chance(self, depth: int, draw: int) -> float:
+        return self._sampler.chance(len(self._context.tokens) + depth, draw)
+
+
+def _stream(drafted: Sequence[int], taken: int) -> int:
+    """Which of a place's draws is the one after `taken` siblings: branches draw independently of each other."""
+    return taken + (zlib.crc32(np.array(drafted, np.int64).tobytes()) << 8)
 
 
 def _tree_rows(draft: Draft, size: int) -> tuple[list[int], list[int]]:

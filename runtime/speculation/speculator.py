@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from weakref import WeakSet
@@ -134,7 +134,7 @@ class Speculator:
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if not self._may_pay(config, drafters, costs):
             return DecodingStrategy(self._parts.target, sampler)
-        governor = _governor(verification)(drafters, costs, self._acceptance, most, width)
+        governor = _governor(verification, config)(drafters, costs, self._acceptance, most, width)
         strategy = SpeculativeDecoding(
             self._parts.target,
             sampler,
@@ -279,7 +279,8 @@ class Speculator:
     def _width(self, config: GenerationConfig, verification: VerificationRule) -> int:
         if verification.iid_chains:
             return max(_CHAINS, config.draft_width)
-        if config.draft_width > 1 and not self._parts.target.capabilities.tree:
+        width = max((config.draft_width, *config.branching))
+        if width > 1 and not self._parts.target.capabilities.tree:
             message = f"The {self._parts.target.name} backend cannot verify trees."
             raise UsageError(message, "Draft chains (draft_width=1), or use a natively exported bundle.")
         # Where attention reads no pages, rows of side branches have other bits than a chain's, so where text is to be
@@ -287,7 +288,7 @@ class Speculator:
         settled = self._costs.exact is not None and self._costs.exact.bit_identical
         if settled and verification.name == "keyed" and not self._parts.target.capabilities.paged:
             return 1
-        return config.draft_width
+        return width
 
     def summary(self, config: GenerationConfig, strategy: DecodingStrategy, per_token_ms: float) -> SpeculationUse:
         """Tells what drafting did in a reply.
@@ -390,9 +391,9 @@ class Speculator:
             self._parts.model.close()
 
 
-def _governor(verification: VerificationRule) -> type[Governor]:
-    if not verification.stochastic:
-        return Governor
-    from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
+def _governor(verification: VerificationRule, config: GenerationConfig) -> Callable[..., Governor]:
+    if verification.stochastic:
+        from edgeinfer.runtime.speculation.shaped_governor import stochastic_governor
 
-    return ChainsGovernor if verification.iid_chains else StochasticGovernor
+        return stochastic_governor(verification, config)
+    return Governor

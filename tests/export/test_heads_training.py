@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Round, Verdict
 from edgeinfer.runtime.speculation.drafters.heads import StateDrafter
@@ -105,7 +106,12 @@ def test_heads_learn_what_the_target_says(target: Target, text: TokenFile, kind:
     [("medusa", MedusaDrafter, 40), ("medusa", MedusaDrafter, None), ("hydra", HydraDrafter, 40)],
 )
 def test_heads_that_draft_are_those_that_were_trained(
-    target: Target, text: TokenFile, bundle: Bundle, kind: str, drafting: type[StateDrafter], tokens: int | None
+    target: Target,
+    text: TokenFile,
+    bundle: Bundle,
+    kind: str,
+    drafting: Callable[[Backend, Heads], StateDrafter],
+    tokens: int | None,
 ) -> None:
     task: HeadsTask = TASKS[kind](target, (text,), BATCHES, HeadsShape(3, tokens))
     train(task)

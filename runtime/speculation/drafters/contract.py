@@ -70,6 +70,10 @@ def _all_there() -> int:
     return 0
 
 
+def _middle(depth: int, draw: int) -> float:
+    return 0.5
+
+
 @dataclass(frozen=True)
 class Context:
     """What a round starts from.
@@ -82,6 +86,8 @@ class Context:
         further: draws siblings of a token that `draw` drew from a distribution.
         lost: by how many tokens the text is longer than the target's cache with the root would be, because the text
             has outgrown the context; 0 as long as it has not. It changes between rounds only.
+        chance: a number in [0, 1) of a depth (0 for what follows the root), independent for each draw and of all tokens
+            drawn, for deciding where to draw.
     """
 
     tokens: list[int]
@@ -89,6 +95,7 @@ class Context:
     forced: Callable[[Sequence[int]], Sequence[int]]
     further: Further = _nothing
     lost: Callable[[], int] = _all_there
+    chance: Callable[[int, int], float] = _middle
 
     @property
     def root_row(self) -> int:

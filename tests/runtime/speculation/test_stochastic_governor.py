@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import Context
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
+from edgeinfer.runtime.speculation.shaped_governor import BeamGovernor, stochastic_governor
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.test_engine import TableBackend
@@ -29,9 +30,9 @@ from tests.runtime.test_engine import TableBackend
 V = 4
 TOKENS = 4
 PROMPT = [1, 2]
-each_rule = pytest.mark.parametrize(
-    ("name", "width"), [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)]
-)
+RULES = [("rejection", 1), ("rejection", 2), ("k-seq", 2), ("k-seq", 3), ("keyed", 1)]
+# Of fixed shapes: a beam, and siblings behind an only child.
+SHAPES = [(3, "beam"), (2, "2,1,2")]
 
 
 @cache
@@ -81,11 +82,12 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     drafter, verification = Drafter(V), find_verification(config.verification)
     acceptance = Acceptance()
     acceptance.add("model", [0.9] * len(drafter.priors))
-    kind = ChainsGovernor if verification.iid_chains else StochasticGovernor
-    governor = kind([drafter], Prices(FLAT), acceptance, 6, width)
+    governor = stochastic_governor(verification, config)([drafter], Prices(FLAT), acceptance, 9, width)
     rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
-    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
-    tokens = tuple(step.token for step in steps)
+    # Of a reply that goes on, so that there is room for trees.
+    most = TOKENS + 9 * (config.draft_tree != "adaptive")
+    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=rounds)
+    tokens = tuple(step.token for step in islice(steps, TOKENS))
     assert rounds.statistics.drafted > 0
     return tokens
 
@@ -105,9 +107,9 @@ def expected(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return replies
 
 
-def check_distribution(name: VerificationRule, width: int, seeds: int) -> None:
+def check_distribution(name: VerificationRule, width: int, seeds: int, tree: str = "adaptive") -> None:
     """Chi-square of so many replies; false of one right rule in ten thousand, however many they are."""
-    config = GenerationConfig(temperature=0.9, verification=name)
+    config = GenerationConfig(temperature=0.9, verification=name, draft_tree=tree)
     distributions = expected(config)
     counts = Counter(reply(config.replace(seed=seed), width) for seed in range(seeds))
     assert set(counts) <= set(distributions)
@@ -119,12 +121,44 @@ def check_distribution(name: VerificationRule, width: int, seeds: int) -> None:
     assert p > 1e-4
 
 
-@each_rule
+@pytest.mark.parametrize(("name", "width"), RULES)
 def test_replies_are_distributed_as_plain_samplings(name: VerificationRule, width: int) -> None:
     check_distribution(name, width, 400)
 
 
 @pytest.mark.slow
-@each_rule
+@pytest.mark.parametrize(("name", "width"), RULES)
 def test_thousands_of_replies_are_distributed_as_plain_samplings(name: VerificationRule, width: int) -> None:
     check_distribution(name, width, 3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "tree"), SHAPES)
+def test_trees_of_a_shape_leave_the_distribution_as_it_is(width: int, tree: str) -> None:
+    check_distribution("rejection", width, 400, tree)
+
+
+@pytest.mark.slow
+def test_a_beam_draws_paths_without_replacement() -> None:
+    """The two paths of two tokens that arrive first come as often as two draws without replacement say."""
+    config = GenerationConfig(temperature=1.0, verification="rejection", draft_tree="beam")
+    processor = LogitsProcessor(config, V, 0)
+    laws = {path: processor.probabilities(drafter_logits([*PROMPT, *path])) for path in [(), *((x,) for x in range(V))]}
+    likely = {(x, y): float(laws[()][x] * laws[x,][y]) for x in range(V) for y in range(V)}
+    seeds, counts = 2000, Counter[tuple[tuple[int, int], ...]]()
+    for seed in range(seeds):
+        sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
+        drafter, acceptance = Drafter(V), Acceptance()
+        acceptance.add("model", [0.9] * len(drafter.priors))
+        governor = BeamGovernor([drafter], Prices(FLAT), acceptance, 4, 2)
+        rounds = SpeculativeDecoding(
+            Target(), sampler, [drafter], governor, find_verification("rejection"), on_plain_ms=lambda ms: None
+        )
+        rounds._context.tokens[:] = PROMPT
+        draft = governor.draft(rounds._context, 4)
+        counts[tuple(tuple(draft.path(node)) for node in range(2, 4))] += 1  # type: ignore[misc]
+    pairs = {(a, b): likely[a] * likely[b] / (1 - likely[a]) for a in likely for b in likely if a != b}
+    common = [pair for pair, share in pairs.items() if share * seeds >= 8]
+    seen, wanted = [counts[pair] for pair in common], [pairs[pair] * seeds for pair in common]
+    assert len(common) > 20 and set(counts) <= set(pairs)
+    assert chisquare([*seen, seeds - sum(seen)], [*wanted, seeds - sum(wanted)]).pvalue > 1e-4
