@@ -11,15 +11,7 @@ from typing import Any, Literal, Self, get_args
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
 from edgeinfer.device_options import DeviceOptions
-from edgeinfer.drafting import (
-    DRAFTING_GROUP,
-    SPECULATION,
-    LoadDrafting,
-    ReplyDrafting,
-    Speculation,
-    branching_in,
-    drafters_in,
-)
+from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
@@ -373,7 +365,7 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
     def __post_init__(self) -> None:
         check_options(self)
         drafters_in(self.speculation)
-        branching_in(self.draft_tree, self.verification)
+        self.check_drafting()
         self.check_reply()
         self.check_compute()
         self.check_search()

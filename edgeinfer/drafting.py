@@ -171,6 +171,14 @@ class ReplyDrafting(DraftLength):
         """Candidates at each depth, where `draft_tree` names them."""
         return branching_in(self.draft_tree, self.verification)
 
+    def check_drafting(self) -> None:
+        """Refuses a tree of an unknown shape, or one that the verification does not take.
+
+        Raises:
+            UsageError: it is one.
+        """
+        branching_in(self.draft_tree, self.verification)
+
 
 @dataclass(frozen=True)
 class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
@@ -198,4 +206,4 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         drafters_in(self.drafters)
-        branching_in(self.draft_tree, self.verification)
+        self.check_drafting()
