@@ -148,7 +148,8 @@ def measure_document(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the document alone, of the questions without it, and of all questions on it."""
     context, found = args.document + args.question + args.tokens + 1, dict[str, list[tuple[float, float]]]()
     options = _GREEDY | {"max_tokens": args.tokens}
-    with edgeinfer.load(args.model, context=context, threads=args.threads, parallel=8, remember=False) as model:
+    sizes: dict[str, Any] = {"context": context, "threads": args.threads, "parallel": 8, "kv": args.kv}
+    with edgeinfer.load(args.model, remember=False, **sizes) as model:
         tokens = Tokens(args.vocabulary, args.seed)
         for _ in range(args.repeats):
             document = tokens.prompt(args.document)
@@ -264,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--documents", type=int, default=8, help="that questions are on, for the order of these")
     parser.add_argument("--inter-token-latency", type=float, metavar="MS", help="as edgeinfer.load takes it")
+    parser.add_argument("--kv", help="data type of the KV cache behind the document, as edgeinfer.load takes it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096, help="ids of prompts are below")
     parser.add_argument("--seed", type=int, default=0)

@@ -41,7 +41,7 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(f"Cannot write {path}: {error.strerror}.", "Choose another place.") from error
 
 
-def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
     """Writes a file whole or not at all: beside, synced, renamed.
 
     Args:

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import logging
+import mmap
 import os
 import re
 import struct
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 from numpy.lib import format as npy
@@ -52,6 +53,10 @@ _OURS = re.compile(r"costs\.json|[a-z0-9_-]+\.npz|\.(costs\.json|[a-z0-9_-]+\.np
 _MOST_COSTS_BYTES = 1 << 16
 _MOST_ARRAYS_BYTES = 32 << 20
 _MOST_PROFILE_BYTES = 64 << 20
+# What zip and numpy write about an array besides its name, twice, and about them all: 300 bytes.
+_MEMBER_BYTES = 512
+# Read at once to compare.
+_PIECE_BYTES = 1 << 16
 # Of all profiles together: every version, bundle and number of threads makes one.
 _MOST_BYTES = 256 << 20
 # Written between two looks at all profiles, by which they may be larger together for a while.
@@ -205,7 +210,7 @@ class DeviceProfile:
             _log.warning("%s What drafters learn will not be kept.", error.message)
             self._folder = None
 
-    def _keep(self, path: Path, data: bytes, most: int) -> None:
+    def _keep(self, path: Path, data: bytes | memoryview, most: int) -> None:
         """Writes a file, unless that is what it says."""
         folder = path.parent
         if len(data) > most or _bytes(folder, but=path.name) + len(data) > _MOST_PROFILE_BYTES:
@@ -244,10 +249,15 @@ class DeviceProfile:
             return None
 
 
-def _says(path: Path, data: bytes) -> bool:
+def _says(path: Path, data: bytes | memoryview) -> bool:
     """Whether a file has these contents."""
+    view = memoryview(data)
     with contextlib.suppress(OSError):
-        return not path.is_symlink() and path.stat().st_size == len(data) and path.read_bytes() == data
+        if path.is_symlink() or path.stat().st_size != len(view):
+            return False
+        with path.open("rb") as file:
+            pieces = (view[start : start + _PIECE_BYTES] for start in range(0, len(view), _PIECE_BYTES))
+            return all(file.read(_PIECE_BYTES) == piece for piece in pieces)
     return False
 
 
@@ -273,14 +283,21 @@ def _plain(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biuf" and dtype.isnative
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """What numpy.savez writes, without pickles and whatever the names are."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+def _npz(arrays: Mapping[str, NDArray[Any]]) -> memoryview:
+    """What numpy.savez writes, without pickles and whatever the names are.
+
+    It lies in a mapping of its own, which goes back to the system as soon as nobody has it. Blocks of the C library of
+    this size would be left behind in the heap of every thread that ever saved, as long as replies keep what is freed.
+    """
+    size = _MEMBER_BYTES + sum(_MEMBER_BYTES + 2 * len(key) + array.nbytes for key, array in arrays.items())
+    buffer = mmap.mmap(-1, size)
+    with zipfile.ZipFile(cast(BinaryIO, buffer), "w", zipfile.ZIP_STORED) as archive:
         for key, array in arrays.items():
+            stored = np.asarray(array, order="C")
             with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
-                npy.write_array(file, np.asarray(array, order="C"), version=(1, 0), allow_pickle=False)
-    return buffer.getvalue()
+                npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(stored))
+                file.write(stored.reshape(-1).view(np.uint8).data)
+    return memoryview(buffer)[: buffer.tell()]
 
 
 def _read_arrays(file: BinaryIO) -> dict[str, NDArray[Any]]:

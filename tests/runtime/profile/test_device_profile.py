@@ -9,6 +9,7 @@ import os
 import pickle
 import stat
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -68,6 +69,18 @@ def assert_same(found: dict[str, NDArray[Any]] | None, wanted: dict[str, NDArray
         assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape)
         assert np.array_equal(found[key], array, equal_nan=array.dtype.kind == "f")
         assert found[key].flags.writeable
+
+
+@pytest.mark.slow
+def test_saving_takes_no_memory_of_the_heap(tmp_path: Path) -> None:
+    """Threads that save while replies keep what is freed would each leave blocks as large as the tables behind."""
+    profile, tables = DeviceProfile.open(tmp_path / "kept"), {"a": np.arange(1 << 20), "b": np.ones((3, 1 << 18))}
+    for _ in range(2):  # the second finds them there
+        tracemalloc.start()
+        profile.save_arrays("ngram", tables)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 19
+        tracemalloc.stop()
+    assert_same(profile.arrays("ngram"), tables)
 
 
 def test_what_is_saved_comes_back_in_another_session(kept: Path, log: pytest.LogCaptureFixture) -> None:
