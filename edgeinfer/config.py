@@ -46,7 +46,7 @@ ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
 GGUF_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "q8_0", "q4_0")
 KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
-OverflowPolicy = Literal["stop", "window", "merge", "cluster"]
+OverflowPolicy = Literal["stop", "window", "merge", "cluster", "auto"]
 OVERFLOWS: tuple[str, ...] = get_args(OverflowPolicy)
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
 # be chosen, or dropped behind each pass.
@@ -132,7 +132,7 @@ class CacheOptions:
     overflow: OverflowPolicy = option(
         "stop",
         help="what to do when a conversation outgrows the context: stop; or drop (window) or merge (merge, "
-        "cluster) older tokens, which is lossy (default: stop)",
+        "cluster) older tokens, which is lossy; auto takes what edgeinfer tune --cache found (default: stop)",
         choices=OVERFLOWS,
         cli="--overflow",
         group=_RESOURCES,
@@ -147,7 +147,8 @@ class Cache(CacheOptions, OptionGroup):
         kv: data type: "float32", "float16", "int8" or "int4", for GGUF models also "q8_0" and "q4_0"; 8 and 4 bits
             are lossy. None means floats, or 8 bits if memory is short.
         overflow: what to do when a conversation outgrows the context: "stop", or one of three lossy ways: "window"
-            keeps the first and the latest tokens, "merge" and "cluster" merge the others into them.
+            keeps the first and the latest tokens, "merge" and "cluster" merge the others into them; "auto" is the one
+            that `edgeinfer tune --cache` found to lose least, "window" where it was not measured.
         prefix_cache: memory for the KV caches of other conversations, such as "50MB", or bytes; 0 means none.
     """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
+from edgeinfer.apps.cli.cache_tuning import tune_cache
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
@@ -47,10 +48,17 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--skip", action="store_true", help=text)
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
+    group = parser.add_argument_group("full contexts (lossy)")
+    text = (
+        "measure what each --overflow loses of --text, or of a text of the model's own, for --overflow auto; nothing "
+    )
+    group.add_argument("--cache", action="store_true", help=text + "else is tuned")
     group = parser.add_argument_group("drafters and layers to skip")
     text = "measure each drafter on the replies to --text, and let auto ask those that pay; nothing else is tuned"
     group.add_argument("--drafters", action="store_true", help=text)
-    text = "UTF-8 file with a prompt to tune with on each line (default: a few built-in prompts)"
+    text = (
+        "UTF-8 file with a prompt to tune with on each line (default: a few built-in prompts); or one text, for --cache"
+    )
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     text = "number of consecutive layers that are skipped together (default: 1)"
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
@@ -66,6 +74,8 @@ def execute(args: argparse.Namespace) -> int:
     options = load_options(args)
     if args.forget:
         return _forget(args, options)
+    if args.cache:
+        return tune_cache(args, options)
     prompts = _prompts(args)
     if args.drafters:
         return _tune_drafters(args, options, prompts)

@@ -6,6 +6,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from edgeinfer.tools.cache_policies import CacheLoss, CacheTuning, Foreseen, tune_cache
     from edgeinfer.tools.devices import (
         DeviceTuning,
         PartGain,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, TuneResult, tune_drafting, tune_entropy, tune_skips
 
 __all__ = [
+    "CacheLoss",
+    "CacheTuning",
     "DecodeTimes",
     "DeviceTuning",
     "Divergence",
@@ -47,6 +50,7 @@ __all__ = [
     "EntropyFacts",
     "Evaluation",
     "FewerExperts",
+    "Foreseen",
     "PartGain",
     "ReplyReading",
     "SkipLevel",
@@ -69,6 +73,7 @@ __all__ = [
     "pass_work",
     "read_reply",
     "restore_drafting",
+    "tune_cache",
     "tune_device",
     "tune_drafters",
     "tune_drafting",
@@ -77,6 +82,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CacheLoss": "cache_policies",
+    "CacheTuning": "cache_policies",
     "DecodeTimes": "measuring",
     "DeviceTuning": "devices",
     "Divergence": "predictions",
@@ -85,6 +92,7 @@ _HOMES = {
     "EntropyFacts": "tuning",
     "Evaluation": "predictions",
     "FewerExperts": "measuring",
+    "Foreseen": "cache_policies",
     "PartGain": "devices",
     "ReplyReading": "measuring",
     "SkipLevel": "tuning",
@@ -107,6 +115,7 @@ _HOMES = {
     "pass_work": "measuring",
     "read_reply": "measuring",
     "restore_drafting": "measuring",
+    "tune_cache": "cache_policies",
     "tune_device": "devices",
     "tune_drafters": "drafters",
     "tune_drafting": "tuning",

@@ -28,6 +28,7 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
+from edgeinfer.runtime.profile.cache_policy import forget_policy
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
 from edgeinfer.runtime.profile.tuned import OFF, TunedProfile, forget_profile, keep_profile, write_profile
 from edgeinfer.runtime.system.allocation import allocating
@@ -132,7 +133,7 @@ def tune_device(
 
 
 def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions]) -> bool:
-    """Drops what `tune_device` kept of a model for this user; whether there was anything.
+    """Drops what `tune_device` and `tune_cache` kept of a model for this user; whether there was anything.
 
     Args:
         model, options: as `tune_device` took them.
@@ -142,7 +143,9 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
         StorageError: it cannot be dropped.
     """
     config = LoadConfig.of(**{**options, "profile": OFF})
-    return forget_profile(digest_of(choose_backend(open_bundle(resolve(model)), config), config))
+    bundle = open_bundle(resolve(model))
+    forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
+    return forget_policy(bundle) or forgotten
 
 
 @allocating("The model")

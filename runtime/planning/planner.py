@@ -21,6 +21,7 @@ from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
@@ -72,6 +73,7 @@ def make_plan(
         ContextLengthError: the context asked for is larger than the model allows.
         UsageError: the budget is larger than the machine, or something is asked for that the model does not have.
     """
+    config = with_measured_policy(config, plan_input.bundle)
     machine = machine_memory()
     if config.memory is not None and config.memory > machine:
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
@@ -199,6 +201,7 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
             return plan
         chosen: dict[str, Any] = {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
+        chosen["overflow"] = plan.overflow
         fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:

@@ -1,9 +1,10 @@
 """Merges neighbours that are alike, chunk by chunk and head by head.
 
 Chelsea: within a chunk of rows every second one is matched to the most similar of the others, and the most similar
-pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row gets the share of
-attention of one token: to give it that of all its tokens, its scores would need the logarithm of their number added,
-which differs by head and layer, and the graph's attention bias is one for all.
+pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row should get the share of
+attention of all its tokens, for which its scores would need the logarithm of their number added; attention knows no
+bias of its own for each head and row. A mean of keys is shorter than they are, which takes from its share besides:
+merged keys are therefore as long as those that they stand for are on average.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["ClusterOptions", "ClusterPolicy"]
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What is merged. Defaults were chosen among some ten, by docs/LOG.md.
+    """What is merged. Defaults were chosen among some twenty, by docs/LOG.md.
 
     Attributes:
         sinks: first rows, which stay as they are.
@@ -34,8 +35,8 @@ class ClusterOptions:
     """
 
     sinks: int = SINKS
-    freed: float = 0.125
-    recent: float = 0.25
+    freed: float = 0.0625
+    recent: float = 0.1
     chunk: int = 64
 
 
@@ -62,7 +63,7 @@ class ClusterPolicy:
         """What is remembered between context shifts, and what one takes while it runs."""
         freed, _ = _sizes(ClusterOptions(), capacity)
         counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
-        rows = 8 * capacity * spec.kv_size * 4
+        rows = 8 * capacity * spec.kv_size * 4 + 2 * capacity * spec.num_kv_heads * 4
         return counts + LayerRotations.planned_bytes(spec, capacity) + rows
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
@@ -76,18 +77,18 @@ class ClusterPolicy:
             counts = np.ones(keys.shape[:2], np.float32)
             if (known := self._counts.get(layer)) is not None:
                 counts[:, : known.shape[1]] = known
-            both = np.concatenate([rotations.moved(layer, keys, old, zero), values], axis=-1)  # (H, n, 2 h)
+            both = _with_lengths(rotations.moved(layer, keys, old, zero), values)  # (H, n, 2 h + 1)
             kept = np.stack([self._merge(b, c) for b, c in zip(both, counts, strict=True)])  # (H, n')
             heads = np.arange(len(kept))[:, None]
             remembered[layer], both = counts[heads, kept], both[heads, kept]
             size = keys.shape[-1]
-            return rotations.moved(layer, both[..., :size], zero, new), both[..., size:]
+            return rotations.moved(layer, both[..., :size], zero, new), both[..., size:-1]
 
         self._backend.cache.rewrite(edit)
         self._counts = remembered
         return Removed(self._freed, self._freed)
 
-    def _merge(self, rows: Floats, counts: Floats) -> Indices:  # (n, 2 h), (n,) -> (n',)
+    def _merge(self, rows: Floats, counts: Floats) -> Indices:  # (n, 2 h + 1), (n,) -> (n',)
         """Merges a head's most similar pairs, in place, and gives the rows that stay, in order."""
         options, size = self._options, rows.shape[1] // 2
         middle = np.arange(options.sinks, len(rows) - self._recent)
@@ -105,11 +106,20 @@ class ClusterPolicy:
         most = np.argsort(-np.concatenate(likeness), kind="stable")[: self._freed]
         leaving, into = np.concatenate(sources)[most], np.concatenate(targets)[most]
         merge_rows(rows, counts, leaving, into)
+        merged = np.unique(into)
+        keys = rows[merged, :size]
+        means = np.maximum(np.linalg.norm(keys, axis=-1), np.float32(1e-20))
+        rows[merged, :size] = keys * (rows[merged, -1] / means)[:, None]
         return np.delete(np.arange(len(rows)), leaving)
 
     def forget(self) -> None:
         """Forgets what rows stand for."""
         self._counts.clear()
+
+
+def _with_lengths(keys: Floats, values: Floats) -> Floats:  # (H, n, h) each -> (H, n, 2 h + 1)
+    """Keys, values and how long each key is, in one row."""
+    return np.concatenate([keys, values, np.linalg.norm(keys, axis=-1, keepdims=True)], axis=-1)
 
 
 def _sizes(options: ClusterOptions, capacity: int) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capa
 
 
 def test_one_policy_for_each_name() -> None:
-    assert ("stop", *POLICIES) == OVERFLOWS
+    assert ("stop", *POLICIES, "auto") == OVERFLOWS
 
 
 def test_refuses_what_it_cannot_work_with(make_family: Callable[..., Family], tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ def test_clusters_lose_nothing_but_detail(capacity: int, count: int, chunk: int,
     policy = ClusterPolicy(SPEC, store, ClusterOptions(chunk=chunk, freed=freed))  # type: ignore[arg-type]
     lost = fill(store, policy, count)
     assert lost.merged == lost.tokens == count - store.length
-    check_conserved(store, policy._counts, count)
+    weights = check_conserved(store, policy._counts, count)
+    lengths = (weights * np.linalg.norm(store.unrotated(), axis=-1)).sum(axis=-1)
+    np.testing.assert_allclose(lengths, np.linalg.norm(raw_keys(TEXT)[:, :, :count], axis=-1).sum(axis=-1), rtol=1e-4)
 
 
 @given(capacity=capacities, count=texts)
@@ -97,19 +99,20 @@ def test_merging_everything_loses_nothing_but_detail(capacity: int, count: int) 
     policy = merge_policy(store, similar=-2.0)
     lost = fill(store, policy, count)
     assert lost.merged == lost.tokens
-    check_conserved(store, {layer: past.counts for layer, past in policy._past.items()}, count)
+    weights = check_conserved(store, {layer: past.counts for layer, past in policy._past.items()}, count)
+    keys = (weights[..., None] * store.unrotated()).sum(axis=2)
+    np.testing.assert_allclose(keys, raw_keys(TEXT)[:, :, :count].sum(axis=2), atol=1e-2)
 
 
-def check_conserved(store: Store, counted: dict[int, Floats], count: int) -> None:
-    """The weighted sum of all rows is that of the text, in keys and in values, and the sinks are untouched."""
-    weights = np.ones(store.places.shape)
+def check_conserved(store: Store, counted: dict[int, Floats], count: int) -> Floats:
+    """The weighted sum of all values is that of the text, and the sinks are untouched; returns the weights."""
+    weights = np.ones(store.places.shape, np.float32)
     for layer, counts in counted.items():
         weights[layer, :, : counts.shape[1]] = counts
     assert np.all(weights.sum(axis=-1) == count)
     assert np.all(weights[..., :4] == 1)
     np.testing.assert_allclose((weights * store.places).sum(axis=-1), sum(range(count)), rtol=1e-4)
-    keys = (weights[..., None] * store.unrotated()).sum(axis=2)
-    np.testing.assert_allclose(keys, raw_keys(TEXT)[:, :, :count].sum(axis=2), atol=1e-2)
+    return weights
 
 
 def test_what_is_attended_to_stays() -> None:
