@@ -24,7 +24,7 @@ __all__ = [
 
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
-    "off", "samples", "first-finish", "vote", "cautious", "lookahead", "contrast", "momentum", "beam"
+    "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum", "beam"
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -39,9 +39,9 @@ _SEARCH = "search"
 
 # The choice of a method is called `search` where options are flat and `method` in a group.
 _METHOD: dict[str, Any] = {
-    "help": "samples, several replies at once; first-finish, the first of several to end; vote, the most common answer "
-    "of several; cautious, lookahead or contrast, more care where the next token is uncertain; momentum, less "
-    "repetition; beam, beam search; all but samples are lossy (default: off)",
+    "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
+    "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
+    "is uncertain; momentum, less repetition; beam, beam search; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -58,7 +58,7 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="number of replies for samples, first-finish and vote (default: 4)",
+        help="number of replies for samples, first-finish, best-of and vote (default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
@@ -193,14 +193,15 @@ class Search(SearchSettings, OptionGroup):
 
     Attributes:
         method: "samples" draws several replies side by side and answers with the first, the others are in
-            `result.search.texts`; "first-finish" draws several and answers with the first to end; "vote" draws several
-            and answers with one whose answer most of them have (self-consistency); "cautious" draws several
-            continuations up to the next punctuation where the next token is uncertain, and goes on with the least
-            perplexing (CNTP); "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next
-            is uncertain (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token
-            is uncertain (USCD); "momentum" is greedy, but resists repeating itself; "beam" keeps several of the
-            likeliest beginnings (diverse beam search).
-        samples: number of replies for "samples", "first-finish" and "vote"; number i is drawn with seed + i.
+            `result.search.texts`; "first-finish" draws several and answers with the first to end; "best-of" draws
+            several and answers with the one of the highest mean log-probability; "vote" draws several and answers with
+            one whose answer most of them have (self-consistency); "cautious" draws several continuations up to the
+            next punctuation where the next token is uncertain, and goes on with the least perplexing (CNTP);
+            "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain
+            (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token is
+            uncertain (USCD); "momentum" is greedy, but resists repeating itself; "beam" keeps several of the likeliest
+            beginnings (diverse beam search).
+        samples: number of replies for "samples", "first-finish", "best-of" and "vote"; number i is drawn with seed + i.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import field
@@ -288,6 +289,12 @@ class Reply:
         """Log-probabilities that go with what is sent now."""
         told, self.untold = self.untold, []
         return told
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, where log-probabilities were asked for; that of an empty reply is the least."""
+        told = [token.logprob for token in self.logprobs]
+        return sum(told) / len(told) if told else -math.inf
 
     @property
     def finish_reason(self) -> str:

@@ -48,7 +48,7 @@ class TextCompletion:
         self.stream = fields.flag("stream")
         self._usage_wanted = usage_wanted(fields)
         prompts = _prompts(fields, model)
-        self._each = _replies_each(fields, len(prompts))
+        self._given, self._each = _replies_each(fields, len(prompts), stream=self.stream)
         self.n = self._each * len(prompts)
         self._echo = fields.flag("echo")
         alternatives = fields.whole("logprobs", 0, MOST_ALTERNATIVES)
@@ -59,8 +59,8 @@ class TextCompletion:
             )
         options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
         options |= sampling(fields) | form(fields, "response_format")
-        if self._logprobs_wanted:
-            options["logprobs"] = alternatives
+        if self._logprobs_wanted or self._each > self._given:
+            options["logprobs"] = alternatives or 0
         self._prompts = [TextPrompt(prompt, options) for prompt in prompts]
         fields.ignore(*IGNORED)
         fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
@@ -114,9 +114,16 @@ class TextCompletion:
 
     def whole(self) -> Event:
         """The answer."""
-        return {**self._head, "choices": list(map(self._choice, range(self.n))), **self._figures()} | warnings(
-            self.ignored
-        )
+        choices = [self._choice(place, index) for place, index in enumerate(self._best())]
+        return {**self._head, "choices": choices, **self._figures()} | warnings(self.ignored)
+
+    def _best(self) -> list[int]:
+        """The replies to each prompt that are given: all, or the likeliest ones, the best first."""
+        if self._given == self._each:
+            return list(range(self.n))
+        groups = (range(first, first + self._each) for first in range(0, self.n, self._each))
+        ranked = (sorted(group, key=lambda index: -self._replies[index].mean_logprob) for group in groups)
+        return [index for group in ranked for index in group[: self._given]]
 
     def _event(self, index: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None) -> Event:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -129,10 +136,10 @@ class TextCompletion:
         table, self._offsets[index] = token_table(told, self._offsets[index])
         return table
 
-    def _choice(self, index: int) -> dict[str, Any]:
+    def _choice(self, place: int, index: int) -> dict[str, Any]:
         reply = self._replies[index]
         return {
-            "index": index,
+            "index": place,
             "text": self._echoed[index // self._each] + reply.text,
             "logprobs": token_table(reply.logprobs, 0)[0] if self._logprobs_wanted else None,
             "finish_reason": reply.finish_reason,
@@ -170,9 +177,15 @@ def is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
-def _replies_each(fields: Fields, prompts: int) -> int:
-    each = fields.whole("n", 1, MOST_REPLIES) or 1
+def _replies_each(fields: Fields, prompts: int, *, stream: bool) -> tuple[int, int]:
+    """How many replies to each prompt are given, and how many are made."""
+    given = fields.whole("n", 1, MOST_REPLIES) or 1
+    made = fields.whole("best_of", 1, MOST_REPLIES)
+    name, each = ("n", given) if made is None else ("best_of", made)
     if each * prompts > MOST_REPLIES:
-        raise fields.wrong("n", each, f"All prompts together can have {MOST_REPLIES} replies.")
-    fields.only("best_of", (each,), "Replies are not ranked: leave it out, or give the same as n.")
-    return each
+        raise fields.wrong(name, each, f"All prompts together can have {MOST_REPLIES} replies.")
+    if each < given:
+        raise fields.wrong("best_of", each, f"Give at least n={given}, or leave it out.")
+    if each > given and stream:
+        raise fields.wrong("best_of", each, "Which replies are best is known when all have ended: leave out stream.")
+    return given, each

@@ -12,7 +12,7 @@ from edgeinfer.runtime.backends.forks import can_fork
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast
-from edgeinfer.runtime.search.drawn import FirstFinish, Vote
+from edgeinfer.runtime.search.drawn import BestOf, FirstFinish, Vote
 from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.samples import ParallelSamples
@@ -42,6 +42,7 @@ class SearchKind:
 SEARCH_KINDS: Mapping[str, SearchKind] = {
     "samples": SearchKind(ParallelSamples, "always"),
     "first-finish": SearchKind(FirstFinish, "always"),
+    "best-of": SearchKind(BestOf, "always"),
     "vote": SearchKind(Vote, "always"),
     "cautious": SearchKind(Cautious, "always", constrained=True),
     "lookahead": SearchKind(Lookahead, "never"),

@@ -23,6 +23,7 @@ WARM: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 OPTIONS: dict[str, dict[str, Any]] = {
     "samples": WARM,
     "first-finish": WARM,
+    "best-of": WARM,
     "vote": WARM,
     "cautious": WARM,
     "lookahead": {},

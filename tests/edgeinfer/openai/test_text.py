@@ -42,6 +42,22 @@ def test_several_replies(model: edgeinfer.Model) -> None:
     assert answer["timings"]["predicted_n"] == 48
 
 
+def test_the_best_of_several_replies(model: edgeinfer.Model) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_tokens": 12}
+    answer = complete(model, prompt=["a", "b"], n=2, best_of=4, **options)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [None] * 4
+    best = []
+    for prompt in "ab":
+        every = complete(model, prompt=prompt, n=4, logprobs=0, **options)["choices"]
+        every.sort(key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))  # of as many tokens
+        best += [choice["text"] for choice in every[:2]]
+    assert texts(answer) == best
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 2, "completion_tokens": 96}
+    searched = model.generate("a", search="best-of", samples=4, ignore_eos=True, **options)
+    assert searched.text == best[0]
+
+
 def test_echo(model: edgeinfer.Model) -> None:
     reply = texts(complete(model, prompt="the cat"))[0]
     assert texts(complete(model, prompt="the cat", echo=True)) == ["the cat" + reply]
@@ -69,7 +85,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("prompt", {"prompt": [True]}),
     ("prompt", {"prompt": ["a"] * 200}),
     ("n", {"prompt": ["a"] * 100, "n": 2}),
-    ("best_of", {"prompt": "a", "best_of": 2}),
+    ("best_of", {"prompt": "a", "best_of": 1, "n": 2}),
+    ("best_of", {"prompt": "a", "best_of": 2, "stream": True}),
+    ("best_of", {"prompt": ["a"] * 100, "best_of": 2}),
     ("suffix", {"prompt": "a", "suffix": "b"}),
     ("logprobs", {"prompt": "a", "logprobs": True}),
     ("logprobs", {"prompt": "a", "logprobs": 21}),

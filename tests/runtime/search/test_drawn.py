@@ -110,6 +110,17 @@ def test_first_finish_is_the_first_to_end() -> None:
             assert use.texts[use.chosen].score == max(text.score for text in use.texts)
 
 
+def test_best_of_is_the_likeliest() -> None:
+    for seed in range(10):
+        options = WARM | {"max_tokens": 8}
+        trial = Trial(LettersBackend(400), search="best-of", samples=5, **options | {"seed": seed})
+        separate = [alone(seed + i, **options) for i in range(5)]
+        found, use = trial.tokens(), trial.strategy.search_use()
+        assert [list(text.token_ids) for text in use.texts] == separate
+        assert found == separate[use.chosen] and not use.lossless
+        assert use.texts[use.chosen].score == max(text.score for text in use.texts)
+
+
 def test_votes_are_counted() -> None:
     for seed in range(10):
         options = WARM | {"temperature": 0.5, "max_tokens": 4}
