@@ -14,6 +14,7 @@ import pytest
 
 from edgeinfer.bundle import Bundle, open_bundle, seal
 from edgeinfer.config import LoadConfig
+from edgeinfer.drafting import MOST_DRAFTED, drafters_in
 from edgeinfer.errors import BackendError, BundleError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.options.config import StaticOptions
@@ -287,7 +288,9 @@ def test_impossible_requests(llama: Made) -> None:
 def test_only_what_a_plan_needs_is_made(llama: Made, options: dict[str, Any], rows: list[int]) -> None:
     config = LoadConfig(**options)
     choice = choose_backend(llama.static, config)
-    plan = next(configurations(plan_input_of(choice, config), config, (Drafting((), 0, False),)))
+    names = drafters_in(config.speculation)
+    drafting = Drafting(names, (config.draft_max or MOST_DRAFTED) if names else 0, False)
+    plan = next(configurations(plan_input_of(choice, config), config, (drafting,)))
     backend = make_backend(choice, config, plan)
     assert isinstance(backend, StaticBackend)
     assert [graph.rows for graph in backend.graphs.all] == rows
