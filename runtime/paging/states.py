@@ -7,6 +7,8 @@ the ring: whoever cuts them off again has nothing to undo.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -177,9 +179,28 @@ class SequenceState:
         self._mark: StateSnapshot | None = None
         self._beyond = False  # a pass began that takes the state beyond the rows before it, and has not ended
         self._before: StateSnapshot | None = None  # that pass, where there was a state
+        self._windows: bool | None = None  # whether those of a divided pass run all layers as they are; None outside
+        self._prepared: int | None = None  # rows that are there when that pass is done
 
     def __del__(self) -> None:
         self._leave()
+
+    @contextmanager
+    def divided(self, whole: bool) -> Iterator[None]:
+        """Has the passes within be windows of one: each runs other layers, which take their states equally far.
+
+        Args:
+            whole: as of `prepare`, for all of them.
+        """
+        self._windows, self._prepared = whole, None
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            ahead, self._windows, self._prepared = self._prepared, None, None
+            if done and ahead is not None:
+                self.advance(ahead)
 
     def prepare(self, length: int, size: int, rows: int, *, chain: bool, whole: bool) -> None:
         """Has a pass behind `length` rows find its slot, and says how far it takes the state.
@@ -193,6 +214,10 @@ class SequenceState:
         Raises:
             BackendError: the state does not stand there, or the rows are too many to be cut off again.
         """
+        if self._windows is not None:
+            if self._prepared is not None:
+                return
+            whole = self._windows
         self._recover()
         if length > self._until or length < self._position:
             raise BackendError(f"The state of recurrent layers is not there after {length} tokens.")
@@ -211,9 +236,12 @@ class SequenceState:
         self._slot = self.pool.own(self._slot)
         self.row[:] = self._slot, committed
         self._position = max(self._position, committed)
+        self._prepared = length + size
 
     def advance(self, length: int) -> None:
         """The pass is done: so many rows are there."""
+        if self._windows is not None:
+            return
         self._beyond, self._before, self._until = False, None, length
 
     def resumable(self, length: int) -> int:
@@ -230,6 +258,9 @@ class SequenceState:
         Raises:
             BackendError: the state cannot.
         """
+        if self._windows is not None:
+            # The next window begins where this one did.
+            return
         self._recover()
         if self._mark is not None and length < self._mark.until:
             self._mark = self._mark.within(length)

@@ -17,14 +17,16 @@ from edgeinfer.bundle import NATIVE, Bundle, open_bundle
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
+from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.native.library import LIBRARY
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.following import Follower
+from edgeinfer.runtime.system.memory import releases_pages
 from tests.factories import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not LIBRARY.is_file(), reason="the native kernel was not built")
@@ -74,7 +76,7 @@ def given(tokens: Any, start: int, **further: Any) -> ForwardInput:
     return ForwardInput(np.asarray(tokens, np.int64), np.arange(start, start + size), np.arange(size), **further)
 
 
-def run(backend: PagedBackend, tokens: Any) -> Any:
+def run(backend: Backend, tokens: Any) -> Any:
     return backend.forward(given(tokens, backend.cache.length)).logits.copy()
 
 
@@ -167,10 +169,31 @@ def test_what_a_state_cannot_do_is_refused(bundle: Bundle) -> None:
         edgeinfer.load(bundle.path, context=CONTEXT, overflow="window")
 
 
-def test_weights_that_a_state_cannot_be_read_with_are_refused(bundle: Bundle) -> None:
-    for weights in ("streamed", "experts"):
-        with pytest.raises(UsageError, match=f"cannot run with {weights} weights here"):
-            edgeinfer.load(bundle.path, context=64, weights=weights)
+@pytest.mark.skipif(not releases_pages(), reason="pages of weights cannot be released here")
+def test_streamed_weights_leave_every_bit(bundle: Bundle, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = PagedBackend(bundle, CONTEXT)
+    backend, pages = StreamedBackend(inner, 2), inner._session
+    for start, stop, kept in ((0, 60, 60), (60, 70, 63), (63, 64, 64), (64, 80, 80)):
+        run_whole, passes = pages.run, 0
+
+        def fail(binding: Any, run_whole: Any = run_whole) -> None:
+            nonlocal passes
+            run_whole(binding)
+            passes += 1
+            if passes == 2:
+                raise PassCancelledError("Cancelled.")
+
+        # A pass whose first window has run, and not all of them.
+        with monkeypatch.context() as patch, pytest.raises(PassCancelledError):
+            patch.setattr(pages, "run", fail)
+            run(backend, TOKENS[start:stop])
+        assert np.array_equal(run(backend, TOKENS[start:stop]), whole[start:stop])
+        backend.cache.trim(kept)
+    kept_rows = backend.cache.snapshot()
+    assert np.array_equal(run(backend, TOKENS[80:]), whole[80:])
+    backend.cache.restore(kept_rows)
+    assert np.array_equal(run(inner, TOKENS[80:]), whole[80:])
+    backend.close()
 
 
 def test_drafting_leaves_the_text_as_it_is(bundle: Bundle) -> None:

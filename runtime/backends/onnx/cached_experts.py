@@ -27,7 +27,7 @@ __all__ = ["CachedExpertsBackend"]
 _WINDOW_SHARE = 0.25
 
 
-class CachedExpertsBackend(WindowedBackend[GraphBackend]):
+class CachedExpertsBackend(WindowedBackend):
     """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:

@@ -55,10 +55,9 @@ class OnnxFactory(BackendFactory):
         return kv_types_with_scales(bundle, layout)
 
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Streamed, and experts left out, where pages can be released and no layer keeps a state: a state has moved on
-        when the first window of a pass ends, and the others need it where it was."""
+        """Streamed, and experts left out, where pages can be released."""
         modes = ("mapped",) if layout == NATIVE else ("packed", "mapped")
-        if not releases_pages() or bundle.manifest.geometry.states:
+        if not releases_pages():
             return modes
         # In the other layout the experts of a layer are one matrix, and onnxruntime packs it.
         apart = layout == NATIVE and any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)

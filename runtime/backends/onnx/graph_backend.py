@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,10 @@ class GraphBackend(ABC):
     @abstractmethod
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
+
+    def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
+        """Has the passes within be windows of this one, each of which runs other layers over the same rows."""
+        return nullcontext()
 
     @abstractmethod
     def nbytes(self) -> dict[str, int]:

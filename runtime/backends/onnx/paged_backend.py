@@ -9,6 +9,7 @@ differs in bits from several: such passes have two rows at least, the second of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,11 @@ class PagedBackend(GraphBackend):
         if self.observe_pass is not None:
             self.observe_pass(start, batch, output)
         return output
+
+    def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
+        """See `GraphBackend.divided`; states of recurrent layers move on once."""
+        state = self.cache.state
+        return super().divided(batch) if state is None else state.divided(_whole(batch))
 
     def forward_together(self, sequences: Sequence[tuple[SharingCache, ForwardInput]]) -> list[ForwardOutput]:
         """One pass over new tokens of several sequences; see `contract.TogetherBackend.forward_together`."""

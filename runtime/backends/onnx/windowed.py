@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,13 @@ from numpy.typing import NDArray
 from edgeinfer.errors import CapabilityError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError, check_pass
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
 __all__ = ["StreamedBackend", "Window", "WindowedBackend"]
 
-B = TypeVar("B", bound=Backend)
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -45,11 +43,11 @@ class Window:
     after: Callable[[ForwardOutput], None]
 
 
-class WindowedBackend(WrappedBackend[B]):
+class WindowedBackend(WrappedBackend[GraphBackend]):
     """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
     states of one enter the next. Every row of the result is the same bits as without."""
 
-    def __init__(self, inner: B) -> None:
+    def __init__(self, inner: GraphBackend) -> None:
         super().__init__(inner)
         self._cancelled = False
         self._run_ns = 0
@@ -76,18 +74,19 @@ class WindowedBackend(WrappedBackend[B]):
         windows, hidden = self._windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
         try:
-            for window in windows:
-                if self._cancelled:
-                    raise PassCancelledError("The pass was cancelled.")
-                # Each window writes the same rows of the cache, in its own layers.
-                self.cache.trim(start)
-                window.before()
-                mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
-                wanted = batch.rows if window is windows[-1] else _NO_ROWS
-                output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
-                used = _merged(used, output.experts)
-                window.after(output)
-                hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
+            with self._inner.divided(batch):
+                for window in windows:
+                    if self._cancelled:
+                        raise PassCancelledError("The pass was cancelled.")
+                    # Each window writes the same rows of the cache, in its own layers.
+                    self.cache.trim(start)
+                    window.before()
+                    mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
+                    wanted = batch.rows if window is windows[-1] else _NO_ROWS
+                    output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
+                    used = _merged(used, output.experts)
+                    window.after(output)
+                    hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
         except BaseException:
             self.cache.trim(start)
             raise
@@ -107,7 +106,7 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
 _Layers = tuple[NDArray[np.bool_], WeightPart]
 
 
-class StreamedBackend(WindowedBackend[GraphBackend]):
+class StreamedBackend(WindowedBackend):
     """Implements `contract.Backend` around a backend that reads its weights in place.
 
     Args:
