@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "off": {},
     "samples": WARM,
     "first-finish": WARM,
+    "best-of": WARM,
     "vote": WARM,
     "cautious": WARM,
     "lookahead": {"uncertainty": 0.0},
