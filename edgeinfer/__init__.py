@@ -12,7 +12,7 @@ from edgeinfer.version import VERSION as _VERSION
 if TYPE_CHECKING:
     from edgeinfer import tools
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, aload, load, plan
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ModelError,
         NativeUnavailableError,
         PromptError,
+        RemoteError,
         StorageError,
         TemplateError,
         TokenizerError,
@@ -93,6 +94,7 @@ __all__ = [
     "Offer",
     "PromptError",
     "ReducedCompute",
+    "RemoteError",
     "ReplyBatch",
     "Result",
     "Sampling",
@@ -107,6 +109,7 @@ __all__ = [
     "UnsupportedArchitectureError",
     "UsageError",
     "UserError",
+    "VerificationStream",
     "aload",
     "catalog",
     "describe",
@@ -160,6 +163,7 @@ _HOMES = {
     "Offer": "hub",
     "PromptError": "errors",
     "ReducedCompute": "adaptive",
+    "RemoteError": "errors",
     "ReplyBatch": "batching",
     "Result": "results",
     "Sampling": "reply_options",
@@ -174,6 +178,7 @@ _HOMES = {
     "UnsupportedArchitectureError": "errors",
     "UsageError": "errors",
     "UserError": "errors",
+    "VerificationStream": "api",
     "aload": "api",
     "catalog": "hub",
     "describe": "model_facts",

@@ -6,12 +6,13 @@ into tokens and hands them to a `TokenStream`.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
@@ -30,19 +31,22 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.reply_decoding import require_shareable
-from edgeinfer.replying import Replying
+from edgeinfer.reply_decoding import require_plain, require_shareable
+from edgeinfer.replying import Replying, token_ids
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
+from edgeinfer.verification_round import RemoteDraft, VerificationStream
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "aload", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "aload", "load", "plan"]
+
+StreamT = TypeVar("StreamT", bound=TokenStream)
 
 
 def load(
@@ -304,7 +308,36 @@ class Model(Replying):
         """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
         return Chat.open(self, path)
 
-    @allocating("The reply")
+    def verify_draft(
+        self,
+        prompt: Sequence[int],
+        reply: Sequence[int] = (),
+        draft: Sequence[int] = (),
+        *,
+        further: int = 0,
+        **options: Unpack[GenerationOptions],
+    ) -> VerificationStream:
+        """Decides about tokens that another model drafted for a reply: one pass gives those that this model would have
+        made itself, and one further.
+
+        Args:
+            prompt: token ids.
+            reply: tokens that were decided before.
+            draft: what may follow them.
+            further: tokens that this model makes by itself afterwards.
+            options: as `generate` takes them, each time the same. Without a `seed`, draws of different rounds are of
+                different replies.
+
+        Raises:
+            PromptError, ContextLengthError: the prompt is empty, or text and draft leave no room for a token.
+            UsageError: an option is unknown, out of range, or not of text that grows token by token.
+        """
+        config = GenerationConfig.of(**options)
+        require_plain(config)
+        given = RemoteDraft(tuple(reply), tuple(draft), further)
+        made = functools.partial(VerificationStream, given=given)
+        return self._begin(made, token_ids(prompt), config, time.perf_counter(), continues=True, reply=given.reply)
+
     def _start(
         self,
         prompt: list[int],
@@ -314,6 +347,21 @@ class Model(Replying):
         continues: bool,
         on_finish: Callable[[Result], None] | None = None,
     ) -> TokenStream:
+        return self._begin(TokenStream, prompt, config, started, continues=continues, on_finish=on_finish)
+
+    @allocating("The reply")
+    def _begin(
+        self,
+        make: Callable[..., StreamT],
+        prompt: list[int],
+        config: GenerationConfig,
+        started: float,
+        *,
+        continues: bool,
+        on_finish: Callable[[Result], None] | None = None,
+        reply: tuple[int, ...] = (),
+    ) -> StreamT:
+        """Begins a reply; `reply` is what it says already."""
         slot = self._threads.slot
         turns = self._turns if slot is None else slot.turns
         turns.require_idle()
@@ -325,12 +373,13 @@ class Model(Replying):
 
         parts = self._lifecycle.take()
         try:
-            parts.engine.check(prompt)
+            text = [*prompt, *reply]
+            parts.engine.check(text)
             if slot is not None:
                 require_shareable(config)
-                slot.begin(prompt, config.adapter)
+                slot.begin(text, config.adapter)
                 parts = slot.parts
-            return TokenStream(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)
+            return make(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)
         except BaseException:
             self._lifecycle.leave()
             raise

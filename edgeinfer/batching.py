@@ -29,7 +29,9 @@ _WORTH_WAITING = 64
 
 def batch_backend(parts: ModelParts) -> Backend | None:
     """What evaluates replies of a model in passes that they share; None where they cannot share any."""
-    return sharing_backend(parts.engine.backend) if parts.engine.context_shift is None else None
+    if parts.engine.context_shift is not None or parts.remote is not None:
+        return None
+    return sharing_backend(parts.engine.backend)
 
 
 class Slot:
@@ -148,7 +150,7 @@ class ReplyBatch:
         if backend is None:
             self._open.close()
             message = f"Replies of {parts.info.name} cannot share passes here."
-            hint = "That takes a bundle with a paged cache, the native kernel, and a context that is not shifted."
+            hint = "That takes a bundle with a paged cache, the native kernel, no context shift and no remote server."
             raise CapabilityError(message, hint)
         self._main = parts
         self._parallel = parallel

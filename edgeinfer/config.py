@@ -16,6 +16,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass
+from edgeinfer.remote_options import RemoteOptions
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
 from edgeinfer.wording import Setting, shown
@@ -161,7 +162,7 @@ class Cache(CacheOptions, OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions):
+class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions, RemoteOptions):
     """How a model is loaded. Each option is declared with its help, range and names (`options_of`)."""
 
     context: int | None = option(
@@ -343,6 +344,9 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions):
         fits = self.expert_memory is None or self.weights in (None, "experts")
         require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
         self.check_device()
+        self.check_remote()
+        if self.remote is not None:
+            require(self.overflow == "stop", "overflow", self.overflow, "'stop' where a server decides the text")
 
 
 @dataclass(frozen=True, kw_only=True)

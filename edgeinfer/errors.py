@@ -17,7 +17,8 @@ EdgeInferError
 │   │   └── HubError         (3)  a model that could not be fetched
 │   ├── BudgetError          (4)  the plan does not fit the memory budget
 │   ├── StorageError         (5)  a path that cannot be written, or a full disk
-│   └── DeviceError          (5)  a device that is not installed, fails, or cannot run the model
+│   ├── DeviceError          (5)  a device that is not installed, fails, or cannot run the model
+│   └── RemoteError          (5)  a server that cannot be reached, refuses, or has another model
 └── InternalError            (5)  our fault, or the execution engine's
     ├── BackendError         (5)
     └── NativeUnavailableError (5) the native kernel cannot run here
@@ -46,6 +47,7 @@ __all__ = [
     "ModelError",
     "NativeUnavailableError",
     "PromptError",
+    "RemoteError",
     "StorageError",
     "TemplateError",
     "TokenizerError",
@@ -173,6 +175,19 @@ class StorageError(UserError):
 
 class DeviceError(UserError):
     """A device that is not installed, fails, or cannot run the model."""
+
+
+class RemoteError(UserError):
+    """A server on another machine that cannot be reached, refuses, or runs another model than it should.
+
+    Args:
+        message, hint: as of every error.
+        lost: the way to it failed, so that it might be reached another time.
+    """
+
+    def __init__(self, message: str | Wording, hint: str | Wording = "", *, lost: bool = False) -> None:
+        super().__init__(message, hint)
+        self.lost = lost
 
 
 class InternalError(EdgeInferError):

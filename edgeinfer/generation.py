@@ -380,6 +380,7 @@ class TokenStream:
             experts=None if parts.watched is None else parts.watched.use(since=self._counts),
             compute=strategy.compute_use(),
             search=strategy.search_use(),
+            remote=strategy.remote_use(),
             stop_string=self._text.stop_string,
         )
         parts.speculator.finished(strategy)

@@ -63,6 +63,16 @@ class LoadedModel(Tokenizing):
         return self._lifecycle.facts.plan.context
 
     @property
+    def digest(self) -> str:
+        """The sha256 of weights and decoder, in hexadecimal digits: which model it is, wherever it lies."""
+        return self._parts.origin.model
+
+    @property
+    def vocabulary_digest(self) -> str:
+        """The sha256 of what each token id stands for: equal for models whose ids mean the same."""
+        return self._parts.vocabulary_digest
+
+    @property
     def in_memory(self) -> bool:
         """Whether the model is in memory now; if not, the next request loads it again."""
         return self._lifecycle.in_memory

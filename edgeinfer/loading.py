@@ -43,6 +43,7 @@ from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
+from edgeinfer.runtime.remote.deciding import remote_deciding
 from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
 from edgeinfer.runtime.speculation.registry import OPTION_BYTES
@@ -321,6 +322,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         threads=subject.threads,
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
         decoder=bundle.manifest.decoder,
+        remote=remote_deciding(config, parsed.tokenizer),
     )
 
 

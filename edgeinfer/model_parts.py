@@ -17,11 +17,12 @@ from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.speculation.company import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
-from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token
+from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token, vocabulary_digest
 from edgeinfer.runtime.weights.verification import Verification
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
+    from edgeinfer.runtime.remote.deciding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
 __all__ = ["ModelParts"]
@@ -39,6 +40,7 @@ class ModelParts:
         decoder: what its layers are, where the bundle says it.
         main: of a reply beside others, the parts of the model itself.
         drafting: of a reply beside others, what drafts for its sequence.
+        remote: how a server decides what this model drafts; None where this model decides.
     """
 
     engine: Engine
@@ -58,6 +60,7 @@ class ModelParts:
     decoder: DecoderSpec | None = None
     main: ModelParts | None = None
     drafting: SequenceDrafting | None = None
+    remote: RemoteDeciding | None = None
 
     def beside(self, engine: Engine, replies: Callable[[], int]) -> ModelParts:
         """The same model with the engine of another sequence, for a reply beside others.
@@ -98,6 +101,11 @@ class ModelParts:
         if self.main is not None:
             return self.main.literal_encoder
         return LiteralEncoder(self.tokenizer, self.eos_ids)
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """The sha256 of what each token id stands for."""
+        return vocabulary_digest(self.tokenizer)
 
     @cached_property
     def longest_token(self) -> int:

@@ -11,11 +11,12 @@ from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
+from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
-__all__ = ["is_shareable", "make_constraint", "make_sampler", "make_strategy", "require_shareable"]
+__all__ = ["is_shareable", "make_constraint", "make_sampler", "make_strategy", "require_plain", "require_shareable"]
 
 
 def make_sampler(
@@ -77,6 +78,9 @@ def make_strategy(
         CapabilityError: the backend cannot do it.
     """
     engine = parts.engine
+    if parts.remote is not None:
+        require_plain(config)
+        return parts.remote.strategy(engine, sampler, config)
     if config.search != "off":
         # As few of them search.
         from edgeinfer.runtime.search.registry import make_search
@@ -116,3 +120,15 @@ def require_shareable(config: GenerationConfig) -> None:
     if not is_shareable(config):
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
+
+
+def require_plain(config: GenerationConfig) -> None:
+    """Refuses options by which a reply is not decided token by token.
+
+    Raises:
+        UsageError: it is searched for, takes less than the whole model, or tells log-probabilities.
+    """
+    for name, usual in (("search", "off"), ("compute", "full"), ("logprobs", None), ("verification", "keyed")):
+        if (value := getattr(config, name)) != usual:
+            message = Setting(name, value) + " does not go with drafts of another device."
+            raise UsageError(message, "Leave it out.")

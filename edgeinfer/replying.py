@@ -34,7 +34,7 @@ from edgeinfer.wording import shown
 if TYPE_CHECKING:
     from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
 
-__all__ = ["Replying"]
+__all__ = ["Replying", "token_ids"]
 
 
 class Replying(LoadedModel):
@@ -347,7 +347,7 @@ class Replying(LoadedModel):
 
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
-        return _token_ids(ids)
+        return token_ids(ids)
 
     def _open_batch(self) -> ReplyBatch | None:
         """What replies for event loops share passes by; None where they are made one after the other."""
@@ -372,7 +372,7 @@ class Replying(LoadedModel):
         raise NotImplementedError
 
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
+def token_ids(prompt: Sequence[int]) -> list[int]:
     """The prompt as a list, which is no text.
 
     Raises:

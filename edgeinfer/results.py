@@ -1,7 +1,6 @@
 """What a caller gets back: text with its timings, memory, speculation and model facts.
 
-Field names are those of `edgeinfer run --json` (DESIGN section 6).
-"""
+Field names are those of `edgeinfer run --json` (DESIGN section 6)."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.remote_options import RemoteUse
 from edgeinfer.searching import SearchUse
 from edgeinfer.version import SAMPLING
 
@@ -350,6 +350,7 @@ class Result:
         experts: of models that have any.
         compute: what computing less did; None where the whole model made every token.
         search: what searching did; None where nothing was searched.
+        remote: what the server did that decided the text; None where this machine's model did.
         stop_string: of those that were asked for, the one that ended the reply; None where none did.
         sampling: version of how a seed makes text: the same seed gives the same text by the same version.
     """
@@ -366,6 +367,7 @@ class Result:
     experts: ExpertUse | None = None
     compute: ComputeUse | None = None
     search: SearchUse | None = None
+    remote: RemoteUse | None = None
     stop_string: str | None = None
     sampling: int = SAMPLING
 

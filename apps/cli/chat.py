@@ -53,7 +53,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--terminal", action="store_true", help="chat in the terminal")
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
-    add_load_options(parser)
+    add_load_options(parser, remote=True)
     add_generation_options(parser)
 
 

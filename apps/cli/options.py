@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -50,6 +51,9 @@ MEMORY = (
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", "gpu_layers", *DRAFTING)
+REMOTE = ("remote", "remote_digest", "remote_loss")
+# An argument would be seen by other users of the machine.
+_REMOTE_KEY = "EDGEINFER_REMOTE_KEY"
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
@@ -65,14 +69,15 @@ def add_model_option(parser: Parser) -> None:
     parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
 
 
-def add_load_options(parser: Parser, *, converts: bool = True) -> None:
+def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:
     """Adds -m and the options of LoadConfig.
 
     Args:
         converts: --bits is for a checkpoint that is converted, and not something of the command's own.
+        remote: a server may decide the replies.
     """
     add_model_option(parser)
-    add_options(parser, LoadConfig, (*LOADING, *CONVERTING) if converts else LOADING)
+    add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
 
 
 def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
@@ -189,9 +194,11 @@ def load_options(args: argparse.Namespace, *, converts: bool = True) -> dict[str
     Raises:
         UsageError: a value is out of range.
     """
-    options = given_options(args, (*LOADING, *CONVERTING) if converts else LOADING)
+    options = given_options(args, (*LOADING, *(CONVERTING if converts else ()), *REMOTE))
     if "adapters" in options:
         options["adapters"] = dict(options["adapters"])
+    if "remote" in options and (key := os.environ.get(_REMOTE_KEY)):
+        options["remote_key"] = key
     LoadConfig.of(**options)
     return options
 

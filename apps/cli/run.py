@@ -49,7 +49,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "run", execute, _DESCRIPTION)
     parser.set_defaults(ends_start=True)
     _add_prompt_options(parser)
-    add_load_options(parser)
+    add_load_options(parser, remote=True)
     limit = f"{_ANSWER}, with --raw {_CONTINUATION}"
     add_generation_options(parser, limit)
     add_json_option(parser)

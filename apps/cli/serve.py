@@ -46,7 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
     parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--verbose")
-    add_load_options(parser)
+    add_load_options(parser, remote=True)
     add_json_option(parser)
 
 

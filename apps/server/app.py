@@ -26,6 +26,7 @@ from edgeinfer.apps.server.ollama_info import OllamaEndpoints
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.apps.server.switching import ModelSwitch
+from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
@@ -76,7 +77,8 @@ def _routes(service: Service) -> list[BaseRoute]:
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
     key = [Middleware(KeyRequired, security=service.security)]
-    completions = {path: completion_endpoint(service, kind) for path, kind in {**OPENAI_KINDS, **LLAMA_KINDS}.items()}
+    kinds = {**OPENAI_KINDS, **LLAMA_KINDS, **verify_kinds(VerifySessions())}
+    completions = {path: completion_endpoint(service, kind) for path, kind in kinds.items()}
     messages = {path: completion_endpoint(service, kind) for path, kind in ANTHROPIC_KINDS.items()}
     table: list[tuple[str, Mapping[str, Endpoint]]] = []
     routes: list[BaseRoute] = []

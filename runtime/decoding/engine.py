@@ -155,7 +155,7 @@ class Engine:
                     self._make_room()
                     tokens = _until(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
                     ahead += tokens
-                    fed = self.backend.cache.length + self.lost.tokens - len(self._tokens)
+                    fed = max(0, self.backend.cache.length + self.lost.tokens - len(self._tokens))
                     self._tokens += ahead[:fed]
                     del ahead[:fed]
         except PassCancelledError:
@@ -169,7 +169,7 @@ class Engine:
         finally:
             strategy.leave()
             # A stop id inside a round, or a reader who left: rows of tokens that were never yielded.
-            self._truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
+            self.truncate(min(self.backend.cache.length + self.lost.tokens, len(self._tokens)))
 
     def begin(self, length: int) -> None:
         """Prepares for a text of so many tokens: empties the cache of rows that such a text rotates otherwise.
@@ -350,7 +350,7 @@ class Engine:
         kept = self.prefixes.match(prompt[:most], self.adapter)
         if cached == 0:
             self.forget()
-        self._truncate(cached)
+        self.truncate(cached)
         if kept > cached and not self.lost.tokens:
             self._append(prompt, self.prefixes.take(prompt, cached, kept, self.adapter))
         return len(self._tokens)
@@ -381,7 +381,8 @@ class Engine:
         """The tokens that can be left of so many of the text."""
         return self.backend.cache.resumable(length - self.lost.tokens) + self.lost.tokens
 
-    def _truncate(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
+        """Cuts the text, and the cache, to its first tokens; to fewer where the cache can go on from those alone."""
         length = self._resumable(length)
         del self._tokens[length:]
         self.backend.cache.trim(length - self.lost.tokens)

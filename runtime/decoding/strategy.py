@@ -11,6 +11,7 @@ import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.records import dataclass
+from edgeinfer.remote_options import RemoteUse
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -261,6 +262,10 @@ class DecodingStrategy:
 
     def search_use(self) -> SearchUse | None:
         """Tells what searching did so far; None where nothing is searched."""
+        return None
+
+    def remote_use(self) -> RemoteUse | None:
+        """Tells what a server did so far; None where none decides."""
         return None
 
     def _plain_step(self, lost: int = 0) -> tuple[int]:

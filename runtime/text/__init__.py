@@ -3,7 +3,7 @@ own modules."""
 
 from __future__ import annotations
 
-from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, longest_token, surely_longer
+from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, longest_token, surely_longer, vocabulary_digest
 from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.mapped import MappedTokenizer
 from edgeinfer.runtime.text.streaming import ReplyText, StopMatcher, StreamDecoder
@@ -23,4 +23,5 @@ __all__ = [
     "longest_token",
     "surely_longer",
     "tokenizer_facts",
+    "vocabulary_digest",
 ]

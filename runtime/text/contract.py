@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ __all__ = [
     "piece_bytes",
     "surely_longer",
     "token_bytes",
+    "vocabulary_digest",
 ]
 
 # Stands for a special token that was told of apart from the text; no token has this id.
@@ -160,3 +162,11 @@ def surely_longer(tokenizer: TokenizerLike, text: str, tokens: int, longest: Cal
             return True
         part *= 2
     return False
+
+
+def vocabulary_digest(tokenizer: TokenizerLike) -> str:
+    """The sha256 of what each token id stands for, in hexadecimal digits; equal where ids mean the same."""
+    digest = hashlib.sha256()
+    for token in range(tokenizer.vocab_size):
+        digest.update((tokenizer.id_to_token(token) or "").encode("utf-8", "surrogatepass") + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,236 @@
+"""/v1/verify: rounds of replies that other devices draft and this server's model decides.
+
+The first request of a reply has its prompt and options; later ones have the session's name, how many tokens of the text
+they build on, and a draft. What is decided depends on these alone, so a request whose answer was lost is sent again."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from edgeinfer import Model, VerificationStream
+from edgeinfer.apps.server.completions import CompletionKind
+from edgeinfer.openai.contract import ChatModel, Event
+from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.text import is_id
+from edgeinfer.options import LARGEST_COUNT
+from edgeinfer.results import Chunk, Result
+
+__all__ = ["VerifySessions", "verify_kinds"]
+
+# Options of the reply that a device may send; it cuts stop strings itself, and counts tokens.
+_OPTIONS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "seed", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
+    "parse_special",
+)  # fmt: skip
+# Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
+_MOST_DRAFTED = 64
+_MOST_SESSIONS = 256
+_LOST = "session_lost"
+_AGAIN = "Send the prompt and the reply so far again."
+
+
+@dataclass
+class _Session:
+    """A reply that a device drafts.
+
+    Attributes:
+        model: digest of that which decides it.
+        prompt: token ids.
+        reply: what was decided so far. Whatever was drafted, it is the beginning of the one reply that prompt and
+            options have, so rounds that overlap do no harm.
+        options: of the reply.
+    """
+
+    model: str
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    options: dict[str, Any]
+
+
+class VerifySessions:
+    """The replies that devices draft, by their names; of more than `most`, those asked for longest ago are forgotten,
+    and the devices send them again."""
+
+    def __init__(self, most: int = _MOST_SESSIONS) -> None:
+        self._most = most
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        # Requests are read on threads.
+        self._lock = threading.Lock()
+
+    def open(self, session: _Session) -> str:
+        """Keeps a session, and gives its name, which nobody can guess."""
+        name = secrets.token_urlsafe(18)
+        with self._lock:
+            self._sessions[name] = session
+            while len(self._sessions) > self._most:
+                self._sessions.popitem(last=False)
+        return name
+
+    def find(self, name: str, model: Model) -> _Session:
+        """The session of a name.
+
+        Raises:
+            RequestError: there is none, or it is of a model that is not loaded any more.
+        """
+        with self._lock:
+            session = self._sessions.get(name)
+            if session is not None and session.model == model.digest:
+                self._sessions.move_to_end(name)
+                return session
+        raise RequestError("This server does not know the session.", _AGAIN, param="session", code=_LOST, status=409)
+
+
+def verify_kinds(sessions: VerifySessions) -> Mapping[str, CompletionKind]:
+    """What answers requests for rounds, by its path."""
+    return {"/verify": CompletionKind(partial(VerifyCompletion, sessions))}
+
+
+class VerifyCompletion:
+    """Implements `contract.Completion` for one round.
+
+    Args:
+        sessions: that the server keeps.
+        body: of the request.
+        model: that decides.
+
+    Raises:
+        RequestError: a field is unknown, malformed or asks for what cannot be.
+    """
+
+    n = 1
+    ignored = ()
+
+    def __init__(self, sessions: VerifySessions, body: Mapping[str, Any], model: Model) -> None:
+        self._came = time.perf_counter()
+        fields = Fields(body)
+        fields.ignore("model")
+        self.stream = fields.flag("stream")
+        self._draft = _ids(fields, "draft", _MOST_DRAFTED)
+        self._further = fields.whole("further", 0, LARGEST_COUNT) or 0
+        self._facts: dict[str, Any] = {}
+        self._vocabulary: str | None = None
+        name = fields.text("session")
+        if name is None:
+            self._session = _opened(fields, model)
+            self._name, self._reply = sessions.open(self._session), self._session.reply
+            self._vocabulary = fields.text("vocabulary")
+            self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
+        else:
+            self._session, self._name = sessions.find(name, model), name
+            self._reply = _cut(self._session, fields)
+        fields.end()
+        self._made: VerificationStream | None = None
+        self._sent = 0
+
+    def check(self, model: ChatModel[Any]) -> None:
+        """Refuses options that no reply can have."""
+        model.check(**self._session.options)
+
+    def prepare(self, model: ChatModel[Any]) -> None:
+        """Compares the vocabularies of both sides; prompts are tokens already."""
+        if not self._facts:
+            return
+        assert isinstance(model, Model), "the server's"
+        self._facts["vocabulary"] = model.vocabulary_digest
+        if self._vocabulary not in (None, model.vocabulary_digest):
+            message = f"The tokens of {model.info.name} are not those that the draft is made of."
+            hint = "Draft with a model of the same family, or without one."
+            raise RequestError(message, hint, param="vocabulary", code="vocabulary_differs", status=409)
+
+    def start(self, model: Any, index: int) -> Any:
+        """Begins the round."""
+        if self._facts and "vocabulary" not in self._facts:
+            self.prepare(model)
+        session, draft = self._session, self._draft
+        self._made = model.verify_draft(session.prompt, self._reply, draft, further=self._further, **session.options)
+        return self._made
+
+    def opening(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def chunk(self, index: int, chunk: Chunk) -> list[Event]:
+        """Its tokens."""
+        self._sent += len(chunk.token_ids)
+        return [{"tokens": list(chunk.token_ids)}] if chunk.token_ids else []
+
+    def finished(self, index: int, result: Result) -> list[Event]:
+        """How the round ended, and those of its tokens that no chunk had."""
+        made = self._made
+        assert made is not None, "the round is over"
+        self._session.reply = (*self._reply, *made.tokens)
+        return [self._answer(made, made.tokens[self._sent :])]
+
+    def closing(self) -> list[Event]:
+        """Nothing."""
+        return []
+
+    def whole(self) -> Event:
+        """The round."""
+        made = self._made
+        assert made is not None, "the round is over"
+        return self._answer(made, made.tokens)
+
+    def _answer(self, made: VerificationStream, tokens: Sequence[int]) -> Event:
+        return self._facts | {
+            "session": self._name,
+            "base": len(self._session.prompt) + len(self._reply) + len(made.tokens),
+            "tokens": list(tokens),
+            "finish_reason": made.ending,
+            "server_ms": (time.perf_counter() - self._came) * 1e3,
+        }
+
+
+def _opened(fields: Fields, model: Model) -> _Session:
+    """A session for the prompt and the options of a request."""
+    prompt = _ids(fields, "prompt", LARGEST_COUNT)
+    if not prompt:
+        raise fields.missing("prompt", "Send the token ids of the prompt, or the name of a session.")
+    reply = _ids(fields, "reply", LARGEST_COUNT)
+    options: dict[str, Any] = {}
+    for name in _OPTIONS:
+        options |= fields.option(name)
+    if (bias := fields.any("logit_bias")) is not None:
+        options |= fields.checked("logit_bias", "logit_bias", _bias(bias))
+    if options.get("seed") is None:
+        # All rounds draw by the same.
+        options["seed"] = secrets.randbits(63)
+    return _Session(model.digest, prompt, reply, options)
+
+
+def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:
+    """As much of the session's reply as the device knows."""
+    base = fields.whole("base", len(session.prompt), LARGEST_COUNT)
+    if base is None:
+        raise fields.missing("base", "Say how many tokens of prompt and reply the draft follows.")
+    if base > len(session.prompt) + len(session.reply):
+        message = f"The session has fewer than {base} tokens."
+        raise RequestError(message, _AGAIN, param="base", code=_LOST, status=409)
+    return session.reply[: base - len(session.prompt)]
+
+
+def _bias(value: Any) -> Any:
+    """Values by token id, which JSON writes as texts; false is a token that must not come."""
+    if not isinstance(value, dict) or not all(isinstance(token, str) and token.isdecimal() for token in value):
+        return value
+    return {int(token[:20]): -math.inf if bias is False else bias for token, bias in value.items()}
+
+
+def _ids(fields: Fields, name: str, most: int) -> tuple[int, ...]:
+    """A field that is a list of token ids."""
+    ids = fields.items(name)
+    if not all(map(is_id, ids)):
+        raise fields.wrong(name, "a list with something else", "Send token ids.")
+    if len(ids) > most:
+        raise fields.wrong(name, f"{len(ids)} tokens", f"The limit is {most}.")
+    return tuple(ids)

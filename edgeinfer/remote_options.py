@@ -1,0 +1,105 @@
+"""Options by which a model elsewhere decides the text that the loaded one drafts, and what that came to."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+from urllib.parse import urlsplit
+
+from edgeinfer.errors import UsageError
+from edgeinfer.options import option
+from edgeinfer.records import dataclass
+from edgeinfer.wording import Setting
+
+__all__ = ["RemoteLoss", "RemoteOptions", "RemoteUse"]
+
+RemoteLoss = Literal["stop", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """Who decides the text."""
+
+    remote: str | None = option(
+        None,
+        help="URL of an edgeinfer server whose model decides the text while the local one drafts; prompts and replies "
+        "leave this machine, and the server's API key is read from EDGEINFER_REMOTE_KEY (default: none)",
+        cli="--remote",
+        metavar="URL",
+        group="remote",
+    )
+    # Commands read it from EDGEINFER_REMOTE_KEY: other users of the machine see the arguments of a process.
+    remote_key: str | None = option(None, help="API key of that server")
+    remote_digest: str | None = option(
+        None,
+        help="sha256 that the server's model must have, as its first answer tells it (default: any)",
+        cli="--remote-digest",
+        metavar="SHA256",
+        group="remote",
+    )
+    remote_loss: RemoteLoss = option(
+        "stop",
+        help="what to do when the server cannot be reached any more: stop, or let the local model write the rest "
+        "(local), which is lossy (default: stop)",
+        choices=("stop", "local"),
+        cli="--remote-loss",
+        group="remote",
+    )
+
+    def check_remote(self) -> None:
+        """Refuses what is no URL, and one by which strangers could read along.
+
+        Raises:
+            UsageError: an option has such a value, or needs a server.
+        """
+        if self.remote is None:
+            for name, usual in (("remote_key", None), ("remote_digest", None), ("remote_loss", "stop")):
+                if getattr(self, name) != usual:
+                    raise UsageError(Setting(name) + " needs a server.", "Name one with " + Setting("remote") + ".")
+            return
+        parts = urlsplit(self.remote)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            hint = "Write it like http://192.168.1.20:8080 or https://example.com."
+            raise UsageError(f"{self.remote!r} is not the URL of a server.", hint)
+        if parts.scheme == "http" and not _is_near(parts.hostname):
+            message = f"Everyone on the way to {parts.hostname} could read what is sent by http."
+            raise UsageError(message, "Use https, or an address of your own network.")
+
+
+def _is_near(host: str) -> bool:
+    """Whether a host is this machine, or of a private network as far as its name tells."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or "." not in host or host.endswith((".local", ".lan", ".home.arpa", ".internal"))
+    return address.is_loopback or address.is_private or address.is_link_local
+
+
+@dataclass(frozen=True)
+class RemoteUse:
+    """What a reply took of the model that decided it.
+
+    Attributes:
+        url: of its server.
+        model: its name.
+        digest: sha256 of its weights and decoder, in hexadecimal digits.
+        rounds: drafts that it verified.
+        drafted, accepted: tokens of these drafts, and those of them that it agreed with.
+        streamed: tokens that it made without drafts.
+        local: tokens at the end that this machine's model made alone, as the server was lost: not the server's text.
+        retries: requests that were sent again.
+        link_ms: median milliseconds of a round that the way took.
+        server_ms: median milliseconds of a round in the server.
+    """
+
+    url: str
+    model: str
+    digest: str
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    streamed: int = 0
+    local: int = 0
+    retries: int = 0
+    link_ms: float = 0.0
+    server_ms: float = 0.0

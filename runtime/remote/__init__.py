@@ -1,0 +1,1 @@
+"""Replies that a model on another machine decides and this one drafts."""

@@ -1,0 +1,284 @@
+"""Decoding of one reply whose text a model elsewhere decides, and whose drafts this model makes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgeinfer.errors import ContextLengthError, RemoteError
+from edgeinfer.remote_options import RemoteUse
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.remote.channel import Channel
+from edgeinfer.runtime.remote.contract import Decided, RemoteReply, RemoteServer
+from edgeinfer.runtime.sampling import Sampler
+
+__all__ = ["RemoteDecoding"]
+
+# Seconds between two looks at whether the reply was cancelled.
+_LOOK_S = 0.05
+# Tokens that are streamed before it is asked again whether drafts would be faster, at first and at most.
+_STREAMED, _MOST_STREAMED = 16, 256
+# Logits are needed for log-probabilities alone, which no server tells.
+_UNSEEN = np.zeros(0, np.float32)
+_OTHER_SERVER = "Check that an edgeinfer server with the same tokenizer runs there."
+
+
+class _Answers:
+    """What a round's thread was told, for the thread that decodes.
+
+    Attributes:
+        came: in order.
+        wanted: whether more is.
+    """
+
+    def __init__(self) -> None:
+        self.came: queue.SimpleQueue[Decided | Exception] = queue.SimpleQueue()
+        self.wanted = True
+
+    def take(self, decided: Decided) -> bool:
+        """Takes an answer; returns whether more is wanted."""
+        self.came.put(decided)
+        return self.wanted
+
+
+class RemoteDecoding(DecodingStrategy):
+    """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
+
+    The text is the server's, whatever is drafted. While a round is under way, drafting goes on as if all of the draft
+    were accepted.
+
+    Args:
+        backend: of the model that drafts.
+        sampler: of the reply; drafts are drawn by the noise that the server draws by.
+        server: whose model decides.
+        options: of the reply, as the server takes them.
+        channel: what is known of the way there.
+        chunk: most rows of a pass that catches up.
+        goes_on: the local model writes the rest where the server is lost.
+        cancelled: whether the reply is to end.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        sampler: Sampler,
+        server: RemoteServer,
+        options: Mapping[str, Any],
+        channel: Channel,
+        *,
+        chunk: int,
+        goes_on: bool,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        super().__init__(backend, sampler)
+        self._server, self._options, self._channel = server, options, channel
+        self._chunk, self._goes_on, self._cancelled = chunk, goes_on, cancelled
+        self._reply: RemoteReply | None = None
+        self._answers = _Answers()
+        self._text: list[int] = []
+        self._prompt = 0  # tokens of the text
+        self._drafts: list[int] = []  # behind the text
+        self._further = 0  # tokens of a stream that is under way; 0 is none
+        self._stream_started, self._came = 0.0, 0
+        self._stream_length = _STREAMED
+        self._rounds = self._drafted = self._accepted = self._streamed = self._local = 0
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The first tokens that the server decides after the prompt."""
+        if self._reply is None:
+            self._reply, self._prompt = self._server.begin(prompt, self._options), len(prompt)
+        self._text = list(prompt)
+        self._drafts = [self._sampler.sample(logits, len(prompt))]
+        return self.next(room, 0)
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """The tokens that one round decides, or that a stream brings."""
+        if self._local:
+            return self._written()
+        try:
+            tokens = self._stream(room) if self._further else self._round(room)
+        except RemoteError as error:
+            if not (self._goes_on and error.lost):
+                raise
+            self._further = 0
+            return self._written()
+        for token in tokens:
+            self._sampler.accept(token, _UNSEEN)
+        self._commit(tokens)
+        return tokens
+
+    def _round(self, room: int) -> Sequence[int]:
+        """Sends a draft, and gives what the server decides."""
+        self._backend.cache.hold(max(0, len(self._text) - 1))
+        most = min(room - 1, self._backend.cache.capacity - len(self._text) - 1)
+        length = self._channel.length()
+        if length is None:
+            self._further = max(1, min(room, self._stream_length))
+            self._stream_started, self._came = time.perf_counter(), 0
+            self._ask((), self._further - 1)
+            return self._stream(room)
+        length = max(0, min(length, most))
+        while len(self._drafts) < length:
+            self._draft()
+        draft = tuple(self._drafts[:length])
+        started = time.perf_counter()
+        self._ask(draft, 0)
+        decided = self._answer(min(most, length + 1 + self._channel.ahead()))
+        if not decided.tokens:
+            raise _no_room()
+        accepted = _common(decided.tokens, draft)
+        if self._rounds:  # the first evaluates the prompt
+            ms = (time.perf_counter() - started) * 1e3
+            self._channel.verified(length, accepted, decided.server_ms, ms)
+        else:
+            self._channel.judged(accepted, min(length, accepted + 1))
+        self._rounds += 1
+        self._drafted += length
+        self._accepted += accepted
+        return decided.tokens
+
+    def _stream(self, room: int) -> Sequence[int]:
+        """The next tokens of a stream. What would have been drafted is compared with them."""
+        decided = self._answer(1)
+        tokens = decided.tokens[:room]
+        self._came += len(tokens)
+        if decided.last:
+            if not self._came:
+                raise _no_room()
+            self._channel.streamed(self._came, (time.perf_counter() - self._stream_started) * 1e3)
+            self._further, self._stream_length = 0, min(2 * self._stream_length, _MOST_STREAMED)
+            if not tokens:
+                return self._round(room)
+        if self._drafts:
+            self._channel.judged(int(self._drafts[0] == tokens[0]), 1)
+        self._streamed += len(tokens)
+        return tokens
+
+    def _ask(self, draft: Sequence[int], further: int) -> None:
+        """Sends a round, whose answers come to the queue."""
+        assert self._reply is not None, "a reply was started"
+        remote, answers, reply = self._reply, self._answers, self._text[self._prompt :]
+
+        def work() -> None:
+            try:
+                remote.verify(reply, draft, further, answers.take)
+            except Exception as error:  # raised where it is waited for
+                answers.came.put(error)
+
+        # It ends with the program, whatever it waits for.
+        threading.Thread(target=work, name="edgeinfer-remote", daemon=True).start()
+
+    def _answer(self, most: int) -> Decided:
+        """The next answer; until it comes, up to `most` tokens are drafted behind the text."""
+        while True:
+            busy = len(self._drafts) < most and self._has_room
+            try:
+                answer = self._answers.came.get(block=not busy, timeout=_LOOK_S)
+            except queue.Empty:
+                if self._cancelled():
+                    raise PassCancelledError("The reply was cancelled.") from None
+                if busy:
+                    self._draft()
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            if max(answer.tokens, default=0) >= self._backend.geometry.vocab_size:
+                raise RemoteError(f"{self._server.url} answers with tokens that there are not.", _OTHER_SERVER)
+            return answer
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._text) + len(self._drafts) < self._backend.cache.capacity
+
+    def _draft(self) -> None:
+        """Drafts one more token."""
+        started, rows = time.perf_counter(), len(self._text) + len(self._drafts) - self._backend.cache.length
+        token = self._sampler.sample(self._logits(), len(self._text) + len(self._drafts), self._drafts)
+        self._drafts.append(token)
+        if rows == 1:
+            self._channel.drafted((time.perf_counter() - started) * 1e3)
+
+    def _logits(self) -> Floats:  # (V,)
+        """The logits behind text and drafts, a view; evaluates what the cache lacks of them."""
+        cache, path = self._backend.cache, [*self._text, *self._drafts]
+        if cache.length >= len(path):
+            cache.trim(cache.resumable(len(path) - 1))
+        while True:
+            tokens = path[cache.length : cache.length + self._chunk]
+            end = cache.length + len(tokens)
+            rows = np.array([len(tokens) - 1]) if end == len(path) else np.zeros(0, np.int64)
+            positions = np.arange(cache.length, end)
+            output = self._backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows))
+            if end == len(path):
+                logits: Floats = output.logits[0]
+                return logits
+
+    def _commit(self, tokens: Sequence[int]) -> None:
+        """Adds decided tokens to the text; drafts that go on behind them stay, with their rows."""
+        agreed = _common(tokens, self._drafts)
+        base = len(self._text)
+        self._text += tokens
+        self._drafts = self._drafts[agreed:] if agreed == len(tokens) else []
+        cache = self._backend.cache
+        if agreed < len(tokens) and cache.length > base + agreed:
+            cache.trim(cache.resumable(base + agreed))
+        self._root = tokens[-1]
+
+    def _written(self) -> Sequence[int]:
+        """One token of the local model's own."""
+        self._local += 1
+        self._drafts = []
+        logits = self._logits()
+        token = self._sampler.sample(logits, len(self._text))
+        self._text.append(token)
+        return self._accept(token, logits)
+
+    def leave(self) -> None:
+        """Drops drafts, and the stream that is under way."""
+        self._drafts, self._further = [], 0
+        self._answers.wanted = False
+        self._answers = _Answers()
+        cache = self._backend.cache
+        if cache.length > len(self._text):
+            cache.trim(cache.resumable(len(self._text)))
+
+    def finish(self) -> None:
+        """Closes the connection."""
+        if self._reply is not None:
+            self._reply.close()
+
+    def remote_use(self) -> RemoteUse | None:
+        """What the server did."""
+        reply = self._reply
+        return RemoteUse(
+            url=self._server.url,
+            model="" if reply is None else reply.model,
+            digest="" if reply is None else reply.digest,
+            rounds=self._rounds,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            streamed=self._streamed,
+            local=self._local,
+            retries=0 if reply is None else reply.retries,
+            link_ms=self._channel.link_ms,
+            server_ms=self._channel.server_ms,
+        )
+
+
+def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    for place, (mine, theirs) in enumerate(zip(tokens, others, strict=False)):
+        if mine != theirs:
+            return place
+    return min(len(tokens), len(others))
+
+
+def _no_room() -> ContextLengthError:
+    return ContextLengthError("The server's context is full.", "Shorten the text, or load its model with more context.")

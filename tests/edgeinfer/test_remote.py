@@ -1,0 +1,216 @@
+"""Replies that a server decides and this model drafts: its text whatever the network does, and nothing sent unasked."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.apps.bench.link import Link
+from edgeinfer.errors import RemoteError, UsageError
+from edgeinfer.runtime.remote.channel import Channel
+from tests.speculation import needs_builtin
+
+if TYPE_CHECKING:
+    from tests.apps.server.served import Local
+
+pytestmark = [pytest.mark.slow, needs_builtin]
+PROMPTS = ("Once upon a time", "The little dog", 'Tom said: "', "A list of words:")
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.2, "seed": 4, "repetition_penalty": 1.3, "top_k": 50, "logit_bias": {5: 2.0, 9: float("-inf")}},
+    {"temperature": 0.7, "seed": 5, "regex": "[a-z ]{30,60}"},
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Local]:
+    from tests.apps.server.served import served
+
+    with served("small") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[edgeinfer.Model]:
+    with edgeinfer.load(speculation="off") as model:
+        yield model
+
+
+@pytest.fixture
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of any lengths and streams take turns, whatever the clock says of them."""
+    chance = random.Random(1)
+    monkeypatch.setattr(Channel, "length", lambda _: chance.choice((None, 0, 1, 4, 9)))
+    monkeypatch.setattr("edgeinfer.runtime.remote.decoding._STREAMED", 3)
+
+
+@pytest.mark.usefixtures("any_length")
+@pytest.mark.parametrize("options", OPTIONS, ids=["greedy", "drawn", "penalties", "regex"])
+def test_the_text_is_the_servers(server: Local, alone: edgeinfer.Model, options: dict[str, Any]) -> None:
+    with edgeinfer.load(remote=server.url) as model:
+        for prompt in PROMPTS:
+            wanted = alone.generate(prompt, max_tokens=50, **options)
+            reply = model.generate(prompt, max_tokens=50, **options)
+            assert (reply.token_ids, reply.text) == (wanted.token_ids, wanted.text)
+            assert reply.finish_reason == wanted.finish_reason
+            use = reply.remote
+            assert use is not None and use.model == "tales" and use.digest == alone.digest
+            assert not use.local
+            assert use.rounds + use.accepted + use.streamed >= len(wanted.token_ids)
+
+
+@pytest.mark.usefixtures("any_length")
+def test_losses_and_delays_change_no_text(server: Local, alone: edgeinfer.Model) -> None:
+    chance = random.Random(28)
+    # Cut within headers, within events, and long after the first rounds.
+    cuts = iter([chance.choice((0, 40, 300, 900, 2_500)) for _ in range(40)])
+    rounds = streamed = retries = 0
+    with (
+        Link(server.port, rtt_ms=2.0, mbits=50.0, cuts=cuts) as link,
+        edgeinfer.load(remote=link.url) as model,
+    ):
+        for prompt in PROMPTS[:2]:
+            for options in OPTIONS[:3]:
+                reply = model.generate(prompt, max_tokens=40, **options)
+                assert reply.token_ids == alone.generate(prompt, max_tokens=40, **options).token_ids
+                assert reply.remote is not None
+                retries += reply.remote.retries
+                rounds, streamed = rounds + reply.remote.rounds, streamed + reply.remote.streamed
+        assert link.sent and link.received
+    assert min(rounds, streamed, retries) > 10
+
+
+@pytest.mark.usefixtures("any_length")
+def test_a_reply_pauses_and_goes_on(server: Local, alone: edgeinfer.Model) -> None:
+    wanted = alone.generate(PROMPTS[0], max_tokens=40)
+    with edgeinfer.load(remote=server.url) as model:
+        first = model.stream(PROMPTS[0], max_tokens=40)
+        for _ in range(7):
+            next(first)
+        assert first.pause()
+        assert (
+            model.generate(PROMPTS[1], max_tokens=10).token_ids == alone.generate(PROMPTS[1], max_tokens=10).token_ids
+        )
+        assert first.complete().token_ids == wanted.token_ids
+        left = model.stream(PROMPTS[0], max_tokens=400)
+        next(left)
+        left.close()
+        assert left.result.finish_reason == "cancelled"
+
+
+def test_a_lost_server_ends_the_reply_or_leaves_it_to_the_local_model(
+    server: Local, alone: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from edgeinfer.runtime.remote import edgeinfer_server
+
+    monkeypatch.setattr(edgeinfer_server, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(edgeinfer_server, "_TRIES", 2)
+    wanted = alone.generate(PROMPTS[0], max_tokens=60).token_ids
+    for loss in ("stop", "local"):
+        with Link(server.port) as link, edgeinfer.load(remote_loss=loss, remote=link.url) as model:
+            stream = model.stream(PROMPTS[0], max_tokens=60)
+            next(stream)
+            link.close()
+            if loss == "stop":
+                with pytest.raises(RemoteError, match="cannot be reached") as caught:
+                    stream.complete()
+                assert caught.value.lost and caught.value.hint
+                made = stream.result.token_ids
+                assert made == wanted[: len(made)] and made
+            else:
+                # Both machines have the same model here.
+                assert stream.complete().token_ids == wanted
+                use = stream.result.remote
+                assert use is not None and use.local
+
+
+def test_other_models_and_keys_are_refused(server: Local, alone: edgeinfer.Model) -> None:
+    with (
+        edgeinfer.load(remote=server.url, remote_digest="0" * 64) as model,
+        pytest.raises(RemoteError, match="with the digest"),
+    ):
+        model.generate(PROMPTS[0], max_tokens=4)
+    answer = server.post("/v1/verify", {"prompt": [1, 2], "vocabulary": "0" * 64})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "vocabulary_differs")
+
+
+def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.Model) -> None:
+    prompt = list(alone.tokenize_prompt(PROMPTS[0]))
+    opened = server.post("/v1/verify", {"prompt": prompt, "draft": [3]}).json()
+    session = {"session": opened["session"]}
+    for body, status, param in (
+        ({"draft": [1]}, 400, "prompt"),
+        ({"prompt": ["a"]}, 400, "prompt"),
+        ({"prompt": prompt, "draft": [0] * 65}, 400, "draft"),
+        ({"prompt": prompt, "temperature": -1}, 400, "temperature"),
+        ({"prompt": prompt, "n": 2}, 400, "n"),
+        ({"prompt": prompt, "search": "beam"}, 400, "search"),
+        ({"prompt": [10**8]}, 400, None),
+        ({**session, "draft": []}, 400, "base"),
+        ({**session, "base": 1}, 400, "base"),
+        ({**session, "base": 10_000}, 409, "base"),
+        ({**session, "base": opened["base"], "temperature": 1}, 400, "temperature"),
+        ({"session": "unknown", "base": 3}, 409, "session"),
+    ):
+        answer = server.post("/v1/verify", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body
+    again = server.post("/v1/verify", {**session, "base": len(prompt), "draft": [3]}).json()
+    assert again["tokens"] == opened["tokens"]
+
+
+def test_nothing_is_sent_unless_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    with edgeinfer.load() as model:
+        reply = model.generate(PROMPTS[0], max_tokens=8)
+    assert reply.remote is None and reply.token_ids
+
+
+def test_options_of_servers_are_checked() -> None:
+    for options, says in (
+        ({"remote": "example.com"}, "not the URL"),
+        ({"remote": "http://example.com"}, "could read"),
+        ({"remote": "ftp://localhost"}, "not the URL"),
+        ({"remote_key": "secret-key"}, "needs a server"),
+        ({"remote": "http://localhost:1", "overflow": "window"}, "overflow"),
+        ({"remote": "http://localhost:1", "remote_loss": "never"}, "remote_loss"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            edgeinfer.LoadConfig.of(**options)
+    for url in (
+        "http://localhost:8080",
+        "http://192.168.1.4",
+        "http://10.0.0.2/v1",
+        "https://example.com",
+        "http://nas",
+    ):
+        assert edgeinfer.LoadConfig(remote=url).remote == url
+
+
+def test_drafts_are_as_long_as_pays() -> None:
+    def channel(draft_ms: float, link_ms: float, server: dict[int, float], agreed: float) -> Channel:
+        made = Channel(32)
+        for _ in range(50):
+            made.drafted(draft_ms)
+            for rows, ms in server.items():
+                made.verified(rows - 1, 0, ms, ms + link_ms)
+        made.judged(0, 10**6)
+        made.judged(round(agreed * 1000), 1000)
+        return made
+
+    slow = {1: 150.0, 8: 180.0}
+    near, far = channel(5.0, 3.0, slow, 0.8).length(), channel(5.0, 60.0, slow, 0.8).length()
+    assert near is not None and far is not None and 3 < near <= far
+    # A fast server streams faster than it can be asked.
+    assert channel(10.0, 80.0, {1: 25.0, 8: 30.0}, 0.85).length() is None
+    assert channel(10.0, 3.0, slow, 0.02).length() in (0, None)
+    better = channel(5.0, 3.0, slow, 0.95).length()
+    assert better is not None and better > near
