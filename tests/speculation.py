@@ -17,9 +17,10 @@ from edgeinfer.drafting import DRAFTERS
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.results import Result, SpeculationUse
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation import device
+from edgeinfer.runtime.speculation.device import SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -53,10 +54,10 @@ _OF_DRAFTS = ("speculation", "draft_width", "draft_max", "verification")
 _replies: WeakKeyDictionary[edgeinfer.Model, dict[str, Result]] = WeakKeyDictionary()
 
 
-def cheap_costs(drafters: Sequence[Drafter]) -> Costs:
+def cheap_costs(drafters: Sequence[Drafter]) -> SessionCosts:
     """Costs of a device where a pass over many rows takes what one takes: whatever can be drafted pays."""
     guesses = {drafter.name: 1e-6 for drafter in drafters}
-    return stamped(PassCosts(((1, 1.0), (32, 1.05))), DraftCosts(guesses, 1e-6))
+    return SessionCosts(PassCosts(((1, 1.0), (32, 1.05))), guesses, 1e-6, confirmed=64)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from edgeinfer.apps.bench.synthetic import SHAPES, write_random_checkpoint
 from edgeinfer.errors import NativeUnavailableError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.native.library import native_kernel
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import stamped
-from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 
 PROMPT = [3, 10, 17, 24, 31, 3, 10, 17, 24, 31, 3, 10]
@@ -61,9 +60,9 @@ def test_logits_are_those_of_the_reference(bundle: Path, native: bool | None) ->
     assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.995
 
 
-def cheap_costs(_: DeviceCosts, drafters: Sequence[Drafter]) -> Costs:
+def cheap_costs(_: DeviceCosts, drafters: Sequence[Drafter]) -> SessionCosts:
     """Costs with which whatever can be drafted is, on any device and however busy it is."""
-    return stamped(PassCosts(((1, 1.0), (32, 1.05))), DraftCosts({each.name: 1e-6 for each in drafters}, 1e-6))
+    return SessionCosts(PassCosts(((1, 1.0), (32, 1.05))), {each.name: 1e-6 for each in drafters}, 1e-6, confirmed=64)
 
 
 @pytest.mark.parametrize("native", kernels())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import field
 from itertools import zip_longest
@@ -114,11 +114,11 @@ class SpeculationStatistics(DecodingStatistics):
 
     Attributes:
         committed: tokens.
-        pass_ms: milliseconds of whole passes of the target by their rows.
+        timed_passes: rows and milliseconds of whole passes of the target, as they ran.
         asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
         plain_overhead_ms: what plain steps took besides their pass, one entry each.
         alone: the passes are of this reply's rows, so that these times tell what passes and rounds cost; where others'
-            rows share them, `pass_ms`, `asking` and `plain_overhead_ms` get no entries.
+            rows share them, `timed_passes`, `asking` and `plain_overhead_ms` get no entries.
     """
 
     rounds: int = 0
@@ -132,7 +132,7 @@ class SpeculationStatistics(DecodingStatistics):
     verify_ms: float = 0.0
     overhead_ms: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
-    pass_ms: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    timed_passes: list[tuple[int, float]] = field(default_factory=list)
     asking: list[tuple[float, int]] = field(default_factory=list)
     plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
@@ -194,7 +194,7 @@ class SpeculationStatistics(DecodingStatistics):
         self.overhead_ms += steps * overhead_ms
         self.choices["none"] += steps
         if self.alone:
-            self.pass_ms[1] += verify_ms
+            self.timed_passes += [(1, ms) for ms in verify_ms]
             self.plain_overhead_ms += [overhead_ms] * steps
 
 

@@ -5,10 +5,9 @@ c(m) is the time of one pass of the target over m new tokens with the logits of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
-from statistics import median
 from typing import Any, Self
 
 import numpy as np
@@ -18,8 +17,6 @@ from edgeinfer.records import dataclass
 
 __all__ = ["Costs", "DraftCosts", "PassCosts"]
 
-# Passes of one size that tell what it costs, and how far one reply's passes move what is believed.
-_ENOUGH, _PULL = 3, 0.4
 # A day: no pass takes longer.
 _LONGEST_MS = 86_400_000.0
 _AGAIN = "Measure the costs again."
@@ -88,35 +85,6 @@ class PassCosts:
             return table[rows]
         padded = -(-rows // self.step) * self.step
         return table[-1] + (padded - self.largest) * self._slope
-
-    def following(self, observed: Mapping[int, Sequence[float]]) -> PassCosts:
-        """Costs moved towards those of passes that ran in earnest: what one busy second made dear corrects itself.
-
-        Sizes that did not run move in the proportion in which the others did, as most of what changes, other work on
-        the machine and the length of the context, changes all.
-
-        Args:
-            observed: milliseconds of passes by their rows.
-        """
-        ratios = self._ratios(observed)
-        if not ratios:
-            return self
-        common = median(ratios.values())
-        points = []
-        for rows, ms in self.points:
-            near = [ratios[m] for m in ratios if -(-m // self.step) * self.step == -(-rows // self.step) * self.step]
-            points.append((rows, ms * (median(near) if near else common) ** _PULL))
-        return PassCosts(tuple(points), self.step)
-
-    def pace(self, observed: Mapping[int, Sequence[float]]) -> float | None:
-        """Milliseconds of a pass over one row where passes take what was observed; None where too few ran."""
-        ratios = self._ratios(observed)
-        return self.ms(1) * median(ratios.values()) if ratios else None
-
-    def _ratios(self, observed: Mapping[int, Sequence[float]]) -> dict[int, float]:
-        """By what passes of each size that ran often enough took longer than is believed."""
-        seen = {rows: median(ms) for rows, ms in observed.items() if len(ms) >= _ENOUGH and rows <= self.largest}
-        return {rows: ms / self.ms(rows) for rows, ms in seen.items()}
 
     @cached_property
     def _table(self) -> list[float]:  # (largest + 1,), index 0 is not used
@@ -206,14 +174,6 @@ class Costs:
     def __post_init__(self) -> None:
         texts = (self.processor, self.measured)
         _require(all(isinstance(text, str) for text in texts), "processor and measured must be texts")
-
-    def pass_ms(self, rows: int) -> float:
-        """Milliseconds of a pass of the target over so many new tokens with all their logits."""
-        return self.passes.ms(rows)
-
-    def guess_ms(self, drafter: str) -> float:
-        """Milliseconds of one guess; KeyError for a drafter that was not measured."""
-        return self.drafts.guess_ms[drafter]
 
     @property
     def round_ms(self) -> float:

@@ -49,6 +49,11 @@ class CompanyCosts:
         """What a round costs besides its pass and its guesses."""
         return self._costs.round_ms
 
+    @property
+    def confirmed(self) -> int:
+        """Rows of the text's own in the largest pass that this session has run often."""
+        return max(1, self._costs.confirmed - self._others)
+
 
 class CompanyGovernor(Governor):
     """Governs as its base does, by what drafts cost beside as many texts as there are.

@@ -324,7 +324,7 @@ class SpeculativeDecoding(DecodingStrategy):
         if not self.statistics.alone:
             return
         if not passed.resumed:
-            self.statistics.pass_ms[rows].append((verified - passed.started) / 1e6)
+            self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6))
         if rows == 1:
             self._on_plain_ms((ended - passed.started) / 1e6)
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
+from edgeinfer.runtime.profile.following import TimedPass, following, pace
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
@@ -43,9 +44,36 @@ _SLOW_MS = 100.0
 _MOST_PROBES = 8
 # Rounds that tell what one costs.
 _ENOUGH = 5
-# Passes of one size that texts shared of which the latest count.
-_SHARED = 64
+# Passes that texts shared of which the latest count.
+_SHARED = 512
+# Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
+_CONFIRMED = 3
 _EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class SessionCosts:
+    """Implements `governor.RoundCosts` by what is known when a reply begins.
+
+    Attributes:
+        passes: c(m).
+        guess_ms_of: milliseconds of one guess, by the drafter's name.
+        round_ms: what a round costs besides its pass and its guesses.
+        confirmed: rows of the largest pass that this session has run often enough to know what it costs.
+    """
+
+    passes: PassCosts
+    guess_ms_of: Mapping[str, float]
+    round_ms: float
+    confirmed: int
+
+    def pass_ms(self, rows: int) -> float:
+        """Milliseconds of a pass of the target over so many new tokens with all their logits."""
+        return self.passes.ms(rows)
+
+    def guess_ms(self, drafter: str) -> float:
+        """Milliseconds of one guess; KeyError for a drafter that was not measured."""
+        return self.guess_ms_of[drafter]
 
 
 class DeviceCosts:
@@ -73,7 +101,8 @@ class DeviceCosts:
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
         self._overhead_ms = 0.0  # of a plain step, once there were some
-        self._shared_ms: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=_SHARED))  # by rows
+        self._shared: deque[TimedPass] = deque(maxlen=_SHARED)
+        self._ran = Counter[int]()  # passes of this session by their rows
         self.plain_ms: list[float] = []
 
     def prepare(self) -> None:
@@ -119,7 +148,7 @@ class DeviceCosts:
         assert self._passes is not None, "prepare comes first"
         return self._passes.ms(rows)
 
-    def of(self, drafters: Sequence[Drafter]) -> Costs:
+    def of(self, drafters: Sequence[Drafter]) -> SessionCosts:
         """All costs of rounds with these drafters."""
         assert self._passes is not None, "prepare comes first"
         missing = [drafter for drafter in drafters if drafter.name not in self._guess_ms]
@@ -127,18 +156,21 @@ class DeviceCosts:
             self._guess_ms[drafter.name] = self._measure(drafter if drafter.draws else self._stand_in(drafter.name))
         if missing:
             self._save()
-        return stamped(self._passes, DraftCosts(dict(self._guess_ms), self._round_ms))
+        confirmed = max((rows for rows, times in self._ran.items() if times >= _CONFIRMED), default=1)
+        return SessionCosts(self._passes, dict(self._guess_ms), self._round_ms, confirmed)
 
     def observe(self, rows: int, ms: float) -> None:
         """Notes a pass that several texts shared, for `learn`; all its rows are of replies, not of prompts."""
-        self._shared_ms[rows].append(ms)
+        self._shared.append((rows, ms))
 
     def learn(self, statistics: SpeculationStatistics) -> None:
         """Follows the passes and rounds of a reply, and passes that texts shared; kept with the next `save`."""
         if self._passes is None:
             return
-        self._passes = self._passes.following({**statistics.pass_ms, **self._shared_ms})
-        self._shared_ms.clear()
+        for passes in (statistics.timed_passes, self._shared):
+            self._passes = following(self._passes, passes)
+            self._ran.update(rows for rows, _ in passes)
+        self._shared.clear()
         if len(statistics.plain_overhead_ms) >= _ENOUGH:
             self._overhead_ms = median(statistics.plain_overhead_ms)
         if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
@@ -148,7 +180,7 @@ class DeviceCosts:
 
     def plain_step_ms(self, statistics: SpeculationStatistics) -> float | None:
         """What a plain step takes at the pace of a reply's passes; None where none of them tells."""
-        return None if self._passes is None else self._passes.pace(statistics.pass_ms)
+        return None if self._passes is None else pace(self._passes, statistics.timed_passes)
 
     def save(self) -> None:
         """Keeps what is known now."""

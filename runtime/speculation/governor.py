@@ -18,6 +18,7 @@ from typing import Protocol
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
+from edgeinfer.runtime.speculation.account import LossAccount
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
 
 __all__ = ["Asked", "Governor", "RoundCosts"]
@@ -36,19 +37,13 @@ _SURE = 0.995
 # no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
 _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
-# What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
-# have taken so far. Beyond that a draft may only risk what earlier ones saved, so that no reply ends up slower.
-_LOSS_BUDGET = 0.01
-# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
-_FIRST_LOSS_BUDGET = 0.05
-# Plain steps at most that are saved up for a draft that would have paid, had there been anything to risk.
-_LONGEST_SAVING = 64
-# Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
-# most of a pass, drafting would otherwise begin only after some seventy.
-_UNPAID = (8, 32)
 # Guesses of drafters that cost a good part of a pass that are not paid for yet, in each reply: without any, the first
 # would have to wait for dozens of tokens.
 _TRIES = 2
+# Drafts of a reply that may be longer than any pass that the session has run often: up to twice as long, in the hope
+# that such a pass costs at most so much more than the longest known one. Otherwise costs that a busy moment spoiled, by
+# which no longer draft pays, would never be found out.
+_LONGER_TRIES, _HOPED = 2, 1.25
 # How fast the estimate of a costly drafter that is no longer asked recovers: some seventy rounds to half.
 _RECOVERY = 0.01
 
@@ -65,6 +60,10 @@ class RoundCosts(Protocol):
     @property
     def round_ms(self) -> float:
         """What a round costs besides its pass and its guesses."""
+
+    @property
+    def confirmed(self) -> int:
+        """Rows of the largest pass that this session has run often; costs of larger ones may be outdated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +154,7 @@ class Governor:
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._round_ms = costs.round_ms
         self._reprice(costs)
+        self._account = LossAccount(self._pass_ms[0])
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
@@ -162,17 +162,19 @@ class Governor:
         self._at_work: Drafter | None = None
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
         self._spent = 0.0
-        self._saved = _FIRST_LOSS_BUDGET * self._pass_ms[0]
         self._tries = _TRIES
         self._probe_tries = _TRIES
         self._reach = 1.0  # how likely all of the last draft's first path is accepted
-        self._needs = 0.0  # what the cheapest draft would have risked that promised more than plain decoding
-        self._said, self._unpaid = 0, list(_UNPAID)
 
     def _reprice(self, costs: RoundCosts) -> None:
         """Goes by other costs of passes from now on, by which it finds out anew whether drafting is faster."""
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
         self._pass_ms_of = costs.pass_ms
+        self._confirmed, self._longer_tries = costs.confirmed, _LONGER_TRIES
+        known = self._pass_ms[: self._confirmed]
+        hoped = self._pass_ms[self._confirmed : 2 * self._confirmed]
+        # By these it is decided what to draft, by those above what it was worth.
+        self._prices = known + [min(ms, _HOPED * known[-1]) for ms in hoped] + self._pass_ms[2 * self._confirmed :]
         cheap = [ms for ms in self._guess_ms.values() if ms <= CHEAP * self._pass_ms[0]]
         self._asking_ms = self._round_ms + sum(cheap)
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
@@ -180,18 +182,8 @@ class Governor:
 
     @property
     def rest(self) -> int:
-        """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet.
-
-        Where a draft promised something that could not be risked, asking again at once would only spend what is to pay
-        for it.
-        """
-        budget = _LOSS_BUDGET * self._pass_ms[0]
-        saved = max(self._saved, 0.0)
-        unpaid = math.ceil((self._asking_ms - budget - saved) / budget)
-        unpaid = max(unpaid, min(math.ceil((self._needs - saved) / budget), _LONGEST_SAVING))
-        if self._unpaid:
-            unpaid = min(unpaid, self._unpaid[0] - self._said)
-        return max(self._rest, unpaid, 0)
+        """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet."""
+        return max(self._rest, self._account.steps_to_save(self._asking_ms))
 
     @property
     def asks(self) -> bool:
@@ -207,8 +199,7 @@ class Governor:
         """Learns that so many plain steps were taken."""
         ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
-        self._saved += ms * _LOSS_BUDGET
-        self._said += steps
+        self._account.book(steps, ms)
         self._rest = max(0, self._rest - steps)
 
     @property
@@ -231,22 +222,30 @@ class Governor:
             candidate = heapq.heappop(waiting)
             tree.add(candidate)
             worth = self._worth(tree)
-            ms = self._pass_ms[len(tree)] + self._spent
+            ms = self._prices[len(tree)] + self._spent
             if worth > best and self._beats_plain(tree):
-                if self._affords(ms, 1 + tree.sure):
+                if self._account.affords(ms, 1 + tree.sure):
                     best, length = worth, len(tree)
                 else:
-                    needs = min(needs, self._risk(ms, 1 + tree.sure))
+                    needs = min(needs, self._account.risk(ms, 1 + tree.sure))
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
             # Guesses that come to nothing must be paid for too.
-            if len(tree) < most and pays and self._affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
+            if len(tree) < most and pays and self._account.affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
-        self._needs = needs if length == 0 and needs < math.inf else 0.0
+        self._account.needs = needs if length == 0 and needs < math.inf else 0.0
+        self._hope_for(length)
         self._reach = min((tree.likely[node] for node in range(length) if tree.main_branch[node]), default=1.0)
         return tree.cut(length)
+
+    def _hope_for(self, length: int) -> None:
+        """Counts a draft whose pass may cost more than it is hoped to."""
+        if 1 + length > self._confirmed and self._longer_tries:
+            self._longer_tries -= 1
+            if not self._longer_tries:
+                self._prices = self._pass_ms
 
     def allows_probes(self, name: str, draft: Draft, probes: int) -> bool:
         """Whether the pass over the last draft may have so many probe rows, for a drafter's next guesses.
@@ -256,7 +255,7 @@ class Governor:
         ms = self._pass_ms_of(1 + len(draft) + probes) - self._pass_ms[len(draft)]
         if self._reach * self._estimates[name] <= self.rate * ms:
             return False
-        if ms > max(self._saved, 0.0):
+        if ms > self._account.free:
             if not self._probe_tries:
                 return False
             self._probe_tries -= 1
@@ -281,8 +280,7 @@ class Governor:
         pass_ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
         ms = pass_ms + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
-        self._saved += len(committed) * self._pass_ms[0] * (1 + _LOSS_BUDGET) - ms
-        self._said += len(committed)
+        self._account.book(len(committed), ms)
         self._try(len(committed), ms)
 
     def _try(self, tokens: int, ms: float) -> None:
@@ -298,22 +296,13 @@ class Governor:
         self._trial = [0, 0, 0.0]
 
     def _begin(self) -> None:
-        if self._unpaid and self._said >= self._unpaid[0]:
-            del self._unpaid[0]
+        self._account.begin_round()
         self._asked, self._at_work, self._spent = {}, None, 0.0
         self._paid.clear()
 
-    def _affords(self, ms: float, sure: int = 1) -> bool:
-        """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
-        return self._risk(ms, sure) <= max(self._saved, 0.0)
-
-    def _risk(self, ms: float, sure: int) -> float:
-        """What a reply would lose by a round that takes so long and gives no more than these tokens."""
-        return ms - sure * self._pass_ms[0] * (1 + _LOSS_BUDGET)
-
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
-        return tokens_per_ms(tree.expected, self._pass_ms[len(tree)], self._spent, self._round_ms)
+        return tokens_per_ms(tree.expected, self._prices[len(tree)], self._spent, self._round_ms)
 
     def _beats_plain(self, tree: _Tree) -> bool:
         return self._worth(tree) > _MARGIN * tokens_per_ms(1.0, self._pass_ms[0], 0.0, self._round_ms)
@@ -334,7 +323,7 @@ class Governor:
             once: one guess pays for all of them.
         """
         most = min(_AHEAD, self._most - size)
-        return look_ahead(self._pass_ms, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
+        return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 
     def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
@@ -366,7 +355,7 @@ class Governor:
                 promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
                 if barred or promised <= without:
                     continue
-                if not self._affords(self._pass_ms[0] + self._spent + ms):
+                if not self._account.affords(self._pass_ms[0] + self._spent + ms):
                     if not self._tries or not main_branch:
                         continue
                     self._tries -= 1

@@ -89,6 +89,7 @@ class _ShapedGovernor(StochasticGovernor):
             found = list(self._grown(context, drafter, level, len(drawn)))
             drawn += found
             level = [each.node for each in found]
+        self._hope_for(len(drawn))
         guesses, parents = tuple(each.asked.guess for each in drawn), tuple(each.parent for each in drawn)
         return Draft(guesses, parents, (drafter.name,) * len(drawn))
 
@@ -104,17 +105,17 @@ class _ShapedGovernor(StochasticGovernor):
         """Whether the next depth of a draft of so many tokens, with what may follow, is worth its time."""
         name, reached, depth = drafter.name, sum(node.likely for node in level), len(level[0].path)
         ms, nodes, gained, spent = self._price(name), len(level), 0.0, 0.0
-        rows, pass_ms = size, self._pass_ms[size]
+        rows, pass_ms = size, self._prices[size]
         for further in range(depth, depth + _AHEAD):
             drawn = self._rows(further, nodes)
             rows, spent = rows + drawn, ms if drafter.at_once else spent + ms * nodes
             if drawn == 0 or rows > most:
                 return False
-            if further == depth and not self._affords(self._pass_ms[rows] + self._spent + spent):
+            if further == depth and not self._account.affords(self._prices[rows] + self._spent + spent):
                 return False
             reached *= self._any(name, drawn / nodes)
             gained, nodes = gained + reached, drawn
-            if gained > self.rate * (self._pass_ms[rows] - pass_ms + spent):
+            if gained > self.rate * (self._prices[rows] - pass_ms + spent):
                 return True
         return False
 

@@ -113,6 +113,7 @@ class StochasticGovernor(Governor):
                 offer(place, rank + 1, slot.left - estimate)
             if len(guesses) < most:
                 look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
+        self._hope_for(len(guesses))
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
 
     def observe(self, round: Round) -> None:
@@ -133,7 +134,7 @@ class StochasticGovernor(Governor):
         ms = self._price(place.drafter.name)
         if self._ahead(-slot.unlikely / place.estimate, place.estimate, size, ms) <= 0:
             return False
-        return self._affords(self._pass_ms[size + 1] + self._spent + (0.0 if slot.rank else ms))
+        return self._account.affords(self._prices[size + 1] + self._spent + (0.0 if slot.rank else ms))
 
     def _most_promising(
         self, context: Context, path: Sequence[int], likely: float, size: int
@@ -150,7 +151,7 @@ class StochasticGovernor(Governor):
             ms = self._price(name)
             worth = self._ahead(likely, estimate, size, ms, once=drafter.at_once)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            affordable = self._affords(self._pass_ms[size + 1] + self._spent + ms)
+            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms)
             if worth > most and not barred and affordable:
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
@@ -191,6 +192,7 @@ class ChainsGovernor(StochasticGovernor):
                     guesses.append(a.guess)
                     ends[chain] = len(guesses) - 1
                     paths[chain] = (*path, a.guess.token)
+        self._hope_for(len(guesses))
         return Draft(tuple(guesses), tuple(parents), (drafter.name,) * len(guesses))
 
     def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
@@ -203,7 +205,7 @@ class ChainsGovernor(StochasticGovernor):
             gained += likely
             rows = depth * self._width
             guessing = ms if drafter.at_once else rows * ms
-            worth = gained - self.rate * (self._pass_ms[rows] - self._pass_ms[0] + guessing)
-            if worth > best and self._affords(self._pass_ms[rows] + guessing):
+            worth = gained - self.rate * (self._prices[rows] - self._prices[0] + guessing)
+            if worth > best and self._account.affords(self._prices[rows] + guessing):
                 best, length = worth, depth
         return length

@@ -20,6 +20,7 @@ class Prices:
     passes: Mapping[int, float]
     guesses: Mapping[str, float] = field(default_factory=dict)
     round_ms: float = 0.0
+    confirmed: int = 64
 
     def pass_ms(self, rows: int) -> float:
         return self.passes[rows]

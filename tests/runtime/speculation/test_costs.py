@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -20,6 +21,8 @@ from edgeinfer.hub import resolve
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, TrimmedCache
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.profile.following import following
+from edgeinfer.runtime.profile.following import pace as pace_of
 from edgeinfer.runtime.speculation import measuring as module
 from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess
 from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
@@ -73,9 +76,27 @@ def test_a_disturbed_measurement_spoils_no_other() -> None:
     assert [curve.ms(rows) for rows in (1, 2, 4, 8, 16)] == [10.0, 10.0, 12.0, 40.0, 40.0]
 
 
+@pytest.mark.slow
+def test_costs_follow_the_shape_of_passes_on_a_machine_that_changes_its_pace() -> None:
+    """It is one and a half or two times as slow for a dozen passes at a time, and one pass in fifteen takes thrice."""
+    true = {1: 10.0, 2: 10.3, 4: 11.5, 8: 16.0, 16: 29.0}
+    believed = PassCosts(((1, 30.0), (2, 45.0), (4, 60.0), (8, 200.0), (16, 220.0)))
+    for seed in range(20):
+        chance, pace = random.Random(seed), 1.0
+        observed = []
+        for count in range(300):
+            pace = chance.choice((1.0, 1.5, 2.0)) if count % 12 == 0 else pace
+            rows = chance.choices(list(true), (8, 4, 3, 3, 2))[0]
+            observed.append((rows, true[rows] * pace * (3.0 if chance.random() < 1 / 15 else chance.uniform(1, 1.1))))
+        found = following(following(believed, observed), observed)
+        for rows, ms in true.items():
+            assert found.ms(rows) / found.ms(1) == pytest.approx(ms / 10.0, rel=0.15), (seed, rows)
+        assert pace_of(found, observed) == pytest.approx(found.ms(1), rel=0.1)
+
+
 def test_there_is_no_pass_without_rows() -> None:
     with pytest.raises(BackendError, match="no pass of 0 rows"):
-        COSTS.pass_ms(0)
+        COSTS.passes.ms(0)
 
 
 @settings(deadline=None)
@@ -84,8 +105,6 @@ def test_costs_survive_json(curve: PassCosts, guesses: dict[str, float], round_m
     costs = Costs(curve, DraftCosts(guesses, round_ms), "a processor", "2026-01-01T00:00:00+00:00")
     again = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
     assert again == costs
-    assert (again.pass_ms(3), again.round_ms) == (curve.ms(3), round_ms)
-    assert {name: again.guess_ms(name) for name in guesses} == guesses
 
 
 def test_unknown_and_missing_fields_are_refused() -> None:

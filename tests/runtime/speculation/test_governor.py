@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.company import CompanyGovernor
+from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
     Context,
     Draft,
@@ -24,7 +27,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     State,
     Verdict,
 )
-from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
 from edgeinfer.runtime.speculation.verification import verify_keyed
 from tests.recorded import check_recorded
@@ -115,6 +118,7 @@ class Run:
     sizes: list[int]
     ms: float
     drafts: list[Draft]
+    passes: list[tuple[int, float]]
 
     @property
     def plain_ms(self) -> float:
@@ -136,12 +140,13 @@ def decode(
     width: int = 1,
     rests: bool = False,
     kind: type[Governor] = Governor,
+    believed: RoundCosts | None = None,
 ) -> Run:
-    """Decodes a text with perfect verification; times by the prices. Plain steps are taken where the governor rests, if
-    `rests`."""
-    governor = kind(drafters, prices, learning(drafters), most, width)
+    """Decodes a text with perfect verification; times by the prices, which the governor knows if it believes no others.
+    Plain steps are taken where it rests, if `rests`."""
+    governor = kind(drafters, believed or prices, learning(drafters), most, width)
     context = Context(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
-    run = Run(governor, [], 0.0, [])
+    run = Run(governor, [], 0.0, [], [])
     while len(context.tokens) < len(text):
         steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
         if steps:
@@ -149,12 +154,14 @@ def decode(
             run.ms += steps * prices.pass_ms(1)
             context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
             run.sizes += [1] * steps
+            run.passes += [(1, prices.pass_ms(1))] * steps
             continue
         room = len(text) - len(context.tokens) - 1
         before = [d.asked for d in drafters]
         draft = governor.draft(context, room)
         asked = sum((d.asked - b) * prices.guess_ms(d.name) for d, b in zip(drafters, before, strict=True))
-        run.ms += prices.pass_ms(1 + len(draft)) + asked + prices.round_ms
+        run.passes.append((1 + len(draft), prices.pass_ms(1 + len(draft))))
+        run.ms += run.passes[-1][1] + asked + prices.round_ms
         verdict: Verdict = verify_keyed(draft, Truth(text, len(context.tokens), draft))  # type: ignore[arg-type]
         committed = (*(draft.guesses[n].token for n in verdict.accepted), verdict.token)
         fed = np.array([context.tokens[-1], *draft.tokens])
@@ -330,3 +337,43 @@ def test_no_reply_however_short_ends_up_slower() -> None:
         prophet.priors = (0.9, 0.9)
         run = decode([prophet], text, Prices(STAIRS))
         assert run.ms <= 1.0101 * run.plain_ms
+
+
+class Kept:
+    """Costs that an earlier session measured, of a model with room for any pass."""
+
+    def __init__(self, passes: PassCosts) -> None:
+        self.kept = Costs(passes, DraftCosts({"copy": 0.0}, 0.0), "", "")
+        self.cache, self.capacity = self, 4096
+
+    def costs(self) -> Costs:
+        return self.kept
+
+    def arrays(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.slow
+def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> None:
+    """By what was kept every row costs a pass, and no draft pays; in truth few rows cost hardly more than one."""
+    quiet = Prices({rows: 10.0 + 0.3 * (rows - 1) + 1.2 * max(0, rows - 4) for rows in range(1, 65)})
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+    for share, right in product((1.0, 3.0), (0.6, 0.95)):
+        busy = Kept(PassCosts(tuple((rows, 5.0 + 10.0 * share * rows) for rows in sizes)))
+        costs = DeviceCosts(busy, busy, False, 16, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+        costs.prepare()
+        taken, best = 0.0, 0.0
+        for reply in range(12):
+            text = text_of(150, reply)
+            prophets = [Prophet("copy", text, right, seed=reply) for _ in range(2)]
+            run = decode(prophets[:1], text, quiet, rests=True, believed=costs.of([]))
+            costs.learn(SpeculationStatistics(timed_passes=run.passes))
+            # What is not known yet may cost little.
+            assert run.ms <= 1.03 * run.plain_ms
+            if reply >= 6:
+                taken += run.ms
+                best += decode(prophets[1:], text, quiet, rests=True).ms
+        assert taken <= 1.06 * best, (share, right)
+        known = costs.of([])
+        for rows in range(1, 1 + known.confirmed):
+            assert known.pass_ms(rows) == pytest.approx(quiet.pass_ms(rows), rel=0.1), (share, right, rows)

@@ -170,9 +170,9 @@ def test_what_rides_must_promise_its_cost_and_be_paid_for(bundle: Bundle) -> Non
     assert [dear.allows_probes("prompt", Draft(), 3) for _ in range(4)] == [True, True, False, False]
     # What it saves later pays for it, and what it costs is entered.
     fed, seen = np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
-    before = dear._saved
+    before = dear._account._saved
     dear.observe(Round(Draft(), Verdict((), 3, True), (3,), fed, seen, None, 3))
-    assert dear._saved == pytest.approx(before - 1.0 + 0.1)
+    assert dear._account._saved == pytest.approx(before - 1.0 + 0.1)
 
 
 def test_the_main_branch_ends_where_first_children_do() -> None:
