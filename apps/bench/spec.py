@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -103,8 +104,12 @@ class SpecOptions:
     repeats: int = option(
         "--repeats N", rare=True, default=3, help="number of measurements per prompt, whose median is reported"
     )
-    temperature: float = option(
-        "--temp", "--temperature T", default=0.0, help="sampling temperature; 0 always picks the likeliest token"
+    temperature: tuple[str, ...] = option(
+        "--temp",
+        "--temperature LIST",
+        default=("0",),
+        help="comma-separated sampling temperatures to measure each mode with, beside plain decoding at the same; "
+        "0 always picks the likeliest token",
     )
     verification: tuple[str, ...] = option(
         "--verification LIST",
@@ -146,6 +151,8 @@ class SpecOptions:
             raise UsageError(f"per_category must be at least 1, not {self.per_category}.", "See --help.")
         if not all(length.isdecimal() and int(length) > 1 for length in self.lengths):
             raise UsageError("lengths must be whole numbers of 2 or more.", "Give some, such as 512,2048.")
+        if not self.temperature or not all(map(_is_temperature, self.temperature)):
+            raise UsageError("temperature must be numbers of 0 or more.", "Give some, such as 0,0.7,1.")
         if unknown := set(self.verification) - set(VERIFICATIONS):
             raise UsageError(f"There is no verification {min(unknown)!r}.", f"Choose of {', '.join(VERIFICATIONS)}.")
         if not all(width in _WIDTHS for width in self.draft_width):
@@ -162,8 +169,9 @@ class SpecOptions:
     def config(self) -> SpecConfig:
         """Modes and replies; UsageError where they make no sense."""
         modes = (*self.modes, *((CONTROL,) if self.control else ()))
-        replies, widths = ReplySettings(self.max_tokens, self.temperature, self.seed), tuple(map(int, self.draft_width))
-        return SpecConfig(modes, replies, self.repeats, self.verification, widths)
+        temperature, *further = dict.fromkeys(map(float, self.temperature))
+        replies, widths = ReplySettings(self.max_tokens, temperature, self.seed), tuple(map(int, self.draft_width))
+        return SpecConfig(modes, replies, self.repeats, self.verification, widths, tuple(further))
 
     def artifacts(self) -> TrainedArtifacts | None:
         """Files made of the checkpoint; None where there is none."""
@@ -186,6 +194,13 @@ class SpecOptions:
             timed += prompts[: self.per_category]
             warming += prompts[self.per_category :]
         return timed, warming
+
+
+def _is_temperature(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _items(options: SpecOptions, model: Tokenizes, prompts: list[Prompt]) -> list[TokenizedPrompt]:
@@ -233,6 +248,8 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
                     mode.learn()
         recorded = {**loading, **asdict(config.replies), "repeats": config.repeats, "expand": options.expand}
         recorded["warm_up"] = len(warming)
+        if config.temperatures:
+            recorded["further temperatures"] = ",".join(f"{temperature:g}" for temperature in config.temperatures)
         if options.lengths:
             recorded["lengths"] = ",".join(options.lengths)
         setup = SpecSetup(threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)

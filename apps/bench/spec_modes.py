@@ -7,7 +7,7 @@ machine that slows down slows all of them; a prompt's figure is the median of it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.prompts import TokenizedPrompt
-from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecReply
+from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecReply, mode_name, plain_of
 from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import Result
@@ -119,9 +119,8 @@ class EdgeInferMode:
         sampling: of the replies.
         verification: rule by which drafts are accepted.
         width: guesses per drafter and place.
+        told: say the temperature in the name, where others are measured too.
     """
-
-    plain = PLAIN
 
     @property
     def learns(self) -> bool:
@@ -129,10 +128,18 @@ class EdgeInferMode:
         return self._options["speculation"] != PLAIN
 
     def __init__(
-        self, model: Generates, drafters: str, sampling: ReplySettings, verification: str = _KEYED, width: int = 1
+        self,
+        model: Generates,
+        drafters: str,
+        sampling: ReplySettings,
+        verification: str = _KEYED,
+        width: int = 1,
+        *,
+        told: bool = False,
     ) -> None:
-        told = (drafters, "" if verification == _KEYED else verification, f"width {width}" if width > 1 else "")
-        self.name = " ".join(filter(None, told))
+        parts = (drafters, "" if verification == _KEYED else verification, f"width {width}" if width > 1 else "")
+        self.name = mode_name(" ".join(filter(None, parts)), sampling.temperature if told else None)
+        self.plain = plain_of(self.name)
         self._model = model
         self._options = {
             "temperature": sampling.temperature,
@@ -216,6 +223,7 @@ class SpecConfig:
         replies: how each is generated.
         repeats: replies of each mode to each prompt.
         verifications, widths: of drafts, each of which every mode that drafts is measured with.
+        temperatures: besides that of `replies`, at each of which all of it is measured once more.
     """
 
     modes: tuple[str, ...] = (PLAIN, "auto")
@@ -223,6 +231,7 @@ class SpecConfig:
     repeats: int = 3
     verifications: tuple[str, ...] = (_KEYED,)
     widths: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", tuple(dict.fromkeys((PLAIN, *self.modes))))
@@ -241,12 +250,11 @@ def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str
     runnable: list[Mode] = []
     # All are made before any is tried: each starts from what drafters know now.
     made: list[Mode] = []
-    for name in config.modes:
-        if name in (PLAIN, CONTROL):
-            made.append(EdgeInferMode(model, name, config.replies))
-        else:
-            axes = product(config.verifications, config.widths)
-            made += [EdgeInferMode(model, name, config.replies, rule, width) for rule, width in axes]
+    for temperature in (config.replies.temperature, *config.temperatures):
+        replies, told = replace(config.replies, temperature=temperature), temperature in config.temperatures
+        for name in config.modes:
+            axes = product(config.verifications, config.widths) if name not in (PLAIN, CONTROL) else [(_KEYED, 1)]
+            made += [EdgeInferMode(model, name, replies, rule, width, told=told) for rule, width in axes]
     for mode in made:
         try:
             mode.reply([1])

@@ -22,6 +22,8 @@ __all__ = [
     "SpecReply",
     "SpecResults",
     "SpecSetup",
+    "mode_name",
+    "plain_of",
     "spec_section",
 ]
 
@@ -35,6 +37,21 @@ GROUPS = {"story categories": STORIES, "retelling dialogues": RETELLING}
 # What counts as not slower: the noise of a median of three on a quiet machine is about 2%.
 LEAST_SPEEDUP = 0.98
 _JUDGED = "auto"
+
+
+# Before the temperature in a mode's name.
+_AT = " T="
+
+
+def mode_name(mode: str, temperature: float | None) -> str:
+    """The name of a mode at a temperature; None is that of all modes that do not say theirs."""
+    return mode if temperature is None else f"{mode}{_AT}{temperature:g}"
+
+
+def plain_of(mode: str) -> str:
+    """The plain decoding that a mode is timed against: the one at its temperature."""
+    _, at, temperature = mode.partition(_AT)
+    return PLAIN + at + temperature
 
 
 @dataclass(frozen=True)
@@ -83,9 +100,9 @@ class PromptTimes:
         """Median of the repeats' milliseconds per token."""
         return float(np.median([reply.per_token_ms for reply in self.replies[mode]]))
 
-    def speedup(self, mode: str, over: str = PLAIN) -> float:
-        """How many times faster than another mode."""
-        return self.ms(over) / self.ms(mode)
+    def speedup(self, mode: str, over: str | None = None) -> float:
+        """How many times faster than another mode, which is plain decoding unless given."""
+        return self.ms(over or plain_of(mode)) / self.ms(mode)
 
     def mismatches(self, mode: str) -> int:
         """Replies of a lossless mode that are not the plain one's."""
@@ -170,7 +187,7 @@ class SpecResults:
         """Prompts whose replies in this mode and in plain decoding are long enough; of some categories, or all."""
         chosen = self.categories if categories is None else categories
         inside = (times for times in self.prompts if times.item.prompt.category in chosen)
-        return [times for times in inside if times.timed(mode) and times.timed(PLAIN)]
+        return [times for times in inside if times.timed(mode) and times.timed(plain_of(mode))]
 
     @property
     def untimed(self) -> int:
@@ -245,7 +262,7 @@ class SpecResults:
 
 def spec_section(data: Any) -> Section:
     """Drafting beside plain decoding, by category of prompts."""
-    modes = [mode for mode in data["modes"] if mode != PLAIN]
+    modes = [mode for mode in data["modes"] if mode != plain_of(mode)]
     categories = list(data["categories"][PLAIN])
     header = ("category", "prompts", f"{PLAIN}: ms per token", *modes)
     rows = [(name, *_plain(data, name), *(_speedup(data, mode, name) for mode in modes)) for name in categories]
@@ -327,7 +344,7 @@ def _speedups(data: Mapping[str, Any], mode: str) -> dict[str, float]:
     """How many times faster than plain decoding, by prompt; of those whose replies in both are long enough."""
     found = {}
     for prompt in data["prompts"]:
-        pair = [prompt["modes"][each] for each in (PLAIN, mode)]
+        pair = [prompt["modes"][each] for each in (plain_of(mode), mode)]
         if all(tokens - 1 >= FEWEST_TIMED for each in pair for tokens in each["tokens"]):
             plain, ms = (float(np.median(each["ms_per_token"])) for each in pair)
             found[prompt["name"]] = plain / ms

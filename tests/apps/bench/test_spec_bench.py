@@ -12,7 +12,7 @@ import pytest
 
 from edgeinfer.apps.bench.benchmark import BenchContext
 from edgeinfer.apps.bench.prompts import Prompt, TokenizedPrompt, builtin_prompts
-from edgeinfer.apps.bench.render import print_section, section_markdown
+from edgeinfer.apps.bench.render import Table, print_section, section_markdown
 from edgeinfer.apps.bench.spec import SpecOptions, run_spec
 from edgeinfer.apps.bench.spec_modes import (
     EdgeInferMode,
@@ -136,6 +136,26 @@ def test_drafters_joined_by_a_plus_are_given_as_a_list_and_measured_by_every_rul
     assert [mode.name for mode in modes] == ["off", "auto", "auto width 2", "auto rejection", "auto rejection width 2"]
     modes[-1].reply([5, 6])
     assert (model.calls[-1][1]["verification"], model.calls[-1][1]["draft_width"]) == ("rejection", 2)
+
+
+def test_each_temperature_is_measured_beside_plain_decoding_at_the_same() -> None:
+    model = StubModel()
+    axes = SpecConfig(("auto",), ReplySettings(4), widths=(1, 2), temperatures=(0.7, 1.0))
+    modes = edgeinfer_modes(model, axes, {})
+    cold = ["off", "auto", "auto width 2"]
+    names = [f"{mode}{at}" for at in ("", " T=0.7", " T=1") for mode in cold]
+    assert ([mode.name for mode in modes], modes[4].plain) == (names, "off T=0.7")
+    modes[-1].reply([5, 6])
+    assert (model.calls[-1][1]["temperature"], model.calls[-1][1]["draft_width"]) == (1.0, 2)
+    ms = {"off": [8.0], "auto": [4.0], "off T=0.7": [9.0], "auto T=0.7": [6.0]}
+    found = results(replies_of(ms))
+    assert found.overall_speedup("auto T=0.7") == pytest.approx(1.5)
+    table = spec_section(json.loads(json.dumps(found.to_dict()))).parts[0]
+    assert isinstance(table, Table) and table.header[3:] == ("auto", "auto T=0.7")
+    assert SpecOptions(temperature=("0.7", "0", "0.70")).config.temperatures == (0.0,)
+    for wrong in ("-1", "nan", "inf", "warm"):
+        with pytest.raises(UsageError, match="0 or more"):
+            SpecOptions(temperature=("0", wrong))
 
 
 def test_a_mode_that_cannot_run_is_skipped_with_its_reason() -> None:
