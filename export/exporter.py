@@ -88,7 +88,9 @@ def export_native(source: Path, out: Path, config: ExportConfig, progress: Progr
         spec = read_spec(hf_config, family, checkpoint)
         require_graphs(spec, config.layout)
         stored = describe(spec, hf_config, family, checkpoint)
-        module = opened.enter_context(open_module(config, family, ModuleSource(hf_config, checkpoint, spec)))
+        embed_scale = next(plan for plan in stored.plans if plan.name == "embed").sources[0].scale
+        own = ModuleSource(hf_config, checkpoint, spec, embed_scale)
+        module = opened.enter_context(open_module(config, family, own))
         taps = () if module is None else module.described.taps
         described = pad_heads(stored)
         spec, plans = described.spec, described.plans

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 __all__ = ["ReferenceDrafter", "make_drafter"]
 
 # What a drafter has as its target has it.
+_OWN = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _COPIED = ("hidden_size", "vocab_size", "hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings")
 
 
@@ -27,10 +28,12 @@ def make_drafter(
     block: int = 6,
     taps: Sequence[int] | None = (0, 2, 4),
     seed: int = 0,
+    **settings: Any,
 ) -> Path:
     """A checkpoint of a random drafter.
 
     Args:
+        settings: further fields of config.json, or of its `dflash_config` where only DFlash has them.
         taps: layers of the target whose states it reads; None leaves them to the rule.
     """
     config = json.loads((target / "config.json").read_text())
@@ -79,8 +82,9 @@ def make_drafter(
             "attention_bias": False,
             "tie_word_embeddings": config.get("tie_word_embeddings", False),
             "block_size": block,
-            "dflash_config": {"mask_token_id": 3} | named,
+            "dflash_config": {"mask_token_id": 3} | named | {n: v for n, v in settings.items() if n in _OWN},
         }
+        | {name: value for name, value in settings.items() if name not in _OWN}
     )
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(fields))
@@ -111,18 +115,21 @@ class ReferenceDrafter:
         tapped = torch.cat([states[layer + 1] for layer in ids], -1)[0]
         given = self._norm(linear(tapped, self._tensors["fc.weight"]), "hidden_norm.weight")
         block = [tokens[-1], *[own["mask_token_id"]] * (config["block_size"] - 1)]
-        hidden = self._model.get_input_embeddings()(torch.tensor(block))
+        hidden = self._model.get_input_embeddings().weight[block] * own.get("input_embedding_scale", 1.0)
         for layer in range(depth):
             name = f"layers.{layer}."
             normed = self._norm(hidden, f"{name}input_layernorm.weight")
-            hidden = hidden + self._attention(given, normed, f"{name}self_attn.")
+            slides = config["layer_types"][layer] == "sliding_attention"
+            window = config["sliding_window"] if slides else 0
+            hidden = hidden + self._attention(given, normed, f"{name}self_attn.", window)
             normed = self._norm(hidden, f"{name}post_attention_layernorm.weight")
             gate, up, down = (self._tensors[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
             hidden = hidden + linear(silu(linear(normed, gate)) * linear(normed, up), down)
-        logits: Tensor = self._model.lm_head(self._norm(hidden, "norm.weight"))
-        return logits[1:]
+        logits: Tensor = self._model.lm_head(self._norm(hidden, "norm.weight")) * own.get("output_multiplier", 1.0)
+        cap = own.get("final_logit_softcapping")
+        return (cap * torch.tanh(logits / cap) if cap else logits)[1:]
 
-    def _attention(self, given: Tensor, normed: Tensor, name: str) -> Tensor:
+    def _attention(self, given: Tensor, normed: Tensor, name: str, window: int) -> Tensor:
         both, wide = torch.cat([given, normed]), self._config["head_dim"]
         products = [
             linear(rows, self._tensors[f"{name}{part}_proj.weight"])
@@ -133,7 +140,10 @@ class ReferenceDrafter:
         queries, keys = self._turned(queries, len(given)), self._turned(keys, 0)
         shared = self._config["num_attention_heads"] // self._config["num_key_value_heads"]
         keys, values = (x.repeat_interleave(shared, 0) for x in (keys, values))
-        mixed = scaled_dot_product_attention(queries[None], keys[None], values[None])[0]
+        # Layers with windows are causal.
+        behind = torch.arange(len(given), len(both))[:, None] - torch.arange(len(both))
+        seen = (behind >= 0) & (behind < window) if window else torch.ones_like(behind, dtype=torch.bool)
+        mixed = scaled_dot_product_attention(queries[None], keys[None], values[None], attn_mask=seen)[0]
         return linear(mixed.transpose(0, 1).flatten(1), self._tensors[f"{name}o_proj.weight"])
 
     def _turned(self, x: Tensor, first: int) -> Tensor:  # (heads, S, h), rotated from a position on

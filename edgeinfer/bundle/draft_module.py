@@ -43,6 +43,8 @@ class DraftModule:
             whose rows are keys and values alone, made of a normed product of what is read of the target (DFlash); 0
             where tokens are drafted one by one.
         mask: the token of the masks.
+        embed_scale: what multiplies the rows of the embedding that a block's tokens have in the target's bundle.
+        causal: layers in which a row of a block sees none of those behind it.
     """
 
     width: int
@@ -59,6 +61,8 @@ class DraftModule:
     feeds_normed: bool = False
     block: int = 0
     mask: int = 0
+    embed_scale: float = 1.0
+    causal: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.width > 0 and self.vocab_size >= 0, "a draft module reads states")
@@ -66,3 +70,5 @@ class DraftModule:
         _require(self.first_normed or not self.beside, "a draft module that reads side by side norms what it reads")
         _require(self.block == 0 or 2 <= self.block <= MOST_BLOCK, f"a block has from 2 to {MOST_BLOCK} rows")
         _require(self.mask >= 0, "a mask is a token")
+        _require(self.embed_scale > 0, f"embeddings are multiplied by {self.embed_scale}")
+        _require(all(layer >= 0 for layer in self.causal), f"layers are numbered from 0, not as {self.causal}")

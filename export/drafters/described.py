@@ -28,11 +28,13 @@ class ModuleSource:
 
     Attributes:
         target: the target's decoder, its heads as wide as its checkpoint has them.
+        embed_scale: what the values of the target's embedding are multiplied by where its bundle stores it.
     """
 
     config: HFConfig
     checkpoint: Checkpoint
     target: DecoderSpec
+    embed_scale: float = 1.0
 
     def require_same(self, name: str, own: int, targets: int) -> None:
         """Refuses a module that is of another size than its target.

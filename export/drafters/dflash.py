@@ -2,17 +2,19 @@
 
 Their layout, from z-lab/dflash (dflash/model.py) and those who run them (vLLM, SGLang, llama.cpp): the layers of a
 Qwen3 without embedding and head, `norm`, `fc` over the states behind several layers of the target, `hidden_norm` behind
-it. config.json has `block_size` and, in `dflash_config`, `mask_token_id` and `target_layer_ids`.
+it. config.json has `block_size` and, in `dflash_config`, `mask_token_id` and `target_layer_ids`; beside these may stand
+what multiplies the target's embedding and the logits. In layers with windows a place sees none of those behind it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from edgeinfer.bundle.draft_module import MOST_BLOCK, DraftModule
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Naming
-from edgeinfer.export.architectures.plans import plan
+from edgeinfer.export.architectures.plans import TensorPlan, plan
 from edgeinfer.export.architectures.qwen import QWEN3
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, module_spec, own_plans
 from edgeinfer.export.source.hf_config import HFConfig
@@ -20,6 +22,7 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["describe_dflash", "is_dflash", "spread_layers"]
 
 _OWN = "dflash_config"
+_AGAIN = "Download the drafter again, or choose another one."
 _MADE_FOR = "Choose a drafter that was made for this model."
 # Of Qwen3, by the names of a model without its outer module.
 _NAMING = Naming(embed="embed_tokens.weight", final_norm="norm.weight", head="lm_head.weight", layer="layers.{layer}.")
@@ -46,22 +49,60 @@ def describe_dflash(source: ModuleSource) -> DescribedModule:
     """Reads a DFlash drafter.
 
     Raises:
-        CheckpointError: it is damaged, or is for a model of other sizes.
+        CheckpointError: it is damaged, is for a model of other sizes, or has the convolutions of DFlash 2.
     """
+    if _own(source, "conv_kernel_size") is not None:
+        message = f"The drafter {source.checkpoint.folder} is one of DFlash 2, which is not supported."
+        raise CheckpointError(message, "Choose one of DFlash, whose config.json has no conv_kernel_size.")
     family = dataclasses.replace(QWEN3, naming=_NAMING)
     spec = module_spec(source, family, tied=source.target.tied)
-    spec = dataclasses.replace(spec, logit_softcap=source.target.logit_softcap)
+    spec = dataclasses.replace(spec, logit_softcap=_number(source, "final_logit_softcapping", 0.0))
     size, taps = spec.hidden_size, _taps(source, spec.num_layers)
     width = len(taps) * size
     plans = [
-        *own_plans(source, family, spec, ("embed", "head"), size),
+        *(_unscaled(each, source) for each in own_plans(source, family, spec, ("embed", "head"), size)),
         plan("fc", ("fc.weight", (size, width))),
         plan("module.taps_norm", ("hidden_norm.weight", (size,))),
     ]
     module = DraftModule(
-        width=width, drafter="dflash", shares=("embed", "head"), block=_block(source), mask=_mask(source)
+        width=width,
+        drafter="dflash",
+        shares=("embed", "head"),
+        block=_block(source),
+        mask=_mask(source),
+        embed_scale=_number(source, "input_embedding_scale", 1.0) / source.embed_scale,
+        causal=_causal(source),
     )
     return DescribedModule(spec, module, tuple(plans), taps)
+
+
+def _unscaled(planned: TensorPlan, source: ModuleSource) -> TensorPlan:
+    """The final norm takes back what a head has grown by that is the target's stored embedding (Gemma, Granite)."""
+    if planned.name != "final_norm":
+        return planned
+    grown = source.embed_scale if source.target.tied else 1.0
+    return planned.changed(scale=_number(source, "output_multiplier", 1.0) / grown)
+
+
+def _number(source: ModuleSource, name: str, default: float) -> float:
+    said = _own(source, name)
+    if said is None:
+        return default
+    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said < math.inf:
+        message = f"The drafter {source.checkpoint.folder} has {name} = {said!r}, which is no number from 0 on."
+        raise CheckpointError(message, _AGAIN)
+    return float(said)
+
+
+def _causal(source: ModuleSource) -> tuple[int, ...]:
+    """Layers in which a place sees none of those behind it: those with windows, unless config.json says otherwise."""
+    slides, said = source.config.slides(), source.config.get("is_causal")
+    if said is None:
+        return tuple(layer for layer, slide in enumerate(slides) if slide)
+    if not said and any(slides):
+        message = f"The drafter {source.checkpoint.folder} has windows that reach ahead, which is not supported."
+        raise CheckpointError(message, "Choose one without is_causal in its config.json.")
+    return tuple(range(len(slides))) if said else ()
 
 
 def _own(source: ModuleSource, name: str) -> object:

@@ -54,15 +54,18 @@ def open_module(config: ExportConfig, family: Architecture, own: ModuleSource) -
     if target.carried_size != target.hidden_size:
         message = "A drafter of a model whose layers compute with several streams of hidden states is not supported."
         raise UnsupportedArchitectureError(message, "Leave --drafter out.")
-    with open_drafter(config.drafter, target) as opened:
+    with open_drafter(config.drafter, target, own.embed_scale) as opened:
         if (reason := _changed_head(opened.described, config)) is not None:
             raise UsageError(reason, "Choose another --method, such as gptq, or leave the drafter out.")
         yield opened
 
 
 @contextmanager
-def open_drafter(folder: Path, target: DecoderSpec) -> Iterator[OpenedModule]:
+def open_drafter(folder: Path, target: DecoderSpec, embed_scale: float = 1.0) -> Iterator[OpenedModule]:
     """A module in a checkpoint of its own.
+
+    Args:
+        target, embed_scale: as ModuleSource.
 
     Raises:
         CheckpointError: it is damaged, or for another model.
@@ -70,7 +73,7 @@ def open_drafter(folder: Path, target: DecoderSpec) -> Iterator[OpenedModule]:
     config = read_config(folder)
     describe = describe_dflash if is_dflash(config) else describe_eagle
     with Checkpoint(folder) as checkpoint:
-        yield OpenedModule(describe(ModuleSource(config, checkpoint, target)), checkpoint)
+        yield OpenedModule(describe(ModuleSource(config, checkpoint, target, embed_scale)), checkpoint)
 
 
 def _shipped(config: ExportConfig, family: Architecture, own: ModuleSource) -> OpenedModule | None:

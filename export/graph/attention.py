@@ -44,7 +44,6 @@ from edgeinfer.export.graph.operators import Operators
 
 __all__ = ["ATTENTIONS", "Attention", "Carried", "PagedLayer"]
 
-
 _PAGES = (io.KV_POOL, io.KV_LAYOUT, io.KV_PAGES, io.ROWS, io.PATH_SLOTS)
 _STATES = (io.ROWS, io.PATH_SLOTS, io.STATE_POOL, io.STATE_LAYOUT, io.STATE_ROWS)
 
@@ -82,8 +81,8 @@ class Attention(ABC):
         """Declares the graph inputs that only attention reads."""
 
     @abstractmethod
-    def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
-        """Adds the nodes from a layer's queries, keys and values to what its heads give."""
+    def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
+        """Adds the nodes from a layer's queries, keys and values to what its heads give; `rows` names their paths."""
 
     def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
         """Adds the nodes of latent attention from normed hidden states to what its heads give."""
@@ -205,12 +204,13 @@ class _PagedAttention(Attention):
             graph.input(io.STATE_LAYOUT, "int64", (2 + self._spec.num_layers,))
             graph.input(io.STATE_ROWS, "int64", ("N", 2))
 
-    def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
+    def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
         """See `Attention.attend`."""
         prefix, attributes = f"layers.{layer}.attn", PagedLayer.of(self._spec, layer)
         weights = [self._ops.vector(graph, f"{prefix}.{name}") for name in ("q_norm", "k_norm", "sinks")]
         qkv = self._factored(graph, layer, self._centred(graph, layer, self._whole(graph, layer, qkv)))
-        inputs = [qkv, *_PAGES, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
+        pages = [rows if name == io.ROWS else name for name in _PAGES]
+        inputs = [qkv, *pages, io.POSITION_IDS, *self._tables(layer), *weights, io.LAYER_MASK]
         return graph.op("Attention", inputs, f"{prefix}.heads", domain=io.NATIVE_DOMAIN, **asdict(attributes))
 
     def attend_latent(self, graph: GraphBuilder, layer: int, latent: LatentSpec, value: str, part: int | None) -> str:
@@ -309,7 +309,7 @@ class _BufferedAttention(Attention):
         named = zip(io.present_names(layer), inside, io.past_names(layer), strict=True)
         return tuple(Carried(*names, "float32", self._cache_shape(layer)) for names in named)
 
-    def attend(self, graph: GraphBuilder, layer: int, qkv: str) -> str:
+    def attend(self, graph: GraphBuilder, layer: int, qkv: str, rows: str = io.ROWS) -> str:
         """See `Attention.attend`."""
         prefix, spec, window = f"layers.{layer}.attn", self._spec, self._spec.window(layer)
         query, key, value = self._heads(graph, layer, self._factored(graph, layer, self._whole(graph, layer, qkv)))

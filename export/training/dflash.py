@@ -112,7 +112,7 @@ class DflashTask:
         with torch.no_grad():
             # Logits of about one, so that nothing is thought certain at first.
             self.drafter.norm.weight.fill_(1 / float(self._head.float().square().sum(-1).mean().sqrt()))
-        self._masked = _entering(target, self.drafter.shape.mask)  # (D,)
+        self._embedding = target.model.get_input_embeddings().weight.detach()  # (V, D)
         _require_known(target, sources[0])
         places = torch.arange(options.block - 1, device=target.device)
         self._weights = torch.exp(-places / (_FADING * options.block))  # (block - 1,)
@@ -143,7 +143,7 @@ class DflashTask:
         def piece(own: Tensor, given: Tensor, weight: Tensor) -> Tensor:
             with torch.no_grad():
                 wanted = torch.log_softmax(self._target.logits(given), -1)  # (n, V)
-            lost = F.kl_div(torch.log_softmax(self._drafted(own), -1), wanted, reduction="none", log_target=True)
+            lost = F.kl_div(torch.log_softmax(own @ self._head.T, -1), wanted, reduction="none", log_target=True)
             return (lost.sum(-1) * weight).sum()
 
         rows = guessed.flatten(0, 2), taught.flatten(0, 2), weights.flatten()
@@ -161,7 +161,7 @@ class DflashTask:
             going = torch.ones_like(anchors, dtype=torch.bool)
             for place in range(block - 1):
                 said = self._target.logits(taught[:, :, place]).argmax(-1)
-                same = going & (self._drafted(guessed[:, :, place]).argmax(-1) == said)
+                same = going & ((guessed[:, :, place] @ self._head.T).argmax(-1) == said)
                 right[place] += float(same.sum())
                 reached[place] += float(going.sum())
                 # The text went on as the target would have.
@@ -172,9 +172,6 @@ class DflashTask:
         """As `ModuleTask.save`."""
         self.drafter.save(folder)
 
-    def _drafted(self, states: Tensor) -> Tensor:  # (..., D) -> (..., V)
-        return self._target.capped(states @ self._head.T)
-
     def _at(self, batch: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:  # (B, S), (B, n)
         """What the heads of drafter and target read at the places of blocks. (B, n, block - 1, D) both"""
         shape = self.drafter.shape
@@ -182,18 +179,12 @@ class DflashTask:
         with torch.no_grad():
             output = self._target.model(batch, output_hidden_states=True, use_cache=False, logits_to_keep=1)
         states = [each.float() for each in output.hidden_states]  # (B, S, D) each
-        blocks = self._masked.expand(*anchors.shape, shape.block, -1).clone()
-        blocks[:, :, 0] = states[0][rows, anchors]
-        guessed = self.drafter(torch.cat([states[tap + 1] for tap in shape.taps], -1), blocks, anchors)
+        blocks = torch.full((*anchors.shape, shape.block), shape.mask, device=batch.device)
+        blocks[..., 0] = batch[rows, anchors]
+        tapped = torch.cat([states[tap + 1] for tap in shape.taps], -1)
+        guessed = self.drafter(tapped, F.embedding(blocks, self._embedding), anchors)
         places = anchors[..., None] + torch.arange(shape.block - 1, device=batch.device)  # (B, n, block - 1)
         return guessed, states[-1][rows[..., None], places]
-
-
-@torch.no_grad()
-def _entering(target: Target, token: int) -> Tensor:  # (D,)
-    """A token's embedding as it enters the target's first layer."""
-    output = target.model(torch.tensor([[token]], device=target.device), output_hidden_states=True, use_cache=False)
-    return output.hidden_states[0][0, 0].float()  # type: ignore[no-any-return]  # the library has no types here
 
 
 @torch.no_grad()

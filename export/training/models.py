@@ -90,12 +90,9 @@ class Target:
     def logits(self, states: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., V)
         """Logits behind normed states, in float32, scaled and capped as the model's own code does."""
         config = self.config.get_text_config()
-        products = self.model.lm_head(states).float()
-        return self.capped(products * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0))
-
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits within the model's bounds, if it has any."""
-        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        logits: torch.Tensor = self.model.lm_head(states).float()
+        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
         return cap * torch.tanh(logits / cap) if cap else logits
 
 

@@ -33,6 +33,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "by the rule": ("qwen3", {"layers": 1, "taps": None, "block": 16}),
     "of a mixture": ("mixtral", {}),
     "of a hybrid": ("Lfm2", {}),
+    # Its embedding is stored grown, and is the head.
+    "tied": ("Gemma3", {"input_embedding_scale": 3.0, "output_multiplier": 0.7, "final_logit_softcapping": 5.0}),
+    "with windows": (
+        "llama",
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20, "use_sliding_window": True},
+    ),
 }
 
 
@@ -42,13 +48,15 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
     if family == "Lfm2":
         sizes["layer_types"] = ["conv", "conv", "full_attention"] * 2
+    if kind == "tied":
+        sizes["tie_word_embeddings"] = True
     make_checkpoint(folder / "target", family, seed=1, **sizes)
     drafter = make_drafter(folder / "drafter", folder / "target", **settings)
     export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=drafter, keep_small=False))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "by the rule"])
+@pytest.mark.parametrize("kind", ["dense", "by the rule", "tied", "with windows"])
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
     """Behind a prompt and a reply of many rounds, of chains and of trees."""
     folder, who = made(make_bundle, kind, 32), "copy,recycle,dflash"
@@ -56,6 +64,8 @@ def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
     for width in (1, 3):
         with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
             options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
+            # Some tokens are likelier, so that copies of them are accepted.
+            options["logit_bias"] = dict.fromkeys((7, 9, 11), 3.0 if kind == "tied" else 0.0)
             reply = model.generate(PROMPT, speculation=who, **options)
             assert reply.speculation.per_drafter["dflash"].drafted > 0 < reply.speculation.accepted
             text = [*PROMPT, *reply.token_ids]
@@ -114,6 +124,12 @@ DAMAGES: dict[str, Damage] = {
     "no layers": (change_config(OWN, target_layer_ids=[]), r"reads the layers \[\]"),
     "mask": (change_config(OWN, mask_token_id=10**6), "has the mask token 1000000"),
     "no mask": (change_config(OWN, mask_token_id=None), "has the mask token None"),
+    "DFlash 2": (change_config(OWN, conv_kernel_size=3), "is one of DFlash 2"),
+    "ahead": (
+        change_config(layer_types=["sliding_attention"] * 2, sliding_window=20, is_causal=False),
+        "windows that reach ahead",
+    ),
+    "scale": (change_config(OWN, output_multiplier="1"), "has output_multiplier = '1'"),
     "block": (change_config(block_size=1), "blocks of 1 tokens"),
     "no fc": (change_tensors(lambda t: t.pop("fc.weight")), "fc.weight"),
     "no norm": (change_tensors(lambda t: t.pop("hidden_norm.weight")), "hidden_norm.weight"),
