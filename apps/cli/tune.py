@@ -65,7 +65,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
-    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation")
+    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
     add_json_option(parser)
 
 

@@ -74,6 +74,7 @@ FIELDS: dict[str, set[str] | None] = {
     "experts": None,
     "compute": None,
     "search": None,
+    "remote": None,
     "stop_string": None,
     "model": {
         "name",
@@ -109,6 +110,7 @@ def test_a_plan_as_json(small_bundle: Path) -> None:
     plan = edgeinfer.plan(small_bundle, memory="2GB", context=100, prefill_chunk=16)
     data = json.loads(json.dumps(plan.to_dict()))
     fields = {"fits", "budget_bytes", "minimum_bytes", "planned_bytes", "terms", "choice", "alternatives"}
+    fields |= {"speculation_bytes", "best_speed_bytes", "curve"}
     assert set(data) == fields | {"counted", "anonymous_bytes", "speed", "given_up", "device"}
     assert (data["fits"], data["budget_bytes"]) == (True, 2 * 10**9)
     assert data["planned_bytes"] == sum(data["terms"].values())
