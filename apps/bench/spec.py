@@ -108,8 +108,7 @@ class SpecOptions:
         "--temp",
         "--temperature LIST",
         default=("0",),
-        help="comma-separated sampling temperatures for each mode and for plain decoding; "
-        "0 always picks the likeliest token",
+        help="comma-separated sampling temperatures; 0 always picks the likeliest token",
     )
     verification: tuple[str, ...] = option(
         "--verification LIST",
