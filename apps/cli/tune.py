@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "tune", execute, _DESCRIPTION)
     add_load_options(parser)
     group = parser.add_argument_group("device")
-    text = "measure for seconds instead of minutes, which misses small gains"
+    text = "measure for seconds, which misses small gains"
     group.add_argument("--quick", action="store_true", help=text)
     text = "write the settings to FILE, for use with --profile FILE, instead of keeping them for this user"
     group.add_argument("--out", type=Path, metavar="FILE", help=text)
