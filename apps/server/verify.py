@@ -34,7 +34,8 @@ _OPTIONS = (
 )  # fmt: skip
 # Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
 _MOST_DRAFTED = 64
-_MOST_SESSIONS = 256
+# Replies that are kept, and tokens of all of them: some 40 MB.
+_MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
 _LOST = "session_lost"
 _AGAIN = "Send the prompt and the reply so far again."
 
@@ -58,11 +59,11 @@ class _Session:
 
 
 class VerifySessions:
-    """The replies that devices draft, by their names; of more than `most`, those asked for longest ago are forgotten,
-    and the devices send them again."""
+    """The replies that devices draft, by their names. Of more than `most`, or `tokens` in all, those asked for longest
+    ago are forgotten, and the devices send them again."""
 
-    def __init__(self, most: int = _MOST_SESSIONS) -> None:
-        self._most = most
+    def __init__(self, most: int = _MOST_SESSIONS, tokens: int = _MOST_TOKENS) -> None:
+        self._most, self._tokens = most, tokens
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         # Requests are read on threads.
         self._lock = threading.Lock()
@@ -72,9 +73,14 @@ class VerifySessions:
         name = secrets.token_urlsafe(18)
         with self._lock:
             self._sessions[name] = session
-            while len(self._sessions) > self._most:
+            while len(self._sessions) > 1 and self._is_full:
                 self._sessions.popitem(last=False)
         return name
+
+    @property
+    def _is_full(self) -> bool:
+        tokens = sum(len(session.prompt) + len(session.reply) for session in self._sessions.values())
+        return len(self._sessions) > self._most or tokens > self._tokens
 
     def find(self, name: str, model: Model) -> _Session:
         """The session of a name.
@@ -197,6 +203,8 @@ def _opened(fields: Fields, model: Model) -> _Session:
     if not prompt:
         raise fields.missing("prompt", "Send the token ids of the prompt, or the name of a session.")
     reply = _ids(fields, "reply", LARGEST_COUNT)
+    if len(prompt) + len(reply) > model.context:
+        raise fields.wrong("prompt", f"{len(prompt)} tokens", f"The context holds {model.context}, the reply included.")
     options: dict[str, Any] = {}
     for name in _OPTIONS:
         options |= fields.option(name)

@@ -152,6 +152,7 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
         ({"prompt": prompt, "n": 2}, 400, "n"),
         ({"prompt": prompt, "search": "beam"}, 400, "search"),
         ({"prompt": [10**8]}, 400, None),
+        ({"prompt": [1] * (alone.context + 1)}, 400, "prompt"),
         ({**session, "draft": []}, 400, "base"),
         ({**session, "base": 1}, 400, "base"),
         ({**session, "base": 10_000}, 409, "base"),
@@ -162,6 +163,32 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body
     again = server.post("/v1/verify", {**session, "base": len(prompt), "draft": [3]}).json()
     assert again["tokens"] == opened["tokens"]
+
+
+def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:
+    from edgeinfer.apps.server.verify import VerifySessions, _Session
+
+    model: Any = type("Served", (), {"digest": "d"})
+    sessions = VerifySessions(most=3, tokens=100)
+
+    def opened(tokens: int) -> str:
+        return sessions.open(_Session("d", (1,) * tokens, (), {}))
+
+    def known(*names: str) -> list[bool]:
+        found = []
+        for name in names:
+            try:
+                found.append(bool(sessions.find(name, model)))
+            except UsageError:
+                found.append(False)
+        return found
+
+    first, second, third = opened(10), opened(10), opened(10)
+    assert known(first)
+    fourth = opened(10)
+    assert known(first, second, third, fourth) == [True, False, True, True]
+    large = opened(1_000)
+    assert known(first, third, fourth, large) == [False, False, False, True]
 
 
 def test_nothing_is_sent_unless_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
