@@ -108,7 +108,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
             [-1],             {"a": 1}, [[[1]]], [None], [1.5], ["a", 3], [True], 3, "😀" * 100_000,
         ]),
         "n": lambda c: c.choice([0, 129, "a"]),
-        "best_of": lambda c: c.choice([2, 10**9, "a"]),
+        "best_of": lambda c: c.choice([1_000, 10**9, "a"]),
         "logprobs": lambda c: c.choice([21, -1, "a"]),
         "suffix": text,
         "echo": lambda c: c.choice(["a", 3, []]),
