@@ -25,7 +25,8 @@ from tests.tables import each_row
 PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 TYPES = tuple(ROW_CODECS)
 # What a row of each type may lose of its length, times the root of its channels: half a step of its greatest channel.
-LOSS = {"float32": 1e-7, "float16": 5e-4, "int8": 0.51 / 127, "int4": 0.06}
+# Of int4, whose zero point is rounded too, 0.0611 was the most of 1.8 million rows of two channels.
+LOSS = {"float32": 1e-7, "float16": 5e-4, "int8": 0.51 / 127, "int4": 0.065}
 
 
 def make_weights(rng: np.random.Generator, shape: Shape, norm: str = "", sinks: bool = False) -> Weights:
