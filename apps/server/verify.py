@@ -69,7 +69,7 @@ class VerifySessions:
         self._lock = threading.Lock()
 
     def open(self, session: _Session) -> str:
-        """Keeps a session, and gives its name, which nobody can guess."""
+        """Keeps a session, and gives its name, which cannot be guessed."""
         name = secrets.token_urlsafe(18)
         with self._lock:
             self._sessions[name] = session

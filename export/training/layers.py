@@ -46,7 +46,7 @@ class GatedMLP(torch.nn.Module):
 
 
 def draw_matrices(module: torch.nn.Module) -> None:
-    """Draws all matrices of a module anew."""
+    """Draws the initial values of all matrices of a module."""
     for parameter in module.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=_DEVIATION)

@@ -14,12 +14,12 @@ from edgeinfer.runtime.remote.decoding import RemoteDecoding
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.text import TokenizerLike, vocabulary_digest
 
-__all__ = ["SENT", "RemoteDeciding", "remote_deciding"]
+__all__ = ["RemoteDeciding", "remote_deciding"]
 
 # Options of a reply by which its tokens are chosen; lengths and stop strings are looked after here.
-SENT = (
+_SENT = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
+    "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
     "parse_special",
 )  # fmt: skip
 # Tokens of a draft at most.
@@ -70,9 +70,7 @@ def remote_deciding(config: LoadConfig, tokenizer: TokenizerLike) -> RemoteDecid
 def _sent(config: GenerationConfig) -> dict[str, Any]:
     """The options that are not as usual, in the form of /v1/verify."""
     declared = options_of(GenerationConfig)
-    given = {name: value for name in SENT if (value := getattr(config, name)) != declared[name].default}
+    given = {name: value for name in _SENT if (value := getattr(config, name)) != declared[name].default}
     if bias := config.logit_bias:
         given["logit_bias"] = {str(token): False if value == -math.inf else value for token, value in bias.items()}
-    else:
-        given.pop("logit_bias", None)
     return given
