@@ -21,6 +21,7 @@ from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token,
 from edgeinfer.runtime.weights.verification import Verification
 
 if TYPE_CHECKING:
+    from edgeinfer.choice_lists import ChoiceLists
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
     from edgeinfer.runtime.remote.deciding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
@@ -94,6 +95,15 @@ class ModelParts:
         from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies
 
         return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
+
+    @cached_property
+    def choice_lists(self) -> ChoiceLists:
+        """The lists of choices that replies had last."""
+        if self.main is not None:
+            return self.main.choice_lists
+        from edgeinfer.choice_lists import ChoiceLists  # of few replies
+
+        return ChoiceLists(self.tokenizer, self.literal_encoder, self.engine.backend.geometry.vocab_size)
 
     @cached_property
     def literal_encoder(self) -> LiteralEncoder:

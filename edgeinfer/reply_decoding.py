@@ -50,17 +50,7 @@ def make_constraint(
         return constraint, constraint.costs
     if not config.choices:
         return None, None
-    choices = [
-        parts.tokenizer.encode(text, add_special_tokens=False)
-        if config.parses_content
-        else parts.literal_encoder.literal(text)
-        for text in config.choices
-    ]
-    for text, ids in zip(config.choices, choices, strict=True):
-        if max(ids, default=0) >= vocabulary:
-            message = f"The choice {text!r} contains a token id outside the model's vocabulary of {vocabulary}."
-            raise UsageError(message, "Leave it out, or spell it differently.")
-    return ChoiceConstraint(choices, end_ids), None
+    return ChoiceConstraint(parts.choice_lists.trie(config.choices, end_ids, config.parses_content)), None
 
 
 def make_strategy(

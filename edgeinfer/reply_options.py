@@ -16,7 +16,7 @@ __all__ = ["ReplyOptions", "Sampling", "SamplingOptions"]
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
 # Each choice is tokenized before a reply begins; characters are of all together.
-MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 1024, 256_000, 4096
+MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 100_000, 4_000_000, 4096
 
 # What the reply must be; one at most.
 _FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint
+from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
+from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs, uniform
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
 from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
 
 __all__ = [
     "ChoiceConstraint",
+    "ChoiceTrie",
     "Constraint",
+    "ConstraintPlaces",
     "LogitsProcessor",
     "Penalties",
     "Sampler",

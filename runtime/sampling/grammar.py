@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError, UsageError
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried
@@ -124,6 +125,10 @@ class GrammarConstraint:
             self._depth -= count - beyond
             self._matcher.rollback(count - beyond)
             self._check()
+
+    def places(self) -> ConstraintPlaces:
+        """Texts by the tokens that lead there."""
+        return TextPlaces(self)
 
     def _may_follow(self, token: int) -> bool:
         """Tells the engine of a token, if it may follow."""

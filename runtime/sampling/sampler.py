@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.constraint import Constraint
+from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import (
     Ids,
     Logits,
@@ -222,6 +222,10 @@ class Sampler:
     def constrained(self) -> bool:
         """Whether a constraint says what may follow."""
         return self._constraint is not None
+
+    def places(self) -> ConstraintPlaces | None:
+        """What the constraint lets follow several texts that go on from here; None where there is none."""
+        return None if self._constraint is None else self._constraint.places()
 
     @property
     def follows_paths(self) -> bool:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.sampling import ConstraintPlaces
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchStrategy, likeliest, log_probabilities
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, likeliest, log_probabilities
 
 __all__ = ["Beam"]
 
@@ -22,11 +24,13 @@ Logs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Beginning:
-    """A beginning of the reply: its tokens, their log-probability in all, the branch that holds all but the last."""
+    """A beginning of the reply: its tokens, their log-probability in all, the branch that holds all but the last, and
+    where it is in what the reply must follow."""
 
     tokens: tuple[int, ...]
     total: float
     branch: Branch | None
+    place: Any = None
 
 
 @dataclass
@@ -34,15 +38,21 @@ class _Group:
     """Beginnings kept together, with the log-probabilities behind each, and those that have ended."""
 
     live: list[_Beginning]
+    behind: Logs  # (live, V)
     ended: list[_Beginning] = field(default_factory=list)
-    behind: list[Logs] = field(default_factory=list)
 
 
 class Beam(SearchStrategy):
     """The reply of the highest log-probability divided by length**length_penalty among those found.
 
-    What a group avoids counts where it chooses, not in the log-probabilities that are compared at the end.
+    What a group avoids counts where it chooses, not in the log-probabilities that are compared at the end. Where the
+    reply must follow a list of choices or a grammar, beginnings that cannot become such are never among those compared,
+    and what has ended wins over what was cut off.
     """
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self._places: ConstraintPlaces | None = None
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The whole reply."""
@@ -50,9 +60,10 @@ class Beam(SearchStrategy):
         limit = self._share(options.beams, room)
         self._reply_rows = self._backend.cache.length
         branches = Branches(self._passes)
-        groups = [_Group([_Beginning((), 0.0, None)]) for _ in range(options.beam_groups)]
-        for group in groups:
-            group.behind = [log_probabilities(first_logits)]
+        self._places = self._parts.sampler.places()
+        none = _Beginning((), 0.0, None, None if self._places is None else self._places.start())
+        behind = log_probabilities(first_logits)[np.newaxis]
+        groups = [_Group([none], behind) for _ in range(options.beam_groups)]
         for length in range(1, limit + 1):
             chosen: Counter[int] = Counter()
             for group in groups:
@@ -62,7 +73,9 @@ class Beam(SearchStrategy):
             self._feed(groups, branches)
         branches.end()
         self._reply_rows = None
-        found = [beginning for group in groups for beginning in (*group.ended, *group.live)]
+        ended = [beginning for group in groups for beginning in group.ended]
+        going = [beginning for group in groups for beginning in group.live]
+        found = ended if ended and self._places is not None else [*ended, *going]
         ranked = sorted(found, key=self._score, reverse=True)[: options.beams]
         self._tell(prompt, ranked)
         self._statistics.trials = len(found)
@@ -80,20 +93,40 @@ class Beam(SearchStrategy):
         if not group.live:
             return
         stop_ids, live = self._parts.stop_ids, list[_Beginning]()
-        for rank, (_, index, token) in enumerate(sorted(self._candidates(group, chosen, size))):
+        candidates = self._free(group, chosen, size) if self._places is None else self._bound(group, chosen, size)
+        for rank, (_, index, token) in enumerate(sorted(candidates)):
             parent = group.live[index]
-            longer = _Beginning(
-                (*parent.tokens, token), parent.total + float(group.behind[index][token]), parent.branch
-            )
+            total = parent.total + float(group.behind[index, token])
+            longer = _Beginning((*parent.tokens, token), total, parent.branch, parent.place)
             if token in stop_ids:
                 if rank < size:
                     group.ended.append(longer)
             elif len(live) < size:
                 live.append(longer)
         chosen.update(beginning.tokens[-1] for beginning in live)
-        group.live = [] if self._over(group, live, size) else live
+        group.live = [] if self._over(group, live, size) else self._placed(live)
 
-    def _candidates(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
+    def _placed(self, live: list[_Beginning]) -> list[_Beginning]:
+        """The same beginnings at the places behind their last tokens."""
+        if self._places is None or not live:
+            return live
+        places = self._places.after([each.place for each in live], [each.tokens[-1] for each in live])
+        return [replace(each, place=place) for each, place in zip(live, places, strict=True)]
+
+    def _bound(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
+        """As `_free`, of what the reply may go on with: of all beginnings together, in one look."""
+        assert self._places is not None, "who asks has looked"
+        rows, tokens = self._places.followers([beginning.place for beginning in group.live])
+        totals = np.array([beginning.total for beginning in group.live])
+        # By one number each, which takes a quarter of what pairs take.
+        judged = totals[rows] + group.behind.reshape(-1).take(rows * group.behind.shape[1] + tokens)
+        for token, times in chosen.items():
+            judged[tokens == token] -= self._config.diversity * times
+        most = size + len(self._parts.stop_ids) * len(group.live)
+        for index in likeliest(judged, min(len(judged), most)).tolist():
+            yield -float(judged[index]), int(rows[index]), int(tokens[index])
+
+    def _free(self, group: _Group, chosen: Counter[int], size: int) -> Iterator[tuple[float, int, int]]:
         """The best tokens behind each beginning: what they are judged by, less being better, its index, the token.
 
         So many of each that `size` are left without stop tokens.
@@ -122,12 +155,14 @@ class Beam(SearchStrategy):
         fed = [(b.branch, b.tokens[-1:]) for group in groups for b in group.live if b.branch is not None]
         rows = iter(branches.feed(fed))
         for group in groups:
-            group.behind = [log_probabilities(next(rows)) for _ in group.live]
+            group.behind = np.empty((len(group.live), group.behind.shape[1]))
+            for behind in group.behind:
+                behind[:] = log_probabilities(next(rows))
 
     @staticmethod
     def _forked(beginning: _Beginning, branches: Branches) -> _Beginning:
         branch = branches.begin() if beginning.branch is None else branches.fork(beginning.branch)
-        return _Beginning(beginning.tokens, beginning.total, branch)
+        return replace(beginning, branch=branch)
 
     def _tell(self, prompt: Sequence[int], ranked: Sequence[_Beginning]) -> None:
         texts = []

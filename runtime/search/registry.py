@@ -48,7 +48,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "lookahead": SearchKind(Lookahead, "never"),
     "contrast": SearchKind(Contrast, "either", constrained=True),
     "momentum": SearchKind(Momentum, "never", branches=False),
-    "beam": SearchKind(Beam, "never"),
+    "beam": SearchKind(Beam, "never", constrained=True),
 }
 
 

@@ -159,13 +159,13 @@ def test_nothing_is_made_of_what_is_too_large() -> None:
         "stop": ["a" * 1000] * 16,
         "stop_token_ids": list(range(1024)),
         "logit_bias": dict.fromkeys(range(4096), 1.0),
-        "choices": ["a" * 250] * 1024,
+        "choices": ["a" * 40] * 100_000,
     }
     larger: dict[str, list[Any]] = {
         "stop": [["a" * 1001], ["a"] * 17, ["a" * 950_000] * 4],
         "stop_token_ids": [list(range(1025))],
         "logit_bias": [dict.fromkeys(range(4097), 1.0)],
-        "choices": [["a"] * 1025, ["a" * 256_001]],
+        "choices": [["a"] * 100_001, ["a" * 4_000_001]],
     }
     for name, value in largest.items():
         GenerationConfig(**{name: value})

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, TokenCounts
+from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, Constraint, LogitsProcessor, TokenCounts
+from edgeinfer.runtime.sampling.constraint import TextPlaces
 
 # Few different tokens, so that choices share beginnings and begin each other.
 CHOICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=12)
@@ -52,7 +53,7 @@ def allowed(constraint: Constraint) -> list[int]:
 def test_follows_pushes_and_pops_as_a_set_of_replies_does(
     choices: list[list[int]], ends: list[int], moves: list[int | None]
 ) -> None:
-    constraint, reply = ChoiceConstraint(choices, ends), list[int]()
+    constraint, reply = ChoiceConstraint(ChoiceTrie(choices, ends)), list[int]()
     for token in moves:
         if token is not None:
             constraint.push(token)
@@ -64,12 +65,31 @@ def test_follows_pushes_and_pops_as_a_set_of_replies_does(
         assert list(constraint.forced()) == oracle_forced(choices, ends, reply)
 
 
+@settings(max_examples=60, deadline=None)
+@given(CHOICES, ENDS, st.lists(st.lists(st.integers(-1, 7), max_size=6), min_size=1, max_size=6))
+def test_places_of_several_texts_are_those_of_each_alone(
+    choices: list[list[int]], ends: list[int], texts: list[list[int]]
+) -> None:
+    """The trie's by one look at all, and those that any constraint has by its stack."""
+    constraint = ChoiceConstraint(ChoiceTrie(choices, ends))
+    for places in (constraint.places(), TextPlaces(constraint)):
+        found = [places.start() for _ in texts]
+        for depth in range(max(map(len, texts))):
+            going = [index for index, text in enumerate(texts) if depth < len(text)]
+            moved = places.after([found[i] for i in going], [texts[i][depth] for i in going])
+            for index, place in zip(going, moved, strict=True):
+                found[index] = place
+        rows, tokens = places.followers(found)
+        for index, text in enumerate(texts):
+            assert sorted(tokens[rows == index].tolist()) == oracle_allowed(choices, ends, text)
+
+
 @settings(deadline=None)
 @given(CHOICES, ENDS, st.randoms(use_true_random=False))
 def test_walks_of_allowed_tokens_are_the_choices(
     choices: list[list[int]], ends: list[int], chance: random.Random
 ) -> None:
-    constraint = ChoiceConstraint(choices, ends)
+    constraint = ChoiceConstraint(ChoiceTrie(choices, ends))
     for _ in range(5):
         reply: list[int] = []
         while not reply or reply[-1] not in ends:
@@ -81,7 +101,7 @@ def test_walks_of_allowed_tokens_are_the_choices(
 
 
 def test_a_choice_that_begins_another_may_end_or_go_on() -> None:
-    constraint = ChoiceConstraint([[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9]], [7000, 2])
+    constraint = ChoiceConstraint(ChoiceTrie([[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9]], [7000, 2]))
     assert allowed(constraint) == [5] and list(constraint.forced()) == [5, 6]
     for token in constraint.forced():
         constraint.push(token)
@@ -91,7 +111,7 @@ def test_a_choice_that_begins_another_may_end_or_go_on() -> None:
 
 
 def test_nothing_but_the_end_follows_a_token_that_may_not() -> None:
-    constraint = ChoiceConstraint([[5, 6]], [2])
+    constraint = ChoiceConstraint(ChoiceTrie([[5, 6]], [2]))
     for token in (9, 5, 6):
         constraint.push(token)
         assert allowed(constraint) == [2] and list(constraint.forced()) == []
@@ -100,7 +120,7 @@ def test_nothing_but_the_end_follows_a_token_that_may_not() -> None:
 
 
 def test_popping_stops_at_the_start() -> None:
-    constraint = ChoiceConstraint([[5, 6]], [2])
+    constraint = ChoiceConstraint(ChoiceTrie([[5, 6]], [2]))
     constraint.push(5)
     constraint.pop(0)
     assert allowed(constraint) == [6]
@@ -109,14 +129,14 @@ def test_popping_stops_at_the_start() -> None:
 
 
 def test_repetitions_and_arrays_change_nothing() -> None:
-    constraint = ChoiceConstraint([[4, 5], np.array([4, 5]), [4, 5]], frozenset({2}))  # type: ignore[list-item]
+    constraint = ChoiceConstraint(ChoiceTrie([[4, 5], np.array([4, 5]), [4, 5]], frozenset({2})))  # type: ignore[list-item]
     assert list(constraint.forced()) == [4, 5]
     constraint.push(np.array([4, 5])[0])
     assert allowed(constraint) == [5]
 
 
 def test_what_is_allowed_cannot_be_written_to() -> None:
-    constraint = ChoiceConstraint([[4], [5]], [2])
+    constraint = ChoiceConstraint(ChoiceTrie([[4], [5]], [2]))
     for token in (4, 2):
         with pytest.raises(ValueError, match="read-only"):
             constraint.allowed()[0] = 9
@@ -134,7 +154,7 @@ def test_impossible_lists_are_refused() -> None:
     ]
     for choices, ends, message in impossible:
         with pytest.raises(UsageError, match=message) as error:
-            ChoiceConstraint(choices, ends)
+            ChoiceConstraint(ChoiceTrie(choices, ends))
             pytest.fail(f"{choices} with ends {ends}")
         assert error.value.hint
 
@@ -146,7 +166,7 @@ def test_thousands_of_choices_take_little_memory() -> None:
     choices.append([7] * 20_000)  # one long choice must not make the others cost its length
     tracemalloc.start()
     try:
-        constraint = ChoiceConstraint(choices, [2])
+        constraint = ChoiceConstraint(ChoiceTrie(choices, [2]))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -165,7 +185,7 @@ def test_drawn_replies_are_always_on_the_list() -> None:
     for options in ({}, {"temperature": 1.5, "top_p": 0.9, "frequency_penalty": 0.5}):
         choices = [[3, 4], [3, 4, 5, 6], [7], [8, 8, 8]]
         processor = LogitsProcessor(GenerationConfig(**options), 300, seed=3)  # type: ignore[arg-type]
-        constraint = ChoiceConstraint(choices, [1, 2])
+        constraint = ChoiceConstraint(ChoiceTrie(choices, [1, 2]))
         rows = np.random.default_rng(0).normal(0, 2, (200, 300)).astype(np.float32)
         seen = set[tuple[int, ...]]()
         for begin in range(0, 195, 5):
@@ -185,7 +205,7 @@ def test_frequencies_of_replies_are_the_product_of_the_renormalised_ones() -> No
     row = np.array([0.5, 1.0, 0.2, -0.3, 3.0, 5.0], np.float32)
     processor, constraint = (
         LogitsProcessor(GenerationConfig(temperature=1.0), 6, seed=9),
-        ChoiceConstraint(choices, ends),
+        ChoiceConstraint(ChoiceTrie(choices, ends)),
     )
     n, seen = 4000, dict.fromkeys(map(tuple, choices), 0)
     for sample in range(n):

@@ -15,7 +15,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling import Constraint, LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import make_search
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from tests.runtime.test_engine import TableBackend, TableCache
@@ -126,12 +126,13 @@ class Trial:
         stop_ids: frozenset[int] = frozenset({END}),
         prompt: Sequence[int] = PROMPT,
         forgets: bool = False,
+        constraint: Constraint | None = None,
         **options: Any,
     ) -> None:
         self.config = GenerationConfig(**({"max_tokens": 12, "seed": 5} | options))
         self.engine = Engine(backend, 4)
         self.backend, self.stop_ids, self.prompt = backend, stop_ids, prompt
-        self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt)
+        self.sampler = Sampler(LogitsProcessor(self.config, V, self.config.seed or 0), prompt, constraint)
         parts = SearchParts(
             backend,
             self.sampler,

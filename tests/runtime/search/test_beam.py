@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, ConstraintPlaces
+from edgeinfer.runtime.sampling.constraint import TextPlaces
 from edgeinfer.runtime.search.strategy import log_probabilities
 from tests.runtime.search.fakes import END, PROMPT, LettersBackend, Trial, V, alone, letters_logits
 
@@ -100,3 +102,39 @@ def test_a_reply_that_ended_wins_over_worse_ones() -> None:
         ended += texts[0].finish_reason == "stop"
         assert texts[0].score == pytest.approx(np.max([text.score for text in texts]))
     assert ended > 0
+
+
+class AnyConstraint(ChoiceConstraint):
+    """A list of choices that is followed as grammars are."""
+
+    def places(self) -> ConstraintPlaces:
+        return TextPlaces(self)
+
+
+def test_beams_find_the_best_of_a_list_and_nothing_else() -> None:
+    """Some choices begin others, and the likeliest first token leads to a poor one."""
+    chance = np.random.default_rng(3)
+    for kind, token in product((ChoiceConstraint, AnyConstraint), range(6)):
+        choices = {tuple(chance.integers(0, 6, chance.integers(1, 6)).tolist()) for _ in range(40)}
+        prompt = [*PROMPT, token]
+        options: dict[str, Any] = {"search": "beam", "length_penalty": 0.0, "prompt": prompt}
+
+        def logprob(choice: tuple[int, ...], prompt: list[int] = prompt) -> float:
+            text = (*choice, END)
+            return sum(float(log_probabilities(letters_logits([*prompt, *text[:i]]))[t]) for i, t in enumerate(text))
+
+        for beams, groups in ((16, 1), (3, 1), (4, 2)):
+            constraint = kind(ChoiceTrie(sorted(choices), [END]))
+            trial = Trial(LettersBackend(900), constraint=constraint, beams=beams, beam_groups=groups, **options)
+            found, texts = tuple(trial.tokens()), trial.strategy.search_use().texts
+            assert {text.token_ids for text in texts} <= {(*choice, END) for choice in choices}
+            if beams == 16:
+                assert found == (*max(choices, key=logprob), END)
+
+
+def test_a_choice_that_ends_wins_over_one_that_is_cut_off() -> None:
+    choices = [[0, 1, 2, 3, 4, 5], [6], [5, 4, 3, 2, 1, 0]]
+    trial = Trial(
+        LettersBackend(), search="beam", max_tokens=3, constraint=ChoiceConstraint(ChoiceTrie(choices, [END]))
+    )
+    assert trial.tokens() == [6, END]

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.sampling import ChoiceConstraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, LogitsProcessor, Sampler
 from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search
 from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.searching import SEARCHES, SearchOptions
@@ -66,7 +66,7 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
 def test_only_some_follow_a_constraint(name: str) -> None:
     choices = [[1, 2, 3], [4, 5], [1, 2, 6]]
     config = GenerationConfig(**options_of(name), max_tokens=8)
-    sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(choices, [END]))
+    sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
     parts = SearchParts(
         backend, sampler, config, frozenset({END}), Letters(), lambda: False, tuple, 16, continues=False

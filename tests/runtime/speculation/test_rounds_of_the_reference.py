@@ -11,7 +11,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.drafting import VerificationRule
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
-from edgeinfer.runtime.sampling import ChoiceConstraint
+from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie
 from tests.runtime.speculation.subjects import (
     GREEDY,
     PENALISED,
@@ -75,8 +75,10 @@ def test_forced_tokens_are_drafted_and_accepted(reference: Subject) -> None:
     choices = [[50, 51, 52, 53, 54, 55, 56, 57], [60, 61, 62, 63, 64, 65, 66, 67]]
     stop = frozenset({1})
     # A constraint is a stack, so each text has its own.
-    plain = reference.decode(GREEDY, constraint=ChoiceConstraint(choices, stop), stop_ids=stop)
-    drafted = reference.decode(GREEDY, ("forced",), constraint=ChoiceConstraint(choices, stop), stop_ids=stop)
+    plain = reference.decode(GREEDY, constraint=ChoiceConstraint(ChoiceTrie(choices, stop)), stop_ids=stop)
+    drafted = reference.decode(
+        GREEDY, ("forced",), constraint=ChoiceConstraint(ChoiceTrie(choices, stop)), stop_ids=stop
+    )
     assert plain.tokens[:-1] in choices
     assert drafted.tokens == plain.tokens
     assert drafted.rounds is not None
