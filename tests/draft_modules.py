@@ -19,6 +19,7 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.runtime.speculation.drafters.contract import Context
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
+from tests.factories import make_checkpoint
 
 __all__ = [
     "PROMPT",
@@ -28,6 +29,7 @@ __all__ = [
     "change_tensors",
     "drafted_logits",
     "drafter_of",
+    "export_with_module",
     "require_refused",
 ]
 
@@ -40,6 +42,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # What is done to a checkpoint's folder, and what the message of its refusal matches.
 Damage = tuple[Callable[[Path], None], str]
+
+
+def export_with_module(
+    folder: Path, family: str, bits: int, make: Callable[[Path, Path], Path], **settings: Any
+) -> None:
+    """Makes a target of six layers, a module for it and the bundle of both, in `target`, `drafter` and `bundle`.
+
+    Args:
+        make: writes the module's checkpoint into its first folder, for the target in the second.
+        settings: fields of the target's config.json.
+    """
+    sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
+    make_checkpoint(folder / "target", family, seed=1, **sizes | settings)
+    module = make(folder / "drafter", folder / "target")
+    export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=module, keep_small=False))
 
 
 def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:

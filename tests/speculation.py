@@ -46,7 +46,9 @@ needs_builtin = pytest.mark.skipif(
 )
 # Of the drafters, those that a model without experts and heads of its own can have.
 DENSE = tuple(
-    who for who in DRAFTERS if who not in ("experts", "bits-experts", "resident", "eagle", "mtp", "dflash", *DRAFTING)
+    who
+    for who in DRAFTERS
+    if who not in ("experts", "bits-experts", "resident", "eagle", "mtp", "dflash", "hydra-plus", *DRAFTING)
 )
 PROMPT = "Once upon a time there was a little dog. The little dog had a red ball. The little"
 # What a reply without drafts does not depend on.

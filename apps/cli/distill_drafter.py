@@ -89,7 +89,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 
-        options = DrafterOptions(_size_for(args, source), **given(args), samples=args.samples, nested=nested)
+        options = DrafterOptions(size=_size_for(args, source), **given(args), samples=args.samples, nested=nested)
         target = load_target(source, find_device(options.device))
         text = TextSource(tuple(args.text), target)
         with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, repliers(source) as replier:

@@ -1,4 +1,4 @@
-"""`edgeinfer distill eagle` and `dflash`: draft modules that read a model's states, in a bundle with it."""
+"""`edgeinfer distill eagle`, `dflash` and `hydra-plus`: modules that read a model's states, in a bundle with it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,18 @@ _DFLASH = (
     "  edgeinfer distill dflash my-bundle my-bundle-with-drafter --text texts.jsonl --minutes 60\n  edgeinfer "
     "distill dflash CHECKPOINT my-bundle --text texts.jsonl --layers 2 --block 8\n"
 )
+_HYDRA = (
+    "Train a Hydra++ module for a model: a layer that reads the model's hidden states, and for each token of a draft a "
+    "small\nhead, which also sees the tokens before its own. OUT is a bundle of the model with the module inside, "
+    "which drafts\nwhenever it is loaded. Replies stay exactly the same.\nNeeds an extra: pip install "
+    "'edgeinfer[train]'.\n\nexample:\n  edgeinfer distill hydra-plus my-bundle my-bundle-with-heads --text "
+    "texts.jsonl --minutes 60\n"
+)
 _MINUTES = 30.0
 _MEASURED_PROMPTS = 12
 _EAGLE_OPTIONS, _DFLASH_OPTIONS = ("tokens", "depth", "samples"), ("layers", "block", "samples")
+_HYDRA_OPTIONS = ("tokens", "count", "layers", "samples")
+_TOKENS = "number of tokens that it can draft, the most frequent ones (default: 32000, or half of all)"
 
 
 def add_module_parsers(commands: Subparsers) -> None:
@@ -59,8 +68,7 @@ def add_module_parsers(commands: Subparsers) -> None:
         commands, "eagle", _execute_eagle, _EAGLE, help="an EAGLE-3 head, which reads a model's states"
     )
     _add_model(parser, "head")
-    text = "number of tokens that the head can draft, the most frequent ones (default: 32000, or half of all)"
-    parser.add_argument("--tokens", type=int, metavar="N", help=text)
+    parser.add_argument("--tokens", type=int, metavar="N", help=_TOKENS)
     text = "number of tokens that the head learns to draft one after the other (default: 5)"
     parser.add_argument("--depth", type=int, metavar="N", help=text)
     _add_training(parser)
@@ -71,6 +79,13 @@ def add_module_parsers(commands: Subparsers) -> None:
     text = "number of tokens of a block, of which all but the first are drafted (default: 8)"
     parser.add_argument("--block", type=int, metavar="N", help=text)
     _add_training(parser)
+    parser = add_command(commands, "hydra-plus", _execute_hydra, _HYDRA, help="heads over a layer that reads the text")
+    _add_model(parser, "module")
+    parser.add_argument("--count", type=int, metavar="N", help="number of heads, one for each token (default: 4)")
+    parser.add_argument("--layers", type=int, metavar="N", help="number of layers of each head (default: 4)")
+    parser.add_argument("--tokens", type=int, metavar="N", help=_TOKENS)
+    _add_training(parser)
+    parser.advanced("--tokens", "--layers")
 
 
 def _add_model(parser: Parser, what: str) -> None:
@@ -113,6 +128,18 @@ def _execute_dflash(args: argparse.Namespace) -> int:
         return lambda target, text, work, replier, bar: train_dflash(target, text, options, work, replier, bar)
 
     return _make(args, "dflash", prepare)
+
+
+def _execute_hydra(args: argparse.Namespace) -> int:
+    """Runs the subcommand."""
+
+    def prepare() -> Train:
+        from edgeinfer.export.training.hydra import HydraOptions, train_hydra
+
+        options = HydraOptions(**given(args, _HYDRA_OPTIONS))
+        return lambda target, text, work, replier, bar: train_hydra(target, text, options, work, replier, bar)
+
+    return _make(args, "hydra-plus", prepare)
 
 
 def _make(args: argparse.Namespace, drafter: str, prepare: Callable[[], Train]) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["MOST_BLOCK", "WAITING_ROWS", "DraftModule"]
+__all__ = ["MOST_BLOCK", "MOST_DRAFT_HEADS", "MOST_HEAD_LAYERS", "WAITING_ROWS", "DraftModule"]
 
 # Rows of the target that wait for their module at most, and have memory planned.
 WAITING_ROWS = 64
 # Rows of a block at most: published drafters have 8 to 16.
 MOST_BLOCK = 64
+# Heads behind a prefix layer, of which published modules have 4, and layers of each.
+MOST_DRAFT_HEADS, MOST_HEAD_LAYERS = 8, 8
 
 # What a module can read in its target's bundle.
 _SHARED = ("embed", "head")
@@ -45,6 +47,9 @@ class DraftModule:
         mask: the token of the masks.
         embed_scale: what multiplies the rows of the embedding that a block's tokens have in the target's bundle.
         causal: layers in which a row of a block sees none of those behind it.
+        heads: one for each token of a draft, over what the layer gives of the target's normed states alone (Hydra++); 0
+            where the layers draft.
+        head_layers: of each head.
     """
 
     width: int
@@ -63,6 +68,8 @@ class DraftModule:
     mask: int = 0
     embed_scale: float = 1.0
     causal: tuple[int, ...] = ()
+    heads: int = 0
+    head_layers: int = 1
 
     def __post_init__(self) -> None:
         _require(self.width > 0 and self.vocab_size >= 0, "a draft module reads states")
@@ -72,3 +79,7 @@ class DraftModule:
         _require(self.mask >= 0, "a mask is a token")
         _require(self.embed_scale > 0, f"embeddings are multiplied by {self.embed_scale}")
         _require(all(layer >= 0 for layer in self.causal), f"layers are numbered from 0, not as {self.causal}")
+        heads, layers = self.heads, self.head_layers
+        _require(0 <= heads <= MOST_DRAFT_HEADS, f"a draft module has up to {MOST_DRAFT_HEADS} heads, not {heads}")
+        _require(1 <= layers <= MOST_HEAD_LAYERS, f"a head has from 1 to {MOST_HEAD_LAYERS} layers, not {layers}")
+        _require(not (heads and self.block), "a draft module has heads or blocks")

@@ -233,6 +233,7 @@ def check_tensors(manifest: Manifest) -> None:
         raise BundleError("The manifest lists tensors but describes no decoder.", _AGAIN)
     wanted = itertools.chain(
         _vocabulary_shapes(decoder, manifest.module),
+        _head_shapes(decoder.hidden_size, manifest.module),
         _mixer_shapes(decoder, beside=manifest.module is not None and manifest.module.beside),
         itertools.chain.from_iterable(_expert_shapes(decoder, i) for i in range(decoder.num_layers)),
     )
@@ -269,6 +270,14 @@ def _vocabulary_shapes(decoder: DecoderSpec, module: DraftModule | None) -> Iter
     for name, tokens in (("embed", decoder.vocab_size), ("head", drafted)):
         if module is None or name not in module.shares:
             yield name, (tokens, decoder.hidden_size)
+
+
+def _head_shapes(size: int, module: DraftModule | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the matrices of a draft module's heads."""
+    for head in range(0 if module is None else module.heads):
+        yield f"heads.{head}.joined", (2 * size, (2 + head) * size)
+        if module is not None and module.head_layers > 1:
+            yield f"heads.{head}.further", (size, size)
 
 
 def _mixer_shapes(decoder: DecoderSpec, *, beside: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

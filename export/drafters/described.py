@@ -11,14 +11,16 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.bundle.draft_tokens import draft_tokens_fault
 from edgeinfer.errors import BundleError, CheckpointError
 from edgeinfer.export.architectures import Architecture, Source, TensorPlan
 from edgeinfer.export.architectures.plans import plan
 from edgeinfer.export.source.checkpoint import Checkpoint
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["DescribedModule", "ModuleSource", "joined_plans", "module_spec", "own_plans"]
+__all__ = ["DescribedModule", "ModuleSource", "drafted_by", "joined_plans", "module_spec", "own_plans"]
 
+_AGAIN = "Download the drafter again, or choose another one."
 _ANOTHER = "It was made for another model: choose a drafter of this one, or leave --drafter out."
 
 
@@ -116,3 +118,31 @@ def joined_plans(source: ModuleSource, name: str, shape: tuple[int, int]) -> lis
     if bias in source.checkpoint:
         plans.append(plan("fc_bias", (bias, shape[:1])))
     return plans
+
+
+def drafted_by(source: ModuleSource, drafted: int) -> NDArray[np.int64] | None:  # (Vd,)
+    """The target's token that each of a module's is, by the maps d2t and t2d; None where they are the same.
+
+    Args:
+        drafted: tokens of its head.
+
+    Raises:
+        CheckpointError: the maps are damaged, or there are none where they are needed.
+    """
+    folder, names = source.checkpoint.folder, source.checkpoint
+    if "d2t" not in names:
+        source.require_same("vocabulary of drafts", drafted, source.target.vocab_size)
+        return None
+    added = names.read_integers("d2t").reshape(-1)
+    if len(added) != drafted:
+        message = f"The map d2t of {folder} has {len(added)} tokens, config.json says {drafted}."
+        raise CheckpointError(message, _AGAIN)
+    tokens: NDArray[np.int64] = added + np.arange(drafted)
+    if fault := draft_tokens_fault(tokens, source.target.vocab_size):
+        raise CheckpointError(f"The tokens of the map d2t of {folder} {fault}.", _AGAIN)
+    if "t2d" in names:
+        known = np.zeros(source.target.vocab_size, np.bool_)
+        known[tokens] = True
+        if not np.array_equal(names.read_integers("t2d").reshape(-1) != 0, known):
+            raise CheckpointError(f"The maps d2t and t2d of {folder} disagree.", _AGAIN)
+    return tokens

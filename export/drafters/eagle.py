@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.draft_tokens import draft_tokens_fault
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.architectures.base import Architecture, Naming, common_spec
 from edgeinfer.export.architectures.llama import LLAMA
 from edgeinfer.export.architectures.plans import plan
-from edgeinfer.export.drafters.described import DescribedModule, ModuleSource, joined_plans, module_spec, own_plans
+from edgeinfer.export.drafters.described import (
+    DescribedModule,
+    ModuleSource,
+    drafted_by,
+    joined_plans,
+    module_spec,
+    own_plans,
+)
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["describe_eagle"]
 
 _LAYERS = ("midlayer.", "layers.0.", "model.layers.0.")
-_AGAIN = "Download the drafter again, or choose another one."
 # Of which layers EAGLE-3 reads the entering states where config.json does not say: eagle/model/modeling_llama_kv.py.
 _FIRST_TAP, _LAST_TAP = 2, 3
 
@@ -66,7 +68,7 @@ def _describe_third(source: ModuleSource, layer: str) -> DescribedModule:
     spec = module_spec(source, family, tied=False)
     size, taps = spec.hidden_size, _taps(source)
     width, drafted = len(taps) * target.hidden_size, config.integer("draft_vocab_size", spec.vocab_size)
-    tokens = _tokens(source, drafted)
+    tokens = drafted_by(source, drafted)
     taps_normed = config.flag("norm_before_fc")
     plans = own_plans(source, family, spec, ("embed", "head"), 2 * size)
     plans += joined_plans(source, "fc.weight", (size, width))
@@ -118,24 +120,3 @@ def _taps(source: ModuleSource) -> tuple[int, ...]:
         message = f"The drafter {source.checkpoint.folder} reads the layers {said!r} of a model that has {layers}."
         raise CheckpointError(message, "Choose a drafter that was made for this model.")
     return tuple(said)
-
-
-def _tokens(source: ModuleSource, drafted: int) -> NDArray[np.int64] | None:  # (Vd,)
-    """The target's token that each of the head's is; None where they are the same."""
-    folder, names = source.checkpoint.folder, source.checkpoint
-    if "d2t" not in names:
-        source.require_same("vocabulary of drafts", drafted, source.target.vocab_size)
-        return None
-    added = names.read_integers("d2t").reshape(-1)
-    if len(added) != drafted:
-        message = f"The map d2t of {folder} has {len(added)} tokens, config.json says {drafted}."
-        raise CheckpointError(message, _AGAIN)
-    tokens: NDArray[np.int64] = added + np.arange(drafted)
-    if fault := draft_tokens_fault(tokens, source.target.vocab_size):
-        raise CheckpointError(f"The tokens of the map d2t of {folder} {fault}.", _AGAIN)
-    if "t2d" in names:
-        known = np.zeros(source.target.vocab_size, np.bool_)
-        known[tokens] = True
-        if not np.array_equal(names.read_integers("t2d").reshape(-1) != 0, known):
-            raise CheckpointError(f"The maps d2t and t2d of {folder} disagree.", _AGAIN)
-    return tokens

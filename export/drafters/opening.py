@@ -14,6 +14,7 @@ from edgeinfer.export.architectures import Architecture
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
 from edgeinfer.export.drafters.dflash import describe_dflash, is_dflash
 from edgeinfer.export.drafters.eagle import describe_eagle
+from edgeinfer.export.drafters.hydra import describe_hydra, is_hydra
 from edgeinfer.export.drafters.mtp import describe_mtp
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -71,7 +72,7 @@ def open_drafter(folder: Path, target: DecoderSpec, embed_scale: float = 1.0) ->
         CheckpointError: it is damaged, or for another model.
     """
     config = read_config(folder)
-    describe = describe_dflash if is_dflash(config) else describe_eagle
+    describe = describe_dflash if is_dflash(config) else describe_hydra if is_hydra(config) else describe_eagle
     with Checkpoint(folder) as checkpoint:
         yield OpenedModule(describe(ModuleSource(config, checkpoint, target, embed_scale)), checkpoint)
 

@@ -18,7 +18,8 @@ from edgeinfer.export.architectures.described import Described, pad_heads
 from edgeinfer.export.architectures.planned_tensors import PlannedRows, PlannedTensors
 from edgeinfer.export.drafters.opening import OpenedModule
 from edgeinfer.export.graph.block_module import BlockGraph
-from edgeinfer.export.graph.draft_module import StepGraph, module_graph
+from edgeinfer.export.graph.draft_module import ModuleGraph, StepGraph, module_graph
+from edgeinfer.export.graph.heads_module import HeadsGraph
 from edgeinfer.export.options.config import ExportConfig
 from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.calibrated import write_plain
@@ -117,5 +118,5 @@ def _graph(manifest: Manifest, target: ModuleTarget) -> bytes:
     assert module is not None and spec is not None, "they were just put in"
     shared = {name: target.manifest.tensor(name) for name in module.shares}
     own = {t.name: t for t in manifest.tensors}
-    kind = BlockGraph if module.block else StepGraph
+    kind: type[ModuleGraph] = BlockGraph if module.block else HeadsGraph if module.heads else StepGraph
     return module_graph(kind, spec, module, own | shared, f"{NESTED}/{WEIGHTS}", dict.fromkeys(shared, target.weights))

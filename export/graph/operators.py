@@ -168,7 +168,7 @@ class Operators:
             return graph.op("Gemm", [value, weight, bias], result, transB=1)
         if not bias:
             return graph.op("MatMul", [value, weight], result)
-        product = graph.op("MatMul", [value, weight], f"{name}.product")
+        product = graph.op("MatMul", [value, weight], f"{result}.product")
         return graph.op("Add", [product, bias], result)
 
     def _bias(self, graph: GraphBuilder, name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.layers import GatedMLP, draw_matrices, rotated, save_module
+from edgeinfer.export.training.layers import GatedMLP, ShapedModule, draw_matrices, rotated, save_module
 from edgeinfer.export.training.options import require
 
 __all__ = ["BlockDrafter", "BlockShape"]
@@ -92,7 +92,7 @@ class _Layer(torch.nn.Module):
         return further
 
 
-class BlockDrafter(torch.nn.Module):
+class BlockDrafter(ShapedModule):
     """A drafter (Chen et al. 2026), whose parameters have the names of the published checkpoints."""
 
     def __init__(self, shape: BlockShape) -> None:

@@ -7,10 +7,8 @@ fault makes all behind it worthless.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +21,8 @@ from edgeinfer.export.drafters.dflash import spread_layers
 from edgeinfer.export.training.block_drafter import BlockDrafter, BlockShape
 from edgeinfer.export.training.losses import in_pieces
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.module_training import (
-    MEASURED_WINDOWS,
-    ModuleOptions,
-    ModuleTraining,
-    sizes_like,
-    sizes_of,
-    train_module,
-)
-from edgeinfer.export.training.options import require
+from edgeinfer.export.training.module_training import ModuleTask, ModuleTraining, sizes_like, train_module
+from edgeinfer.export.training.options import DraftTrainOptions, require
 from edgeinfer.export.training.samples import Replier
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
@@ -51,7 +42,7 @@ _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
-class DflashOptions(ModuleOptions):
+class DflashOptions(DraftTrainOptions):
     """How a drafter is trained.
 
     Attributes:
@@ -87,55 +78,36 @@ class DflashOptions(ModuleOptions):
         )
 
 
-class DflashTask:
-    """A drafter over a frozen target. Implements `ModuleTask`.
-
-    Args:
-        sources: what the target said and other text; they take turns.
+class DflashTask(ModuleTask):
+    """A drafter over a frozen target; arguments as its base, and its options.
 
     Raises:
         UsageError: there is too little text, or the target computes its logits in a way of its own.
     """
 
     name = "DFlash"
+    module: BlockDrafter
 
     def __init__(
         self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, options: DflashOptions
     ) -> None:
-        for tokens in sources:
-            tokens.require(batches.length, "The text")
-        self._target, self._sources, self._batches, self._anchors = target, sources, batches, options.anchors
+        super().__init__(target, sources, batches, {"anchors": options.anchors})
+        self._anchors = options.anchors
         self._head = target.model.get_output_embeddings().weight.detach()  # (V, D)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(batches.seed)
-            self.drafter = BlockDrafter(options.shape(target, _rarest(sources, len(self._head)))).to(target.device)
+        shape = options.shape(target, _rarest(sources, len(self._head)))
+        self.module = self._draw(lambda: BlockDrafter(shape))
         with torch.no_grad():
             # Logits of about one, so that nothing is thought certain at first.
-            self.drafter.norm.weight.fill_(1 / float(self._head.float().square().sum(-1).mean().sqrt()))
+            self.module.norm.weight.fill_(1 / float(self._head.float().square().sum(-1).mean().sqrt()))
         self._embedding = target.model.get_input_embeddings().weight.detach()  # (V, D)
         _require_known(target, sources[0])
         places = torch.arange(options.block - 1, device=target.device)
         self._weights = torch.exp(-places / (_FADING * options.block))  # (block - 1,)
 
-    @property
-    def configuration(self) -> Mapping[str, Any]:
-        """As `Task.configuration`."""
-        digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
-        return digests | self._batches.facts | self.sizes | {"anchors": self._anchors}
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Of the drafter, for a report."""
-        return sizes_of(self.drafter.shape)
-
-    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """All parameters of the drafter."""
-        return dict(self.drafter.named_parameters())
-
     def loss(self, step: int) -> Tensor:
         """Mean divergence from the target over the places of random blocks, later ones counting less."""
-        batch = self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
-        last = batch.shape[1] - self.drafter.shape.block
+        batch = self._batch(step)
+        last = batch.shape[1] - self.module.shape.block
         anchors = torch.randint(1, last + 1, (len(batch), self._anchors)).to(batch.device)
         guessed, taught = self._at(batch, anchors)
         weights = self._weights.expand(guessed.shape[:-1])
@@ -152,10 +124,9 @@ class DflashTask:
     @torch.no_grad()
     def agreement(self, validation: TokenFile) -> tuple[float, ...]:
         """How often the likeliest token is the target's at each place of a block that was right so far."""
-        block = self.drafter.shape.block
+        block = self.module.shape.block
         right, reached = np.zeros(block - 1), np.zeros(block - 1)
-        for window in validation.windows(self._batches.length, MEASURED_WINDOWS):
-            batch = torch.from_numpy(window)[None].to(self._target.device)
+        for batch in self._kept(validation):
             anchors = torch.arange(1, batch.shape[1] - block + 1, block // 2, device=batch.device)[None]  # (1, n)
             guessed, taught = self._at(batch, anchors)
             going = torch.ones_like(anchors, dtype=torch.bool)
@@ -170,11 +141,11 @@ class DflashTask:
 
     def save(self, folder: Path) -> None:
         """As `ModuleTask.save`."""
-        self.drafter.save(folder)
+        self.module.save(folder)
 
     def _at(self, batch: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:  # (B, S), (B, n)
         """What the heads of drafter and target read at the places of blocks. (B, n, block - 1, D) both"""
-        shape = self.drafter.shape
+        shape = self.module.shape
         rows = torch.arange(len(batch), device=batch.device)[:, None]
         with torch.no_grad():
             output = self._target.model(batch, output_hidden_states=True, use_cache=False, logits_to_keep=1)
@@ -182,7 +153,7 @@ class DflashTask:
         blocks = torch.full((*anchors.shape, shape.block), shape.mask, device=batch.device)
         blocks[..., 0] = batch[rows, anchors]
         tapped = torch.cat([states[tap + 1] for tap in shape.taps], -1)
-        guessed = self.drafter(tapped, F.embedding(blocks, self._embedding), anchors)
+        guessed = self.module(tapped, F.embedding(blocks, self._embedding), anchors)
         places = anchors[..., None] + torch.arange(shape.block - 1, device=batch.device)  # (B, n, block - 1)
         return guessed, states[-1][rows[..., None], places]
 
@@ -214,6 +185,6 @@ def train_dflash(
     """Trains a drafter in a working folder, or resumes the training that was interrupted there; as `train_module`."""
 
     def make(sources: tuple[TokenFile, ...]) -> DflashTask:
-        return DflashTask(target, sources, options.batches, options)
+        return DflashTask(target, sources, Batches.of(options), options)
 
     return train_module("dflash", make, target, text, options, work, replier, progress)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target, hidden_states, layer_states, make_student, save_checkpoint
-from edgeinfer.export.training.options import TrainOptions, require
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, open_text, sample
 from edgeinfer.export.training.sizing import StudentSize
 from edgeinfer.export.training.tasks import Batches, TeacherTask, TextTask, teacher_probabilities
@@ -89,51 +89,33 @@ def run_lengths(matches: NDArray[np.bool_], drafted: int) -> list[int]:  # (S,)
     return found
 
 
-@dataclass(frozen=True)
-class DrafterOptions:
-    """How a drafter is made.
+@dataclass(frozen=True, kw_only=True)
+class DrafterOptions(DraftTrainOptions):
+    """How a drafter is made: a third of the steps read text, the others learn from the target.
 
     Attributes:
-        steps: of the two trainings together, a third of which read text; None goes by `minutes`.
-        minutes: that all may take, where `steps` is None.
-        samples: tokens that the target writes; None is 16 windows' worth for each ten steps, or by `minutes`.
-        rows, length: windows of a step and their tokens.
-        learning_rate: at its highest.
-        device, threads: as TrainOptions.
+        size: of the drafter.
         nested: every depth learns to guess, for a drafter that goes as deep as a token needs (S2D).
+        sampling: how the target's replies are drawn, but for how many and by which seed: by default 16 windows' worth
+            for each ten steps, or as the minutes allow.
     """
 
+    least_steps: ClassVar[int] = 2
+    least_samples: ClassVar[int] = 1
+
     size: StudentSize
-    steps: int | None = None
     minutes: float | None = 20.0
-    samples: int | None = None
     rows: int = 16
-    length: int = 256
     learning_rate: float = 4e-3
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
     nested: bool = False
     sampling: SampleOptions = field(default_factory=lambda: SampleOptions(tokens=1))
 
     def __post_init__(self) -> None:
-        require(self.steps is None or self.steps >= 2, "steps", self.steps, "2 or more")
-        if self.steps is None:
-            fits = self.minutes is not None and 0 < self.minutes <= 100_000
-            require(fits, "minutes", self.minutes, "more than 0")
-        for name, least in (("rows", 1), ("length", 8)):
-            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+        super().__post_init__()
         if self.nested and self.size.layers < 2:
             raise UsageError(
                 "A drafter of one layer cannot stop earlier.", "Use a size of at least two layers, such as 128x3."
             )
-        require(self.samples is None or self.samples >= 1, "samples", self.samples, "1 or more")
-
-    def training(self, steps: int, seed: int) -> TrainOptions:
-        """The options of one of the two trainings."""
-        warmup = min(50, max(1, steps // 10))
-        rate = self.learning_rate
-        return TrainOptions(steps, rate, warmup=warmup, seed=seed, device=self.device, threads=self.threads)
 
 
 @dataclass(frozen=True)
@@ -207,10 +189,7 @@ def train_drafter(
     tokens, asked = material.tokens, material.asked
     drawer: Replier = replier or TorchReplier(target)
     student = make_student(options.size, target, options.seed)
-    batches, facts = (
-        Batches(options.seed, options.rows, options.length),
-        {"size": asdict(options.size), "nested": options.nested},
-    )
+    batches, facts = Batches.of(options), {"size": asdict(options.size), "nested": options.nested}
     reading = TextTask(student, tokens, batches, facts, nested=options.nested)
     schedule = _schedule(options, work, lambda: _measured(target, tokens, batches, options, drawer, asked))
     sampling = {"tokens": schedule.samples, "seed": options.seed}
@@ -220,7 +199,7 @@ def train_drafter(
     validation.require(options.length, "What is kept for measuring")
     windows = validation.windows(options.length, _WINDOWS)
     untrained = measure_acceptance(student, target.model, windows)
-    first = Trainer(reading, options.training(schedule.reading, options.seed), work / "reading").run(progress)
+    first = Trainer(reading, options.training(schedule.reading), work / "reading").run(progress)
     read = measure_acceptance(student, target.model, windows)
     taught = teacher_probabilities(target, learnt, options.length, work, progress)
     after = facts | {"after": schedule.reading}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.layers import GatedMLP, draw_matrices, rotated, save_module
+from edgeinfer.export.training.layers import ChainModule, GatedMLP, draw_matrices, mapped_tokens, rotated, save_module
 from edgeinfer.export.training.options import require
 
 __all__ = ["EagleHead", "HeadShape", "default_taps"]
@@ -114,7 +114,7 @@ class _Layer(torch.nn.Module):
         return further
 
 
-class EagleHead(torch.nn.Module):
+class EagleHead(ChainModule):
     """A head of one layer (Li et al. 2025), whose parameters have the names of the published checkpoints.
 
     Args:
@@ -159,9 +159,7 @@ class EagleHead(torch.nn.Module):
         Raises:
             StorageError: the folder cannot be written, or the disk is full.
         """
-        known = torch.zeros(self.shape.vocabulary, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
-        maps = {"d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": known}
-        save_module(folder, self, maps, _config(self.shape))
+        save_module(folder, self, mapped_tokens(tokens, self.shape.vocabulary), _config(self.shape))
 
 
 def _config(shape: HeadShape) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,16 @@ from torch.nn import functional as F
 
 from edgeinfer.bundle.writing import storage_errors
 
-__all__ = ["THETA", "GatedMLP", "draw_matrices", "rotated", "save_module"]
+__all__ = [
+    "THETA",
+    "ChainModule",
+    "GatedMLP",
+    "ShapedModule",
+    "draw_matrices",
+    "mapped_tokens",
+    "rotated",
+    "save_module",
+]
 
 THETA = 10_000.0
 # Initial deviation of matrices, as Llama's and Qwen3's.
@@ -28,6 +38,26 @@ def rotated(x: Tensor, places: Tensor) -> Tensor:  # (B, H, S, h), (B, S) or (S,
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class ShapedModule(torch.nn.Module):
+    """A drafter that is trained.
+
+    Attributes:
+        shape: a dataclass with its sizes.
+    """
+
+    shape: Any
+
+
+class ChainModule(ShapedModule):
+    """A drafter with a head of its own over the tokens that it can draft.
+
+    Attributes:
+        lm_head: (Vd, D).
+    """
+
+    lm_head: torch.nn.Linear
 
 
 class GatedMLP(torch.nn.Module):
@@ -50,6 +80,17 @@ def draw_matrices(module: torch.nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=_DEVIATION)
+
+
+def mapped_tokens(tokens: Tensor, vocabulary: int) -> dict[str, Tensor]:
+    """The tensors by which a checkpoint says which tokens it drafts: what is added to each, and which they are.
+
+    Args:
+        tokens: the target's that its own are, ascending. (Vd,)
+    """
+    own = tokens.cpu()
+    known = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, own, True)
+    return {"d2t": own - torch.arange(len(own)), "t2d": known}
 
 
 def save_module(

@@ -1,101 +1,112 @@
 """Trains draft modules, which read a target's states: text, the target's replies, as many steps as fit.
 
-What is specific to EAGLE heads and to DFlash drafters are their options and tasks.
+What is specific to a kind of modules are its options and its task.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from edgeinfer.export.training.layers import ShapedModule
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import TrainOptions, require
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, open_text, sample
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
-from edgeinfer.export.training.trainer import Task, Trained, Trainer, kept_schedule, step_seconds
+from edgeinfer.export.training.trainer import Trained, Trainer, kept_schedule, step_seconds
 from edgeinfer.results import Progress
 
 __all__ = [
-    "MEASURED_WINDOWS",
-    "ModuleOptions",
     "ModuleTask",
     "ModuleTraining",
     "sizes_like",
-    "sizes_of",
     "train_module",
 ]
 
 # Of text and replies, what is kept for measuring; windows that are read for it.
-_VALIDATION, MEASURED_WINDOWS = 0.04, 24
+_VALIDATION, _MEASURED_WINDOWS = 0.04, 24
 # Share of the minutes in which the target writes replies, and how many of them tell what a token takes.
 _SAMPLING, _FEW = 0.2, 6
 
+M = TypeVar("M", bound=ShapedModule)
 
-@dataclass(frozen=True)
-class ModuleOptions:
-    """How any module is trained.
 
-    Attributes:
-        steps: of the optimizer; None goes by `minutes`.
-        minutes: that all may take, where `steps` is None.
-        samples: tokens that the target writes; None goes by `minutes`, or is none where there are steps.
-        rows, length: windows of a step and their tokens.
-        learning_rate: at its highest.
-        device, threads: as TrainOptions.
+class ModuleTask(ABC):
+    """A module over a frozen target. Implements `trainer.Task`.
+
+    Args:
+        sources: what the target said and other text; they take turns.
+        settings: what the result depends on, besides the sizes of the module.
+
+    Raises:
+        UsageError: there is too little text.
     """
 
-    steps: int | None = None
-    minutes: float | None = 30.0
-    samples: int | None = None
-    rows: int = 8
-    length: int = 256
-    learning_rate: float = 2e-3
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
+    name: str
+    module: ShapedModule
 
-    def __post_init__(self) -> None:
-        require(self.steps is None or self.steps >= 1, "steps", self.steps, "1 or more")
-        if self.steps is None:
-            fits = self.minutes is not None and 0 < self.minutes <= 100_000
-            require(fits, "minutes", self.minutes, "more than 0")
-        require(self.samples is None or self.samples >= 0, "samples", self.samples, "0 or more")
-        require(self.rows >= 1, "rows", self.rows, "1 or more")
+    def __init__(
+        self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, settings: Mapping[str, Any]
+    ) -> None:
+        for tokens in sources:
+            tokens.require(batches.length, "The text")
+        self._target, self._sources, self._batches, self._settings = target, sources, batches, settings
 
     @property
-    def batches(self) -> Batches:
-        """The windows of the steps."""
-        return Batches(self.seed, self.rows, self.length)
-
-    def training(self, steps: int) -> TrainOptions:
-        """The trainer's options."""
-        warmup, rate = min(50, max(1, steps // 10)), self.learning_rate
-        return TrainOptions(steps, rate, warmup=warmup, seed=self.seed, device=self.device, threads=self.threads)
-
-
-class ModuleTask(Task, Protocol):
-    """A module over a frozen target."""
+    def configuration(self) -> Mapping[str, Any]:
+        """As `Task.configuration`."""
+        digests = {"target": self._target.digest, "sources": [tokens.digest for tokens in self._sources]}
+        return digests | self._batches.facts | self.sizes | dict(self._settings)
 
     @property
     def sizes(self) -> dict[str, Any]:
         """Of the module, for a report."""
+        fields = asdict(self.module.shape).items()
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
 
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """All parameters of the module."""
+        return dict(self.module.named_parameters())
+
+    @abstractmethod
+    def loss(self, step: int) -> torch.Tensor:
+        """As `Task.loss`."""
+
+    @abstractmethod
     def agreement(self, validation: TokenFile) -> tuple[float, ...]:
         """How often its likeliest token is the target's, by place of a draft that was right so far."""
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes the module in its published layout.
 
         Raises:
             StorageError: the folder cannot be written, or the disk is full.
         """
+
+    def _draw(self, make: Callable[[], M]) -> M:
+        """A module whose initial values depend on the seed alone, where the target is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._batches.seed)
+            return make().to(self._target.device)
+
+    def _batch(self, step: int) -> torch.Tensor:  # (B, S)
+        """The windows of a step."""
+        return self._batches.draw(self._sources[step % len(self._sources)], step, 0, self._target.device)
+
+    def _kept(self, validation: TokenFile) -> Iterator[torch.Tensor]:  # (1, S) each
+        """The windows that agreement is measured on."""
+        for window in validation.windows(self._batches.length, _MEASURED_WINDOWS):
+            yield torch.from_numpy(window)[None].to(self._target.device)
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,7 @@ def train_module(
     make: Callable[[tuple[TokenFile, ...]], ModuleTask],
     target: Target,
     text: TextSource,
-    options: ModuleOptions,
+    options: DraftTrainOptions,
     work: Path,
     replier: Replier | None,
     progress: Progress | None,
@@ -174,9 +185,9 @@ def train_module(
 
 
 def _schedule(
-    options: ModuleOptions,
+    options: DraftTrainOptions,
     work: Path,
-    tried: Callable[[], Task],
+    tried: Callable[[], ModuleTask],
     replier: Replier,
     prompts: Sequence[NDArray[np.int64]],
 ) -> dict[str, int]:
@@ -199,11 +210,6 @@ def _token_seconds(replier: Replier, prompts: Sequence[NDArray[np.int64]]) -> fl
     started = time.perf_counter()
     replies = replier.replies(prompts, [0.0] * len(prompts), SampleOptions(1).length, 0)
     return (time.perf_counter() - started) / max(1, sum(map(len, replies)))
-
-
-def sizes_of(shape: Any) -> dict[str, Any]:
-    """The fields of a shape as JSON has them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(shape).items()}
 
 
 def sizes_like(target: Target) -> dict[str, int]:

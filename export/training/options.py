@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from edgeinfer.errors import UsageError
 
-__all__ = ["DEVICES", "TrainOptions", "require"]
+__all__ = ["DEVICES", "DraftTrainOptions", "TrainOptions", "require"]
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -70,3 +70,55 @@ class TrainOptions:
         """The options that the result depends on; a training is resumed with the same only."""
         names = ("steps", "learning_rate", "weight_decay", "warmup", "clip", "seed")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class DraftTrainOptions:
+    """What the trainings of all drafters have in common.
+
+    Attributes:
+        steps: of the optimizer; None goes by `minutes`.
+        minutes: that all may take, where `steps` is None.
+        samples: tokens that the target writes; None goes by the steps or by `minutes`.
+        rows, length: windows of a step and their tokens.
+        learning_rate: at its highest.
+        device, threads: as TrainOptions.
+    """
+
+    least_steps: ClassVar[int] = 1
+    least_samples: ClassVar[int] = 0
+
+    steps: int | None = None
+    minutes: float | None = 30.0
+    samples: int | None = None
+    rows: int = 8
+    length: int = 256
+    learning_rate: float = 2e-3
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", self.least_steps), ("samples", self.least_samples)):
+            value = getattr(self, name)
+            require(value is None or value >= least, name, value, f"{least} or more")
+        if self.steps is None:
+            fits = self.minutes is not None and 0 < self.minutes <= 100_000
+            require(fits, "minutes", self.minutes, "more than 0")
+        for name, least in (("rows", 1), ("length", 8)):
+            require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
+
+    def training(self, steps: int, seed: int | None = None) -> TrainOptions:
+        """The trainer's options for so many steps.
+
+        Args:
+            seed: another one than `seed`, for a further training.
+        """
+        return TrainOptions(
+            steps,
+            self.learning_rate,
+            warmup=min(50, max(1, steps // 10)),
+            seed=self.seed if seed is None else seed,
+            device=self.device,
+            threads=self.threads,
+        )

@@ -21,6 +21,7 @@ from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import cross_entropy, taught_divergence
 from edgeinfer.export.training.models import Target, hidden_states, layer_states
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.text import TokenFile
 from edgeinfer.results import Progress
 
@@ -125,6 +126,11 @@ class Batches:
     seed: int
     rows: int
     length: int
+
+    @staticmethod
+    def of(options: DraftTrainOptions) -> Batches:
+        """The windows that a drafter's training reads."""
+        return Batches(options.seed, options.rows, options.length)
 
     def draw(self, tokens: TokenFile, step: int, extra: int, device: torch.device) -> torch.Tensor:
         """The windows of a step, with `extra` more tokens each. (rows, length + extra)"""

@@ -52,8 +52,11 @@ def _module(name: str) -> _Find:
         if drafter is None or module is None or module.drafter != name:
             return None
         head = _read(plan_input, "head") if "head" in module.shares else 0
-        share = (_read(drafter) + head) / _read(plan_input)
-        return Prior(1.0, 0.6, share, at_once=module.block > 0, most=max(0, module.block - 1), model=True)
+        # A guess reads one of several heads.
+        own = _read(drafter) / max(1, module.heads)
+        most = module.heads or max(0, module.block - 1)
+        share = (own + head) / _read(plan_input)
+        return Prior(1.0, 0.6, share, at_once=module.block > 0, most=most, model=True)
 
     return find
 
@@ -132,6 +135,7 @@ PRIORS: dict[str, _Find] = {
     "eagle": _module("eagle"),
     "mtp": _module("mtp"),
     "dflash": _module("dflash"),
+    "hydra-plus": _module("hydra-plus"),
 }
 
 

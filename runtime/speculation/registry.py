@@ -219,6 +219,16 @@ def _eagle(parts: DrafterParts) -> Drafter:
     return EagleDrafter(own.target, own.backend, own.described.width, tapped=own.tapped, tokens=tokens)
 
 
+def _hydra_plus(parts: DrafterParts) -> Drafter:
+    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+    from edgeinfer.runtime.speculation.drafters.hydra_plus import HydraPlusDrafter
+
+    hint = "Train one (edgeinfer distill hydra-plus) and run it on the native kernel, or leave it out."
+    own = _module(parts, "hydra-plus", "Hydra++ module", hint)
+    tokens = read_draft_tokens(own.bundle)
+    return HydraPlusDrafter(own.target, own.backend, own.described.width, heads=own.described.heads, tokens=tokens)
+
+
 def _mtp(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 
@@ -303,6 +313,7 @@ KINDS: dict[str, DrafterKind] = {
     "eagle": DrafterKind(_eagle, lambda parts: parts.has_module("eagle"), model=True),
     "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp"), model=True),
     "dflash": DrafterKind(_dflash, lambda parts: parts.has_module("dflash"), model=True),
+    "hydra-plus": DrafterKind(_hydra_plus, lambda parts: parts.has_module("hydra-plus"), model=True),
 }
 
 

@@ -44,7 +44,14 @@ NOT_RUN = (
     Rule("edgeinfer distill drafter my-model my-drafter --text dialogues.jsonl", "trains for half an hour"),
     *(
         Rule(f"edgeinfer distill {kind}", _LONG)
-        for kind in ("drafter my-model my-drafter --text texts.jsonl", "eagle", "dflash", "sorted", "acceptance")
+        for kind in (
+            "drafter my-model my-drafter --text texts.jsonl",
+            "eagle",
+            "dflash",
+            "hydra-plus",
+            "sorted",
+            "acceptance",
+        )
     ),
     Rule("edgeinfer run -m my-model --device openvino:NPU", "needs a neural processor"),
 )

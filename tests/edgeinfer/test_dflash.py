@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import edgeinfer
-from edgeinfer.export import ExportConfig
-from edgeinfer.export import export_checkpoint as export_anew
 from tests.cache import made
 from tests.dflash_drafters import ReferenceDrafter, make_drafter
 from tests.draft_modules import (
@@ -22,9 +20,9 @@ from tests.draft_modules import (
     change_tensors,
     drafted_logits,
     drafter_of,
+    export_with_module,
     require_refused,
 )
-from tests.factories import make_checkpoint
 from tests.speculation import load_eager, same
 
 # Of each kind the target's family and the drafter.
@@ -45,14 +43,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_bundle(folder: Path, kind: str, bits: int) -> None:
     """Target, drafter and bundle."""
     family, settings = KINDS[kind]
-    sizes: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
+    sizes: dict[str, Any] = {"tie_word_embeddings": True} if kind == "tied" else {}
     if family == "Lfm2":
         sizes["layer_types"] = ["conv", "conv", "full_attention"] * 2
-    if kind == "tied":
-        sizes["tie_word_embeddings"] = True
-    make_checkpoint(folder / "target", family, seed=1, **sizes)
-    drafter = make_drafter(folder / "drafter", folder / "target", **settings)
-    export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=drafter, keep_small=False))
+    export_with_module(folder, family, bits, lambda own, target: make_drafter(own, target, **settings), **sizes)
 
 
 @pytest.mark.slow

@@ -24,13 +24,12 @@ from tests.draft_modules import (
     change_tensors,
     drafted_logits,
     drafter_of,
+    export_with_module,
     require_refused,
 )
 from tests.eagle_heads import ReferenceHead, make_head
-from tests.factories import make_checkpoint
 from tests.speculation import load_eager, same
 
-LAYERS = 6
 # Of each head its form and what its config.json says besides.
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"drafted": 120}),
@@ -46,16 +45,14 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
     """Target, head and bundle."""
     form, settings = HEADS.get(kind, HEADS["eagle3"])
     family = "llama" if kind in HEADS else "mixtral"
-    make_checkpoint(folder / "target", family, seed=1, num_hidden_layers=LAYERS, max_position_embeddings=512)
-    head = make_head(folder / "head", folder / "target", form, **settings)
-    export_anew(folder / "target", folder / "bundle", ExportConfig(bits=bits, drafter=head, keep_small=False))
+    export_with_module(folder, family, bits, lambda own, target: make_head(own, target, form, **settings))
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
     """Behind a prompt and a reply of many rounds, of chains and of trees, along paths that part."""
     folder, who = made(make_bundle, kind, 32), "copy,recycle,eagle"
-    reference = ReferenceHead(folder / "head", folder / "target")
+    reference = ReferenceHead(folder / "drafter", folder / "target")
     for width in (1, 3):
         with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
             options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
@@ -148,13 +145,13 @@ DAMAGES: dict[str, Damage] = {
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     source = made(make_bundle, "eagle3", 4)
-    require_refused(source / "target", source / "head", DAMAGES, tmp_path)
+    require_refused(source / "target", source / "drafter", DAMAGES, tmp_path)
 
 
 def test_a_head_that_reads_the_models_own_excludes_methods_that_change_it(tmp_path: Path) -> None:
     source, text = made(make_bundle, "eagle1", 4), tmp_path / "text"
     text.write_text("Once upon a time there was a dog. " * 40)
-    config = ExportConfig(drafter=source / "head", method="awq", calibration=text)
+    config = ExportConfig(drafter=source / "drafter", method="awq", calibration=text)
     with pytest.raises(UsageError, match="whose columns the method awq scales"):
         export_anew(source / "target", tmp_path / "bundle", config)
     assert not (tmp_path / "bundle").exists()

@@ -10,7 +10,7 @@ import pytest
 import edgeinfer
 from edgeinfer.results import SpeculationUse, TokenLogprob
 from tests.cache import made
-from tests.edgeinfer import test_eagle, test_mtp
+from tests.edgeinfer import test_eagle, test_hydra_plus, test_mtp
 from tests.speculation import load_eager
 
 pytestmark = pytest.mark.slow
@@ -26,13 +26,18 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 # Of every cache the threads that its reply is drafted with; the last one has no byte more than it needs.
 CACHES = {"float32": 1, "float16": 2, "int8": 1, "int4": 2}
-KINDS = ("eagle3", "eagle1", "of a mixture", "Qwen3_5", "Qwen3Next", "DeepseekV3", "Glm4Moe")
+KINDS = (
+    *("eagle3", "eagle1", "of a mixture", "Qwen3_5", "Qwen3Next", "DeepseekV3", "Glm4Moe"),
+    "hydra-plus of a mixture",
+)
 
 
 def bundle_of(kind: str) -> tuple[Path, str]:
     """A bundle with a module, and the drafter that it has."""
     if kind in (*test_eagle.HEADS, "of a mixture"):
         return made(test_eagle.make_bundle, kind, 4) / "bundle", "eagle"
+    if kind in test_hydra_plus.KINDS:
+        return made(test_hydra_plus.make_bundle, kind, 4) / "bundle", "hydra-plus"
     return made(test_mtp.make_bundle, kind, 4) / "bundle", "mtp"
 
 

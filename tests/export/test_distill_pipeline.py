@@ -26,7 +26,7 @@ from tests.recorded import check_recorded
 from tests.tables import each_row
 
 OPTIONS = DrafterOptions(
-    StudentSize.of(64, 2),
+    size=StudentSize.of(64, 2),
     steps=12,
     samples=700,
     rows=2,

@@ -20,8 +20,10 @@ from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.export.training.dflash import DflashOptions, train_dflash
 from edgeinfer.export.training.eagle import EagleOptions, train_eagle
+from edgeinfer.export.training.hydra import HydraOptions, train_hydra
 from edgeinfer.export.training.models import Target, load_target
-from edgeinfer.export.training.module_training import ModuleOptions, ModuleTraining
+from edgeinfer.export.training.module_training import ModuleTraining
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.results import Progress
 from tests.cache import export_checkpoint
@@ -29,6 +31,7 @@ from tests.dflash_drafters import ReferenceDrafter
 from tests.draft_modules import change_tensors, drafted_logits, drafter_of
 from tests.eagle_heads import ReferenceHead
 from tests.factories import make_checkpoint
+from tests.hydra_modules import ReferenceHydra
 from tests.speculation import load_eager, same
 
 pytestmark = pytest.mark.slow
@@ -44,7 +47,7 @@ class Kind:
         refused: an option that is out of range, and what is said of that.
     """
 
-    options: ModuleOptions
+    options: DraftTrainOptions
     train: Callable[..., ModuleTraining]
     logits: Callable[[Path, Path], Callable[[list[int], list[int]], torch.Tensor]]
     changed: tuple[dict[str, Any], str]
@@ -65,6 +68,10 @@ def block_logits(checkpoint: Path, target: Path) -> Callable[[list[int], list[in
     return lambda text, path: reference.logits(text)[len(path)]
 
 
+def heads_logits(checkpoint: Path, target: Path) -> Callable[[list[int], list[int]], torch.Tensor]:
+    return ReferenceHydra(checkpoint, target).logits
+
+
 KINDS = {
     "eagle": Kind(
         EagleOptions(**SHORT, depth=3, tokens=120),
@@ -79,6 +86,13 @@ KINDS = {
         block_logits,
         ({"anchors": 9}, "anchors was 16, is 9"),
         (("--block", "65"), "block must be from 2 to 64"),
+    ),
+    "hydra-plus": Kind(
+        HydraOptions(**SHORT, tokens=120),
+        train_hydra,
+        heads_logits,
+        ({"layers": 2}, "layers was 4, is 2"),
+        (("--count", "9"), "count must be from 1 to 8"),
     ),
 }
 
@@ -147,7 +161,9 @@ def _compare(bundle: Path, kind: str, logits: Callable[[list[int], list[int]], t
             np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "source"), [("eagle", "bundle"), ("eagle", "qwen3-moe"), ("dflash", "bundle")])
+@pytest.mark.parametrize(
+    ("kind", "source"), [("eagle", "bundle"), ("eagle", "qwen3-moe"), ("dflash", "bundle"), ("hydra-plus", "bundle")]
+)
 def test_the_command_makes_a_bundle_with_a_module(
     kind: str, source: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +179,7 @@ def test_the_command_makes_a_bundle_with_a_module(
     facts: dict[str, Any] = json.loads(capsys.readouterr().out)
     drafter = tmp_path / "out" / "drafter"
     assert facts["bytes"] == sum(each.stat().st_size for each in drafter.iterdir())
-    places = {"eagle": 5, "dflash": 7}[kind]
+    places = {"eagle": 5, "dflash": 7, "hydra-plus": 4}[kind]
     assert len(facts["before"]) == len(facts["after"]) == places and facts["engine"]["mean_accepted_length"] >= 1
     module = open_bundle(drafter).manifest.module
     assert module is not None and module.drafter == kind

@@ -95,7 +95,7 @@ def test_options_one_step_away_are_refused_as_they_were() -> None:
         ),
         *(QuantScheme(4, 32), GptqOptions(), CalibrationOptions(), HeadsShape(), HeadsShape(8, 1)),
         *(TrainOptions(4), ExitsOptions(), HeadsOptions("medusa"), SampleOptions(9), StudentSize(64, 2, 96, 4, 2)),
-        DrafterOptions(StudentSize(64, 2, 96, 4, 2), nested=True),
+        DrafterOptions(size=StudentSize(64, 2, 96, 4, 2), nested=True),
     )
     check_recorded("bounds-options", {f"{n} {type(each).__name__}": bounds(each) for n, each in enumerate(sound)})
 

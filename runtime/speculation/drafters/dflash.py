@@ -35,7 +35,7 @@ class DflashDrafter(ModuleDrafter):
     def __init__(
         self, target: ObservedBackend, module: Backend, width: int, *, tapped: bool, block: int, mask: int
     ) -> None:
-        self._tokens = np.full(block, mask, np.int64)  # of the block
+        self._block = np.full(block, mask, np.int64)  # of the block
         self._logits_of: Floats | None = None  # behind the root, by place: a view of the module's last pass. (n, V)
         super().__init__(target, module, width, tapped=tapped)
 
@@ -55,7 +55,7 @@ class DflashDrafter(ModuleDrafter):
 
     def _size(self, base: int) -> int:
         """Rows of a block whose root lies in a row of the context."""
-        return min(len(self._tokens), self._module.cache.capacity - base)
+        return min(len(self._block), self._module.cache.capacity - base)
 
     def _read(self, unread: Unread) -> None:
         self._logits_of = None
@@ -70,9 +70,9 @@ class DflashDrafter(ModuleDrafter):
     ) -> None:
         """One pass over rows of the text that were not read and over the block, whose rows go again."""
         module, given, size = self._module, len(positions), self._size(base)
-        self._tokens[0] = root
+        self._block[0] = root
         # Which tokens the text's rows have is nowhere read.
-        tokens = np.concatenate([np.full(given, root), self._tokens[:size]])
+        tokens = np.concatenate([np.full(given, root), self._block[:size]])
         places = np.concatenate([positions, np.arange(base, base + size)])
         rows = np.arange(given + 1, given + size)
         start = module.cache.length

@@ -22,11 +22,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class EagleDrafter(ModuleDrafter):
-    """Drafts with a module that reads its own state of the row before where it goes on; arguments as its base, and:
-
-    Args:
-        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
-    """
+    """Drafts with a module that reads its own state of the row before where it goes on; arguments as its base."""
 
     name = "eagle"
 
@@ -39,13 +35,11 @@ class EagleDrafter(ModuleDrafter):
         tapped: bool,
         tokens: NDArray[np.int64] | None,
     ) -> None:
-        vocabulary = module.geometry.vocab_size
-        self._tokens = tokens
-        self._all = np.full(vocabulary, -np.inf, np.float32)
-        self._first = np.empty(vocabulary if tokens is None else len(tokens), np.float32)  # logits behind the root
+        drafted = module.geometry.vocab_size if tokens is None else len(tokens)
+        self._first = np.empty(drafted, np.float32)  # logits behind the root
         self._nodes: dict[tuple[int, ...], Floats] = {}  # the module's state in the row of each path's last token
         self._path: list[int] = []  # whose rows are in the module's cache
-        super().__init__(target, module, width, tapped=tapped)
+        super().__init__(target, module, width, tapped=tapped, tokens=tokens)
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base = context.root_row
@@ -104,15 +98,9 @@ class EagleDrafter(ModuleDrafter):
         self._path.clear()
         self._module.cache.trim(rows)
 
-    def _widened(self, logits: Floats) -> Floats:  # (Vd,) -> (V,)
-        if self._tokens is None:
-            return logits
-        self._all[self._tokens] = logits
-        return self._all
-
     def nbytes(self) -> int:
         """Bytes that its module's backend allocated, and its own."""
-        return super().nbytes() + self._all.nbytes + self._first.nbytes
+        return super().nbytes() + self._first.nbytes
 
 
 class MtpDrafter(EagleDrafter):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardOutput, ObservedBackend
 from edgeinfer.runtime.speculation.drafters.contract import Context, Round
@@ -22,12 +25,23 @@ class ModuleDrafter(LogitDrafter):
         module: its backend, which nothing else uses; the drafter does not close it.
         width: of what the module reads of a row.
         tapped: whether that is the states of tapped layers; otherwise the last ones.
+        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
     """
 
     follows_passes = True
 
-    def __init__(self, target: ObservedBackend, module: Backend, width: int, *, tapped: bool) -> None:
+    def __init__(
+        self,
+        target: ObservedBackend,
+        module: Backend,
+        width: int,
+        *,
+        tapped: bool,
+        tokens: NDArray[np.int64] | None = None,
+    ) -> None:
         super().__init__(module.geometry.vocab_size)
+        self._tokens = tokens
+        self._all = np.full(0 if tokens is None else module.geometry.vocab_size, -np.inf, np.float32)
         self._target, self._module = target, module
         self._states = TargetStates(width, _tapped if tapped else _last, self._read, self._trim)
         self._ready = False  # it has read the text up to the root
@@ -70,9 +84,16 @@ class ModuleDrafter(LogitDrafter):
         self._ready = self._states.catch_up(base, context.tokens[-1])
         return self._ready
 
+    def _widened(self, logits: Floats) -> Floats:  # (Vd,) -> (V,)
+        """Logits of all tokens, where those that the module cannot draft are impossible; a view."""
+        if self._tokens is None:
+            return logits
+        self._all[self._tokens] = logits
+        return self._all
+
     def nbytes(self) -> int:
         """Bytes that its module's backend allocated, and its own."""
-        return sum(self._module.nbytes().values()) + super().nbytes() + self._states.nbytes
+        return sum(self._module.nbytes().values()) + super().nbytes() + self._states.nbytes + self._all.nbytes
 
     def close(self) -> None:
         """Follows the target's passes no longer."""
