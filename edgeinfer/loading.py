@@ -322,7 +322,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         threads=subject.threads,
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
         decoder=bundle.manifest.decoder,
-        remote=remote_deciding(config, parsed.tokenizer),
+        remote=remote_deciding(config, parsed.tokenizer, begin_ids, eos_ids),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypedDict
 from edgeinfer.adaptive import ComputeMethod, ReducedCompute, SkipCache
 from edgeinfer.config import Cache, CountedPages, KvType, OverflowPolicy, WeightsMode
 from edgeinfer.drafting import Speculation, VerificationRule
-from edgeinfer.remote_options import RemoteLoss
+from edgeinfer.remote_options import RemoteApi, RemoteLoss
 from edgeinfer.reply_options import Sampling
 from edgeinfer.searching import Answer, Search, SearchMethod
 
@@ -183,8 +183,10 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
         gpu_layers: layers of a GGUF model to run on a graphics processor, the last first, or "auto".
         inter_token_latency: milliseconds between tokens of replies side by side while the prompt of another is
             evaluated, of which each pass takes as much as there is time for; None is twice as many as without it.
-        remote: URL of an edgeinfer server whose model decides the text while the loaded one drafts; prompts and replies
-            leave this machine.
+        remote: URL of a server whose model decides the text while the loaded one drafts; prompts and replies leave this
+            machine.
+        remote_api: what the server speaks: "edgeinfer", "sglang", "vllm" or "openai"; None is as it says itself.
+        remote_model: name of the server's model; None is the first that it lists.
         remote_key: API key of that server.
         remote_digest: sha256 that the server's model must have; None is any.
         remote_loss: what to do when the server is lost: "stop", the default, or "local", which is lossy.
@@ -194,6 +196,8 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
     gpu_layers: int | str | None
     inter_token_latency: float | None
     remote: str | None
+    remote_api: RemoteApi | None
+    remote_model: str | None
     remote_key: str | None
     remote_digest: str | None
     remote_loss: RemoteLoss

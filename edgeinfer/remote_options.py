@@ -7,13 +7,22 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from edgeinfer.errors import UsageError
-from edgeinfer.options import option
+from edgeinfer.options import option, options_of
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = ["RemoteLoss", "RemoteOptions", "RemoteUse"]
+__all__ = ["VERIFIED_OPTIONS", "RemoteApi", "RemoteLoss", "RemoteOptions", "RemoteUse"]
 
 RemoteLoss = Literal["stop", "local"]
+RemoteApi = Literal["edgeinfer", "sglang", "vllm", "openai"]
+
+# Options of a reply that choose its tokens, as both sides of /v1/verify have them. The device cuts stop strings and
+# counts tokens itself; `logit_bias` is written otherwise.
+VERIFIED_OPTIONS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "seed", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
+    "parse_special",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +31,25 @@ class RemoteOptions:
 
     remote: str | None = option(
         None,
-        help="URL of an edgeinfer server whose model decides the text while the local one drafts; prompts and replies "
+        help="URL of a server whose model decides the text while the local one drafts; prompts and replies "
         "leave this machine, and the server's API key is read from EDGEINFER_REMOTE_KEY (default: none)",
         cli="--remote",
         metavar="URL",
+        group="remote",
+    )
+    remote_api: RemoteApi | None = option(
+        None,
+        help="what the server speaks: edgeinfer, sglang or vllm, which verify drafts, or openai, which any server with "
+        "/v1/completions speaks and which streams alone (default: as its list of models says)",
+        choices=("edgeinfer", "sglang", "vllm", "openai"),
+        cli="--remote-api",
+        group="remote",
+    )
+    remote_model: str | None = option(
+        None,
+        help="name of the server's model to ask for (default: the first that it lists)",
+        cli="--remote-model",
+        metavar="NAME",
         group="remote",
     )
     # Commands read it from EDGEINFER_REMOTE_KEY: other users of the machine see the arguments of a process.
@@ -53,8 +77,8 @@ class RemoteOptions:
             UsageError: an option has such a value, or needs a server.
         """
         if self.remote is None:
-            for name, usual in (("remote_key", None), ("remote_digest", None), ("remote_loss", "stop")):
-                if getattr(self, name) != usual:
+            for name in ("remote_api", "remote_model", "remote_key", "remote_digest", "remote_loss"):
+                if getattr(self, name) != options_of(RemoteOptions)[name].default:
                     raise UsageError(Setting(name) + " needs a server.", "Name one with " + Setting("remote") + ".")
             return
         parts = urlsplit(self.remote)

@@ -75,6 +75,7 @@ ALLOWED = {
         "edgeinfer.wording",
         "edgeinfer.errors",
         "edgeinfer.config",
+        "edgeinfer.remote_options",
         "edgeinfer.results",
         "edgeinfer.hub",
         "edgeinfer.openai",

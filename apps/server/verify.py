@@ -22,16 +22,11 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.text import is_id
 from edgeinfer.options import LARGEST_COUNT
+from edgeinfer.remote_options import VERIFIED_OPTIONS
 from edgeinfer.results import Chunk, Result
 
 __all__ = ["VerifySessions", "verify_kinds"]
 
-# Options of the reply that a device may send; it cuts stop strings itself, and counts tokens.
-_OPTIONS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "seed", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
-    "parse_special",
-)  # fmt: skip
 # Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
 _MOST_DRAFTED = 64
 # Replies that are kept, and tokens of all of them: some 40 MB.
@@ -206,7 +201,7 @@ def _opened(fields: Fields, model: Model) -> _Session:
     if len(prompt) + len(reply) > model.context:
         raise fields.wrong("prompt", f"{len(prompt)} tokens", f"The context holds {model.context}, the reply included.")
     options: dict[str, Any] = {}
-    for name in _OPTIONS:
+    for name in VERIFIED_OPTIONS:
         options |= fields.option(name)
     if (bias := fields.any("logit_bias")) is not None:
         options |= fields.checked("logit_bias", "logit_bias", _bias(bias))

@@ -7,8 +7,32 @@ from typing import Any, Protocol
 
 from edgeinfer.records import dataclass
 from edgeinfer.results import FinishReason
+from edgeinfer.runtime.text import TokenizerLike
 
-__all__ = ["Decided", "RemoteReply", "RemoteServer"]
+__all__ = ["Decided", "RemoteAccess", "RemoteReply", "RemoteServer"]
+
+
+@dataclass(frozen=True)
+class RemoteAccess:
+    """How a server is asked, and by whom.
+
+    Attributes:
+        url: of the server, without /v1.
+        key: that it asks for; None where it asks for none.
+        model: name of the one to ask for; None is the server's first.
+        digest: that its model must have; None is any.
+        tokenizer: of the model that drafts.
+        begin_ids: tokens that begin the drafting model's texts.
+        end_ids: tokens that end them.
+    """
+
+    url: str
+    key: str | None
+    model: str | None
+    digest: str | None
+    tokenizer: TokenizerLike
+    begin_ids: tuple[int, ...] = ()
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -29,6 +53,10 @@ class Decided:
 
 class RemoteReply(Protocol):
     """One reply that a model elsewhere decides. One thread at a time."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether drafts can be verified; where they cannot, the server streams."""
 
     @property
     def model(self) -> str:
@@ -66,9 +94,19 @@ class RemoteServer(Protocol):
     def url(self) -> str:
         """Where it is."""
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuses options by which this server decides no reply.
+
+        Args:
+            options: those of GenerationConfig that were given and choose its tokens.
+
+        Raises:
+            UsageError: one of them is of that kind.
+        """
+
     def begin(self, prompt: Sequence[int], options: Mapping[str, Any]) -> RemoteReply:
         """A reply to a prompt, of which nothing is sent yet.
 
         Args:
-            options: of GenerationConfig, by name.
+            options: of GenerationConfig, by name, and the seed that drafts are drawn by.
         """

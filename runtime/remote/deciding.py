@@ -7,21 +7,16 @@ from typing import Any
 
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import options_of
+from edgeinfer.remote_options import VERIFIED_OPTIONS
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.remote.channel import Channel
-from edgeinfer.runtime.remote.contract import RemoteServer
+from edgeinfer.runtime.remote.contract import RemoteAccess, RemoteServer
 from edgeinfer.runtime.remote.decoding import RemoteDecoding
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.text import TokenizerLike, vocabulary_digest
+from edgeinfer.runtime.text import TokenizerLike
 
 __all__ = ["RemoteDeciding", "remote_deciding"]
 
-# Options of a reply by which its tokens are chosen; lengths and stop strings are looked after here.
-_SENT = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
-    "parse_special",
-)  # fmt: skip
 # Tokens of a draft at most.
 _MOST = 32
 
@@ -30,47 +25,69 @@ class RemoteDeciding:
     """Makes the strategies of replies that a server decides.
 
     Args:
-        server: that decides.
-        goes_on: the local model writes the rest of a reply whose server is lost.
-    """
-
-    def __init__(self, server: RemoteServer, *, goes_on: bool) -> None:
-        self._server, self._goes_on = server, goes_on
-        self._channel = Channel(_MOST)
-
-    def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
-        """The strategy of one reply."""
-        return RemoteDecoding(
-            engine.backend,
-            sampler,
-            self._server,
-            _sent(config) | {"seed": sampler.seed},
-            self._channel,
-            chunk=engine.chunk,
-            goes_on=self._goes_on,
-            cancelled=lambda: engine.cancelled,
-        )
-
-
-def remote_deciding(config: LoadConfig, tokenizer: TokenizerLike) -> RemoteDeciding | None:
-    """What has replies decided as a configuration says; None where this model decides.
+        config: as the model was loaded.
+        access: which server decides.
 
     Raises:
         CapabilityError: httpx is not installed.
     """
+
+    def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
+        from edgeinfer.runtime.remote.registry import API_SERVERS, find_api  # few programs need an HTTP client
+
+        self._servers, self._find = API_SERVERS, find_api
+        self._config, self._access = config, access
+        self._channel = Channel(_MOST)
+        self._server: RemoteServer | None = None
+        if config.remote_api is not None:
+            self._server = self._servers[config.remote_api](access)
+
+    def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
+        """The strategy of one reply.
+
+        Raises:
+            UsageError: the server decides no replies with such options.
+            CapabilityError: it is not one that tells the digest of its model, which was asked for.
+        """
+        server, options = self._answering(), _sent(config)
+        server.check(options)
+        return RemoteDecoding(
+            engine.backend,
+            sampler,
+            server,
+            options | {"seed": sampler.seed},
+            self._channel,
+            chunk=engine.chunk,
+            goes_on=self._config.remote_loss == "local",
+            cancelled=lambda: engine.cancelled,
+        )
+
+    def _answering(self) -> RemoteServer:
+        """The server, by the API that it speaks; where it does not answer now, the next reply looks again."""
+        if self._server is None:
+            api = self._find(self._access)
+            server = self._servers[api or "edgeinfer"](self._access)
+            if api is None:
+                return server
+            self._server = server
+        return self._server
+
+
+def remote_deciding(
+    config: LoadConfig, tokenizer: TokenizerLike, begin_ids: tuple[int, ...], end_ids: frozenset[int]
+) -> RemoteDeciding | None:
+    """What has replies decided as a configuration says; None where this model decides. Errors as `RemoteDeciding`."""
     if config.remote is None:
         return None
-    from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferServer  # few programs need an HTTP client
-
-    vocabulary = vocabulary_digest(tokenizer)
-    server = EdgeInferServer(config.remote, config.remote_key, config.remote_digest, vocabulary)
-    return RemoteDeciding(server, goes_on=config.remote_loss == "local")
+    url = config.remote.rstrip("/").removesuffix("/v1")
+    given = (config.remote_key, config.remote_model, config.remote_digest)
+    return RemoteDeciding(config, RemoteAccess(url, *given, tokenizer, begin_ids, end_ids))
 
 
 def _sent(config: GenerationConfig) -> dict[str, Any]:
     """The options that are not as usual, in the form of /v1/verify."""
     declared = options_of(GenerationConfig)
-    given = {name: value for name in _SENT if (value := getattr(config, name)) != declared[name].default}
+    given = {name: value for name in VERIFIED_OPTIONS if (value := getattr(config, name)) != declared[name].default}
     if bias := config.logit_bias:
         given["logit_bias"] = {str(token): False if value == -math.inf else value for token, value in bias.items()}
     return given

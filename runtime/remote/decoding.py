@@ -118,9 +118,11 @@ class RemoteDecoding(DecodingStrategy):
         """Sends a draft, and gives what the server decides."""
         self._backend.cache.hold(max(0, len(self._text) - 1))
         most = min(room - 1, self._backend.cache.capacity - len(self._text) - 1)
-        length = self._channel.length()
+        assert self._reply is not None, "a reply was started"
+        length = self._channel.length() if self._reply.verifies else None
         if length is None:
-            self._further = max(1, min(room, self._stream_length))
+            # Where no draft will be verified, nothing is asked again.
+            self._further = max(1, min(room, self._stream_length) if self._reply.verifies else room)
             self._stream_started, self._came = time.perf_counter(), 0
             self._ask((), self._further - 1)
             return self._stream(room)
@@ -146,7 +148,7 @@ class RemoteDecoding(DecodingStrategy):
 
     def _stream(self, room: int) -> Sequence[int]:
         """The next tokens of a stream. What would have been drafted is compared with them."""
-        decided = self._answer(1)
+        decided = self._answer(1 if self._reply is not None and self._reply.verifies else 0)
         tokens = decided.tokens[:room]
         self._came += len(tokens)
         if decided.last:
@@ -156,7 +158,7 @@ class RemoteDecoding(DecodingStrategy):
             self._further, self._stream_length = 0, min(2 * self._stream_length, _MOST_STREAMED)
             if not tokens:
                 return self._round(room)
-        if self._drafts:
+        if self._drafts and self._reply is not None and self._reply.verifies:
             self._channel.judged(int(self._drafts[0] == tokens[0]), 1)
         self._streamed += len(tokens)
         return tokens

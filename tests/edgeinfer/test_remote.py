@@ -107,10 +107,10 @@ def test_a_reply_pauses_and_goes_on(server: Local, alone: edgeinfer.Model) -> No
 def test_a_lost_server_ends_the_reply_or_leaves_it_to_the_local_model(
     server: Local, alone: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgeinfer.runtime.remote import edgeinfer_server
+    from edgeinfer.runtime.remote import http
 
-    monkeypatch.setattr(edgeinfer_server, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(edgeinfer_server, "_TRIES", 2)
+    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(http, "_TRIES", 2)
     wanted = alone.generate(PROMPTS[0], max_tokens=60).token_ids
     for loss in ("stop", "local"):
         with Link(server.port) as link, edgeinfer.load(remote_loss=loss, remote=link.url) as model:

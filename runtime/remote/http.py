@@ -1,0 +1,238 @@
+"""Requests to a server that decides replies: what is sent again, how much of an answer is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from edgeinfer.errors import CapabilityError, RemoteError
+from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
+from edgeinfer.version import VERSION
+from edgeinfer.wording import shown
+
+try:
+    import httpx
+except ImportError as error:
+    raise CapabilityError(
+        "Replies that another machine decides need httpx.", "Install it: pip install 'edgeinfer[remote]'"
+    ) from error
+
+__all__ = ["UNANSWERED", "Connection", "RemoteRefusalError", "RetriedReply", "UnansweredError", "tokens_in"]
+
+# Seconds until a connection is there, and until more of an answer comes: a long prompt takes its time, in which the
+# server sends nothing.
+_CONNECT_S, _READ_S = 5.0, 600.0
+# Seconds between tries, each longer than the one before, and how many there are.
+_FIRST_PAUSE_S, _LONGER, _TRIES = 0.05, 2.0, 7
+# What another time may go better: the server is busy, loads its model, or was restarted.
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+# Bytes of an answer, and of one event of a stream. Log-probabilities of a long prompt are the largest.
+_LARGEST, _LARGEST_EVENT = 32_000_000, 1_000_000
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+
+class UnansweredError(Exception):
+    """The server could not answer now, and may another time."""
+
+
+class RemoteRefusalError(Exception):
+    """The server refused a request.
+
+    Attributes:
+        status: of its answer.
+        told: the error object of the answer; empty where it has none.
+    """
+
+    def __init__(self, status: int, told: Mapping[str, Any]) -> None:
+        super().__init__(f"status {status}")
+        self.status, self.told = status, told
+
+
+# What a request ends with that tells nothing of the server.
+UNANSWERED = (UnansweredError, RemoteRefusalError, httpx.TransportError)
+
+
+class Connection:
+    """JSON to a server and back. It follows no redirections, so that keys and texts go nowhere else.
+
+    Args:
+        access: which server, and by which key.
+    """
+
+    def __init__(self, access: RemoteAccess) -> None:
+        # What unpacks to more than was counted is not asked for.
+        headers = {"User-Agent": f"edgeinfer/{VERSION}", "Accept-Encoding": "identity"}
+        if access.key is not None:
+            headers["Authorization"] = f"Bearer {access.key}"
+        timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
+        self._http = httpx.Client(base_url=access.url, headers=headers, timeout=timeout, trust_env=False)
+
+    def get(self, path: str) -> Any:
+        """What the server has at a path.
+
+        Raises:
+            RemoteRefusalError, UnansweredError, httpx.TransportError: nothing.
+            ValueError: not JSON.
+        """
+        with self._http.stream("GET", path) as answer:
+            return _accepted(answer)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The whole answer to a request; errors as `get`."""
+        with self._http.stream("POST", path, json=body) as answer:
+            return _accepted(answer)
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+        """The events of a stream; errors as `get`, and where it ends otherwise than it should."""
+        with self._http.stream("POST", path, json=body) as answer:
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                yield _accepted(answer)
+                return
+            _require_plain(answer)
+            for line in _lines(answer):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    event = json.loads(line.removeprefix(b"data:"))
+                    if isinstance(event, dict) and event.get("error") is not None:
+                        raise UnansweredError(str(_message(event["error"])))
+                    yield event
+
+    def close(self) -> None:
+        """Ends the connection, and whatever waits for it."""
+        self._http.close()
+
+
+class RetriedReply:
+    """Implements `contract.RemoteReply` by rounds that are sent again where the way fails.
+
+    Args:
+        access: which server decides.
+        connection: to it.
+    """
+
+    def __init__(self, access: RemoteAccess, connection: Connection) -> None:
+        self._access = access
+        self._connection = connection
+        self._closed = threading.Event()
+        self.digest, self.model, self.retries = "", "", 0
+
+    @property
+    def verifies(self) -> bool:
+        """See `contract.RemoteReply.verifies`."""
+        return True
+
+    def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
+        """See `contract.RemoteReply.verify`."""
+        reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
+        while True:
+            told = len(reply)
+            try:
+                for decided in self._round(reply, draft, further):
+                    reply += decided.tokens
+                    if len(reply) - told > len(draft) + 1 + further:
+                        raise self._malformed("more tokens than were asked for")
+                    if not tell(decided) or decided.last:
+                        return
+                raise UnansweredError("the answer was cut off")
+            except (UnansweredError, httpx.TransportError) as error:
+                failure: Exception = error
+            except RemoteRefusalError as error:
+                raise self._refused(error) from None
+            except _MALFORMED as error:
+                raise self._malformed("what is no answer") from error
+            draft = draft if len(reply) == told else ()
+            further = max(0, further - (len(reply) - told))
+            if tried == _TRIES or self._closed.wait(pause):
+                message = f"{self._access.url} cannot be reached: {shown(str(failure) or type(failure).__name__)}."
+                raise RemoteError(message, "Look after the server and the network, then ask again.", lost=True)
+            tried, pause = tried + 1, pause * _LONGER
+            self.retries += 1
+
+    def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
+        """One round, sent once: what is decided, in order, the last part marked so.
+
+        Raises:
+            UnansweredError, RemoteRefusalError, httpx.TransportError: it was not answered.
+            RemoteError: the server is another than was meant.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """See `contract.RemoteReply.close`."""
+        self._closed.set()
+        self._connection.close()
+
+    def _malformed(self, what: str) -> RemoteError:
+        hint = "Check which server runs there, and name it with remote_api."
+        return RemoteError(f"{self._access.url} answers with {what}.", hint)
+
+    def _refused(self, error: RemoteRefusalError) -> RemoteError:
+        """What a user reads of a refusal."""
+        if error.status in (401, 403):
+            return RemoteError("The server asks for another API key.", "Give the key that it was started with.")
+        message = str(error.told.get("message") or f"The server refuses with status {error.status}.")
+        return RemoteError(shown(message[:500]))
+
+
+def tokens_in(value: Any) -> tuple[int, ...]:
+    """Token ids of an answer.
+
+    Raises:
+        ValueError: it has something else there.
+    """
+    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+        raise ValueError("no token ids")
+    return tuple(value)
+
+
+def _accepted(answer: httpx.Response) -> Any:
+    """The JSON of an answer that is no refusal."""
+    _require_plain(answer)
+    if answer.status_code == 200:
+        return json.loads(_body(answer))
+    try:
+        told = json.loads(_body(answer))
+    except ValueError:
+        told = {}
+    error = told.get("error", told) if isinstance(told, dict) else {}
+    if answer.status_code in _AGAIN:
+        raise UnansweredError(str(_message(error) or f"status {answer.status_code}"))
+    raise RemoteRefusalError(answer.status_code, error if isinstance(error, dict) else {"message": str(error)})
+
+
+def _message(error: Any) -> Any:
+    return error.get("message") if isinstance(error, dict) else error
+
+
+def _require_plain(answer: httpx.Response) -> None:
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise ValueError("packed")
+
+
+def _body(answer: httpx.Response) -> bytes:
+    parts, size = [], 0
+    for part in answer.iter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > _LARGEST:
+            raise ValueError("too long")
+    return b"".join(parts)
+
+
+def _lines(answer: httpx.Response) -> Iterator[bytes]:
+    """Lines of a stream, as they come.
+
+    Raises:
+        UnansweredError: it was cut off.
+        ValueError: a line is too long.
+    """
+    rest = b""
+    for part in answer.iter_raw():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (line.rstrip(b"\r") for line in lines)
+        if len(rest) > _LARGEST_EVENT:
+            raise ValueError("too long")
+    raise UnansweredError("the answer was cut off")
