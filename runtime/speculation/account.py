@@ -11,7 +11,8 @@ __all__ = ["LossAccount"]
 _LOSS_BUDGET = 0.01
 # What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
 _FIRST_LOSS_BUDGET = 0.05
-# Plain steps at most that are saved up for a draft that would have paid, had there been anything to risk.
+# Plain steps at most that are saved up before drafters are asked: where a row costs most of a pass, only drafts that
+# are certain pay, and those risk nothing.
 _LONGEST_SAVING = 64
 # Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
 # most of a pass, drafting would otherwise begin only after some seventy.
@@ -23,15 +24,12 @@ class LossAccount:
 
     Args:
         plain_ms: milliseconds of a plain step.
-
-    Attributes:
-        plain_ms: as given; may change when others share the passes.
-        needs: what the cheapest draft would have risked that promised more than plain decoding; 0 where none did.
+        shortest_ms: of a pass over the shortest draft, with its guess.
     """
 
-    def __init__(self, plain_ms: float) -> None:
-        self.plain_ms = plain_ms
-        self.needs = 0.0
+    def __init__(self, plain_ms: float, shortest_ms: float) -> None:
+        self._plain_ms = plain_ms
+        self._reserve = min(max(self.risk(shortest_ms), 0.0), _LONGEST_SAVING * _LOSS_BUDGET * plain_ms)
         self._saved = _FIRST_LOSS_BUDGET * plain_ms
         self._said, self._unpaid = 0, list(_UNPAID)
 
@@ -42,20 +40,19 @@ class LossAccount:
 
     def risk(self, ms: float, sure: int = 1) -> float:
         """What a reply would lose by a round that takes so long and gives no more than these tokens."""
-        return ms - sure * self.plain_ms * (1 + _LOSS_BUDGET)
+        return ms - sure * self._plain_ms * (1 + _LOSS_BUDGET)
 
     def affords(self, ms: float, sure: int = 1) -> bool:
         """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
         return self.risk(ms, sure) <= self.free
 
     def steps_to_save(self, asking_ms: float) -> int:
-        """Plain steps before asking drafters is paid for, and the draft that could not be risked.
+        """Plain steps before asking drafters is paid for, and the shortest draft too if they know one.
 
-        Asking again at once would only spend what is to pay for it.
+        Asking that spends what the draft would need finds drafts that it cannot risk.
         """
-        budget = _LOSS_BUDGET * self.plain_ms
-        steps = math.ceil((asking_ms - budget - self.free) / budget)
-        steps = max(steps, min(math.ceil((self.needs - self.free) / budget), _LONGEST_SAVING))
+        budget = _LOSS_BUDGET * self._plain_ms
+        steps = math.ceil((asking_ms + self._reserve - budget - self.free) / budget)
         if self._unpaid:
             steps = min(steps, self._unpaid[0] - self._said)
         return max(steps, 0)
@@ -67,5 +64,5 @@ class LossAccount:
 
     def book(self, tokens: int, ms: float) -> None:
         """Enters what a round gave and took, or some plain steps."""
-        self._saved += tokens * self.plain_ms * (1 + _LOSS_BUDGET) - ms
+        self._saved += tokens * self._plain_ms * (1 + _LOSS_BUDGET) - ms
         self._said += tokens

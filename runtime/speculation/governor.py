@@ -10,7 +10,6 @@ All times are the device's measured costs, never a clock's: the same costs and t
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Protocol
@@ -154,7 +153,8 @@ class Governor:
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._round_ms = costs.round_ms
         self._reprice(costs)
-        self._account = LossAccount(self._pass_ms[0])
+        dear = [0.0 if ms <= CHEAP * self._pass_ms[0] else ms for ms in self._guess_ms.values()]
+        self._account = LossAccount(self._pass_ms[0], self._pass_ms[min(1, most)] + min(dear, default=0.0))
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
@@ -215,7 +215,7 @@ class Governor:
         """
         self._begin()
         most, tree = min(room, self._most), _Tree()
-        best, length, needs = self._worth(tree), 0, math.inf
+        best, length = self._worth(tree), 0
         waiting = self._children(context, tree, -1) if most > 0 else []
         heapq.heapify(waiting)
         while waiting and len(tree) < most:
@@ -223,11 +223,8 @@ class Governor:
             tree.add(candidate)
             worth = self._worth(tree)
             ms = self._prices[len(tree)] + self._spent
-            if worth > best and self._beats_plain(tree):
-                if self._account.affords(ms, 1 + tree.sure):
-                    best, length = worth, len(tree)
-                else:
-                    needs = min(needs, self._account.risk(ms, 1 + tree.sure))
+            if worth > best and self._beats_plain(tree) and self._account.affords(ms, 1 + tree.sure):
+                best, length = worth, len(tree)
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
@@ -235,7 +232,6 @@ class Governor:
             if len(tree) < most and pays and self._account.affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
-        self._account.needs = needs if length == 0 and needs < math.inf else 0.0
         self._hope_for(length)
         self._reach = min((tree.likely[node] for node in range(length) if tree.main_branch[node]), default=1.0)
         return tree.cut(length)

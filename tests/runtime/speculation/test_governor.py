@@ -91,6 +91,15 @@ class Coin(Prophet):
         return (right, wrong) if random.Random(len(context.tokens)).random() < 0.5 else (wrong, right)
 
 
+class Late(Prophet):
+    """Has nothing to say before a place of the text."""
+
+    place = 40
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        return super().guesses(context, drafted, width) if len(context.tokens) >= self.place else ()
+
+
 class Follower(Prophet):
     """Knows how a draft goes on that another began."""
 
@@ -328,6 +337,16 @@ def test_what_a_good_draft_risks_is_saved_up_for_and_not_spent_on_asking() -> No
     wrong = Prophet("copy", text, 0.0)
     wrong.priors = (0.9, 0.9)
     assert decode([wrong], text, steep, rests=True).ms <= 1.0101 * 10.0 * (len(text) - 1)
+
+
+def test_asking_a_drafter_that_knows_nothing_leaves_what_its_first_draft_will_risk() -> None:
+    text = text_of(60)
+    steep = Prices({rows: 10.0 if rows == 1 else 13.0 + rows / 10 for rows in range(1, 17)}, round_ms=0.13)
+    late = Late("copy", text, 1.0)
+    late.priors = (0.9, 0.9)
+    run = decode([late], text, steep, rests=True)
+    assert run.sizes[: Late.place - 1] == [1] * (Late.place - 1)
+    assert max(run.sizes[Late.place - 1 : Late.place + 2]) > 5
 
 
 def test_no_reply_however_short_ends_up_slower() -> None:
