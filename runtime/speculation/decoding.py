@@ -271,7 +271,8 @@ class SpeculativeDecoding(DecodingStrategy):
             hidden = None
         elif probes and (verdict.accepted or (-1,))[-1] == main_branch_end(draft):
             probed = passed.probed
-        return Round(draft, verdict, committed, passed.fed, logits, hidden=hidden, probes=probes, probed=probed)
+        rows = passed.fed, logits, hidden, probes, probed
+        return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1)
 
     def _forward(self, token: int) -> Floats:  # (V,)
         started = time.perf_counter_ns()

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import field
-from typing import Protocol
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
 from edgeinfer.runtime.speculation.account import LossAccount
@@ -65,8 +64,7 @@ class RoundCosts(Protocol):
         """Rows of the largest pass that this session has run often; costs of larger ones may be outdated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A guess with what it was estimated at, before and after what is known of guesses that were taken.
 
     Attributes:
@@ -81,15 +79,14 @@ class Asked:
     estimate: float
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A node that may be added: the likeliest path comes first, of equals the one that was found first."""
 
     unlikely: float
-    order: int
-    parent: int = field(compare=False)
-    asked: Asked = field(compare=False)
-    main_branch: bool = field(compare=False)
+    order: int  # unlike any other's, so that nothing behind it is compared
+    parent: int
+    asked: Asked
+    main_branch: bool
 
 
 class _Tree:
@@ -141,19 +138,22 @@ class Governor:
         acceptance: of these drafters' guesses; may know them from before.
         most: tokens in a draft at most.
         width: guesses per drafter and place; above 1 drafts are trees.
+
+    Attributes:
+        width: as given.
     """
 
     def __init__(
         self, drafters: Sequence[Drafter], costs: RoundCosts, acceptance: Acceptance, most: int, width: int = 1
     ) -> None:
         self._acceptance = acceptance
-        self._most, self._width = most, width
+        self._most, self.width = most, width
         self._guess_ms = {drafter.name: costs.guess_ms(drafter.name) for drafter in drafters}
         # Cheap ones first: whether a costly one is asked depends on what they say.
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._round_ms = costs.round_ms
         self._reprice(costs)
-        dear = [0.0 if ms <= CHEAP * self._pass_ms[0] else ms for ms in self._guess_ms.values()]
+        dear = [0.0 if ms <= self._cheap_ms else ms for ms in self._guess_ms.values()]
         self._account = LossAccount(self._pass_ms[0], self._pass_ms[min(1, most)] + min(dear, default=0.0))
         self._tokens, self._ms = 1.0, self._pass_ms[0] + costs.round_ms
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
@@ -175,8 +175,8 @@ class Governor:
         hoped = self._pass_ms[self._confirmed : 2 * self._confirmed]
         # By these it is decided what to draft, by those above what it was worth.
         self._prices = known + [min(ms, _HOPED * known[-1]) for ms in hoped] + self._pass_ms[2 * self._confirmed :]
-        cheap = [ms for ms in self._guess_ms.values() if ms <= CHEAP * self._pass_ms[0]]
-        self._asking_ms = self._round_ms + sum(cheap)
+        self._cheap_ms = CHEAP * self._pass_ms[0]
+        self._asking_ms = self._round_ms + sum(ms for ms in self._guess_ms.values() if ms <= self._cheap_ms)
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
         self._rest, self._next_rest = 0, _FIRST_REST
 
@@ -327,11 +327,13 @@ class Governor:
         likely, main_branch = (tree.likely[node], tree.main_branch[node]) if node >= 0 else (1.0, True)
         asked = self._ask(context, path, likely, len(tree), main_branch)
         self._asked[tuple(path)] = asked
+        if not asked:
+            return []
         surest: dict[int, Asked] = {}
         for a in sorted(asked, key=lambda a: -a.estimate):
             surest.setdefault(a.guess.token, a)
         candidates, left = [], 1.0
-        for rank, a in enumerate(list(surest.values())[: self._width]):
+        for rank, a in enumerate(list(surest.values())[: self.width]):
             # At most one of different tokens comes true.
             estimate = min(a.estimate, left)
             left -= estimate
@@ -341,13 +343,13 @@ class Governor:
 
     def _ask(self, context: Context, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[tuple[str, int, Guess]] = []
-        best, best_ms = 0.0, 0.0
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)
-            if ms > CHEAP * self._pass_ms[0]:
+            if ms > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
-                without = self._ahead(likely, best, size, best_ms)
+                best, whose = self._best(answers, len(path))
+                without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
                 promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
                 if barred or promised <= without:
                     continue
@@ -355,16 +357,21 @@ class Governor:
                     if not self._tries or not main_branch:
                         continue
                     self._tries -= 1
-            guesses = drafter.guesses(context, path, self._width if drafter.branches else 1)
+            guesses = drafter.guesses(context, path, self.width if drafter.branches else 1)
             self._pay(drafter)
             if drafter.uses_target:
                 self._at_work = drafter
             for rank, guess in enumerate(guesses):
                 answers.append((name, rank, guess))
-                estimate = self._acceptance.estimate(name, guess.sign, ALONE, len(path), rank)
-                if estimate > best:
-                    best, best_ms = estimate, self._price(name)
         return [self._estimated(*answer, answers, len(path)) for answer in answers]
+
+    def _best(self, answers: Sequence[tuple[str, int, Guess]], depth: int) -> tuple[float, str | None]:
+        """The highest estimate of guesses as each stands alone, and whose it is."""
+        return max(
+            ((self._acceptance.estimate(name, guess.sign, ALONE, depth, rank), name) for name, rank, guess in answers),
+            key=itemgetter(0),
+            default=(0.0, None),
+        )
 
     def _estimated(
         self, name: str, rank: int, guess: Guess, answers: Sequence[tuple[str, int, Guess]], depth: int

@@ -177,14 +177,14 @@ class BeamGovernor(_ShapedGovernor):
     """Keeps the `width` paths of every depth that arrive first (RSD-S)."""
 
     def _rows(self, depth: int, nodes: int) -> int:
-        return self._width
+        return self.width
 
     def _grown(self, context: Context, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
         depth, draws = len(level[0].path), 0
         race = [_Runner(node.arrives, order, node, 0, 1.0) for order, node in enumerate(level)]
         heapq.heapify(race)
         taken = dict.fromkeys((node.index for node in level), 1.0)  # of acceptance, what siblings left
-        while race and draws < self._width:
+        while race and draws < self.width:
             runner = heapq.heappop(race)
             node = runner.node
             asked = self._draw(context, drafter, node, runner.rank)

@@ -100,7 +100,7 @@ class StochasticGovernor(Governor):
             if not self._pays(slot, len(guesses)):
                 continue
             if rank == 0:
-                self._ask_one(place.drafter, context, list(place.path), self._width)
+                self._ask_one(place.drafter, context, list(place.path), self.width)
             asked = self._asked[place.path]
             if rank == len(asked):
                 continue
@@ -109,7 +109,7 @@ class StochasticGovernor(Governor):
             parents.append(place.node)
             sources.append(place.drafter.name)
             estimate = min(drawn.estimate, slot.left)
-            if rank + 1 < self._width:
+            if rank + 1 < self.width:
                 offer(place, rank + 1, slot.left - estimate)
             if len(guesses) < most:
                 look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
@@ -173,13 +173,13 @@ class ChainsGovernor(StochasticGovernor):
         """What to verify next; see `Governor.draft`."""
         self._begin()
         drafter, estimate = self._most_promising(context, (), 1.0, 0)
-        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most // self._width))
+        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most // self.width))
         if drafter is None or length == 0:
             return Draft()
         guesses: list[Guess] = []
         parents: list[int] = []
-        ends = [-1] * self._width
-        paths: list[tuple[int, ...]] = [()] * self._width
+        ends = [-1] * self.width
+        paths: list[tuple[int, ...]] = [()] * self.width
         for _ in range(length):
             groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for chain, path in enumerate(paths):
@@ -198,12 +198,12 @@ class ChainsGovernor(StochasticGovernor):
     def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
         """The length at which so many chains are worth most."""
         ms = self._price(drafter.name)
-        either = 1 - (1 - estimate) ** self._width
+        either = 1 - (1 - estimate) ** self.width
         best, length, gained, likely = 0.0, 0, 0.0, 1.0
         for depth in range(1, most + 1):
             likely *= either
             gained += likely
-            rows = depth * self._width
+            rows = depth * self.width
             guessing = ms if drafter.at_once else rows * ms
             worth = gained - self.rate * (self._prices[rows] - self._prices[0] + guessing)
             if worth > best and self._account.affords(self._prices[rows] + guessing):

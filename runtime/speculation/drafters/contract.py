@@ -145,7 +145,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether every node is the child of the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     def children(self, node: int) -> list[int]:
         """Nodes below a node, or below the root (-1), in order."""
@@ -207,6 +207,7 @@ class Round:
             (S, D) or (1, D)
         probes: probe rows of the pass.
         probed: logits after them, where the committed path ended at the node that they follow; a view. (P, V)
+        branches: the reply's drafts may branch, so that drafters are asked for further guesses of a place.
     """
 
     draft: Draft
@@ -217,6 +218,7 @@ class Round:
     hidden: Floats | None = None
     probes: int = 0
     probed: Floats | None = None
+    branches: bool = True
 
 
 @dataclass(frozen=True)

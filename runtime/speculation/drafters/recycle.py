@@ -3,7 +3,8 @@
 A matrix holds eight candidates for every token (arXiv 2408.08696). Every pass over a token overwrites its row with the
 eight tokens of its largest logits; where a token is fed several times, its last row counts. Beyond the paper, a prompt
 puts what follows each of its tokens in front, and the number of times in a row that the first candidate came tells how
-far to trust it. What is kept is token ids and counts.
+far to trust it. Where drafts do not branch nobody reads further candidates, so the token of the largest logit is put in
+front and the other seven are not looked for. What is kept is token ids and counts.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ class RecycleDrafter(Drafter):
             last = token
         self._last = last
         for fed, row in {token: row for row, token in enumerate(round.fed.tolist())}.items():
+            if not round.branches:
+                self._move_first(fed, int(round.logits[row].argmax()))
+                continue
             found = best_tokens(round.logits[row], _BEST)
             if best[fed, 0] != found[0]:
                 came[fed] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -56,6 +57,14 @@ def test_rows_of_rejected_tokens_count_and_the_last_of_one_token_wins() -> None:
     drafter.observe(settled([9], [3, 4, 3], rows))
     for token, row in ((3, 2), (4, 1)):
         assert candidates(drafter, token) == np.argsort(-rows[row])[:8].tolist()
+
+
+def test_where_drafts_do_not_branch_the_best_token_alone_is_put_in_front() -> None:
+    drafter, rows = RecycleDrafter(V), logits(1, 2)
+    drafter.observe(settled([9], [3], rows[:1]))
+    before, best = candidates(drafter, 3), int(rows[1].argmax())
+    drafter.observe(replace(settled([9], [3], rows[1:]), branches=False))
+    assert candidates(drafter, 3) == [best, *(each for each in before if each != best)][:8]
 
 
 def test_a_prompt_puts_what_follows_first() -> None:
