@@ -1,4 +1,4 @@
-"""Cautious next tokens (CNTP): the less certain the next token, the more continuations are tried before going on."""
+"""Cautious next tokens (CNTP, arXiv 2507.03038): the less certain the next token, the more continuations are tried."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class _Trial:
 class Cautious(SearchStrategy):
     """Trials are drawn up to the next punctuation, and the one of the lowest perplexity per token joins the reply.
 
+    Where one trial is due, the reply grows by one token, so that the next one is asked about again.
     Entropy and perplexity are those of the distribution that tokens are drawn from: after temperature and truncation.
     """
 
@@ -59,9 +60,15 @@ class Cautious(SearchStrategy):
         return self._piece(self._passes.feed(self._root), room)
 
     def _piece(self, logits: Floats, room: int) -> Sequence[int]:  # (V,)
-        sampler, first_logits = self._parts.sampler, logits.copy()
-        probabilities = sampler.probabilities(first_logits)
+        sampler = self._parts.sampler
+        probabilities = sampler.probabilities(logits)
         count = trials_for(entropy(probabilities))
+        self._statistics.trials += count
+        if count == 1:
+            token = sampler.sample_from(probabilities, self._length, 0)
+            self._length += 1
+            return self._accept(token, logits)
+        first_logits = logits.copy()
         longest = min(room, _LONGEST, 1 + self._parts.room()[0] // count)
         self._reply_rows = self._backend.cache.length
         branches = Branches(self._passes)
@@ -78,7 +85,6 @@ class Cautious(SearchStrategy):
         branches.end()
         self._reply_rows = None
         best = min(trials, key=lambda trial: trial.perplexity)
-        self._statistics.trials += count
         self._length += len(best.tokens)
         return self._take(best.tokens, first_logits)
 

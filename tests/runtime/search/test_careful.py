@@ -175,13 +175,15 @@ def test_trials_by_entropy() -> None:
     assert [trials_for(h) for h in (0.0, 0.01, 0.17, 0.18, 1.49, 1.5, 9.0)] == [1, 1, 1, 2, 9, 10, 10]
 
 
-def pieces(config: GenerationConfig, most: int) -> list[int]:
-    """Cautious next tokens written out: every trial by itself."""
-    sampler, said = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int]()
+def pieces(config: GenerationConfig, most: int) -> tuple[list[int], int]:
+    """Cautious next tokens written out, every trial by itself, and how many tokens were tried once."""
+    sampler, said, single = Sampler(LogitsProcessor(config, V, 5), PROMPT), list[int](), 0
     while len(said) < most and END not in said:
         probabilities = sampler.probabilities(letters_logits([*PROMPT, *said]))
         trials = []
-        for stream in range(trials_for(uncertainty(probabilities))):
+        count = trials_for(uncertainty(probabilities))
+        single += count == 1
+        for stream in range(count):
             longer, surprise = list[int](), 0.0
             while True:
                 text = [*PROMPT, *said, *longer]
@@ -189,22 +191,32 @@ def pieces(config: GenerationConfig, most: int) -> list[int]:
                 longer.append(sampler.sample_from(behind, len(text), stream))
                 surprise -= math.log(behind[longer[-1]])
                 letter = Letters().decode(longer[-1:])
-                if longer[-1] == END or letter in (".", ",") or len(said) + len(longer) == most:
+                ended = longer[-1] == END or letter in (".", ",") or len(said) + len(longer) == most
+                if count == 1 or ended:
                     break
             trials.append((surprise / len(longer), stream, longer))
         chosen = min(trials)[2]
         for token in chosen:
             sampler.accept(token, letters_logits([]))
         said += chosen
-    return said
+    return said, single
 
 
-@each_row("options", [{"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.3, "repetition_penalty": 1.2}])
-def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any]) -> None:
+@each_row(
+    "options, singles",
+    [
+        ({"temperature": 0.8, "top_p": 0.95}, False),
+        ({"temperature": 1.3, "repetition_penalty": 1.2}, False),
+        ({"temperature": 0.3}, True),
+    ],
+)
+def test_cautious_takes_the_least_perplexing_piece(options: dict[str, Any], singles: bool) -> None:
     trial = Trial(LettersBackend(900), search="cautious", max_tokens=30, **options)
-    assert trial.tokens() == pieces(GenerationConfig(**options), 30)
+    tokens, single = pieces(GenerationConfig(**options), 30)
+    assert trial.tokens() == tokens
     use = trial.strategy.search_use()
-    assert use.trials == use.branches > 1 and not use.lossless
+    assert use.trials - use.branches == single and use.branches > 1 and not use.lossless
+    assert (single > 0) == singles
 
 
 def test_a_sure_model_is_tried_once() -> None:
