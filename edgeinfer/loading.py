@@ -43,6 +43,7 @@ from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
+from edgeinfer.runtime.profile.uncertainty import uncertainty_of
 from edgeinfer.runtime.remote.deciding import remote_deciding
 from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
@@ -129,9 +130,8 @@ class Bundles:
 
     def subject(self, config: LoadConfig) -> PlanInput:
         """What there is to plan."""
-        drafter = None
-        if self.drafter_choice is not None:
-            drafter = plan_input_of(self.drafter_choice, config, settings=self._shared())
+        small = self.drafter_choice
+        drafter = None if small is None else plan_input_of(small, config, settings=self._shared())
         target = plan_input_of(self.choice, config, drafter, self.settings)
         return dataclasses.replace(target, option_bytes=OPTION_BYTES)
 
@@ -302,7 +302,6 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     kept = profiles(subject.variant(plan.configuration), draft_model=plan.configuration.draft_model)
     profile = kept if plan.draft_max else DeviceProfile(None)
     speculator = make_speculator(backend, config, plan, profile, subject.drafter, model, subject.bundle)
-    replan = make_replanner(subject, config, speed)
     begin_ids, eos_ids = boundary_ids(bundle)
     # Loading ran through much of all libraries, running needs a part of them; that part comes back by itself.
     release_code()
@@ -317,9 +316,10 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         origin=origin_of(bundle, plan.layout, engine_version(subject.choice), config.exact),
         speculator=speculator,
         make_reduced=lambda: _reduced(subject, plan, engine, speculator, kept),
-        ledger=_ledger(plan, engine, speculator, parsed.bytes, replan),
+        ledger=_ledger(plan, engine, speculator, parsed.bytes, make_replanner(subject, config, speed)),
         verification=verification,
         threads=subject.threads,
+        uncertainty=uncertainty_of(bundle),
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
         decoder=bundle.manifest.decoder,
         remote=remote_deciding(config, parsed.tokenizer, begin_ids, eos_ids),

@@ -37,6 +37,7 @@ class ModelParts:
         loaded: which model it is; `info` says besides whether its files are verified.
         verification: of the files it is made of; replies wait until they are verified.
         threads: that a pass works with.
+        uncertainty: entropy in nats above which searches take the next token for uncertain, unless a reply says.
         watched: the backend where it has experts, which tells how they are used.
         decoder: what its layers are, where the bundle says it.
         main: of a reply beside others, the parts of the model itself.
@@ -57,6 +58,7 @@ class ModelParts:
     ledger: Ledger
     verification: Verification
     threads: int
+    uncertainty: float
     watched: ExpertCountingBackend | None = None
     decoder: DecoderSpec | None = None
     main: ModelParts | None = None

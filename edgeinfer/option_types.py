@@ -64,7 +64,7 @@ class _SearchSettings(TypedDict, total=False):
     length_penalty: float
     look_ahead: int
     candidates: int | None
-    uncertainty: float
+    uncertainty: float | None
     lame_prompt: str | None
     contrast_strength: float
     resistance: Sequence[float]

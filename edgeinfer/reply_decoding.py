@@ -86,6 +86,7 @@ def make_strategy(
             fed=lambda: engine.cached_tokens,
             chunk=engine.chunk,
             continues=continues,
+            uncertainty=parts.uncertainty if config.uncertainty is None else config.uncertainty,
             spare_bytes=parts.ledger.plan.spare_bytes,
         )
         return make_search(given, forgets=engine.context_shift is not None)

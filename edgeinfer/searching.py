@@ -126,9 +126,10 @@ class SearchSettings:
         metavar="N",
         group=_SEARCH,
     )
-    uncertainty: float = option(
-        1.5,
-        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default: 1.5)",
+    uncertainty: float | None = option(
+        None,
+        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default: what edgeinfer "
+        "tune --uncertainty learnt, else 1.5)",
         low=0,
         high=100,
         cli="--uncertainty",
@@ -207,7 +208,8 @@ class Search(SearchSettings, OptionGroup):
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
         look_ahead: number of tokens that "lookahead" evaluates ahead.
         candidates: number of candidate tokens for "lookahead" and "momentum"; None means 3 and 5.
-        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain.
+        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means what
+            `tools.tune_uncertainty` learnt of the model, else 1.5.
         lame_prompt, contrast_strength: for "contrast": the worse prompt, and how strongly to steer away from it.
         resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """

@@ -48,6 +48,9 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--skip", action="store_true", help=text)
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
+    group = parser.add_argument_group("searches")
+    text = "learn from --text how unsure the model is before it is wrong, for --search lookahead and contrast; nothing "
+    group.add_argument("--uncertainty", action="store_true", help=text + "else is tuned")
     group = parser.add_argument_group("full contexts (lossy)")
     text = (
         "measure what each --overflow loses of --text, or of a text of the model's own, for --overflow auto; nothing "
@@ -65,7 +68,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
-    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
+    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget", "--uncertainty")
     add_json_option(parser)
 
 
@@ -76,6 +79,8 @@ def execute(args: argparse.Namespace) -> int:
         return _forget(args, options)
     if args.cache:
         return tune_cache(args, options)
+    if args.uncertainty:
+        return _tune_uncertainty(args, options)
     prompts = _prompts(args)
     if args.drafters:
         return _tune_drafters(args, options, prompts)
@@ -104,6 +109,25 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print_json({"forgotten": forgotten})
     else:
         print_note("Deleted the settings kept for this model." if forgotten else "No settings are kept for this model.")
+    return 0
+
+
+def _tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Learns when searches take the next token for uncertain."""
+    if args.text is None:
+        raise UsageError("--uncertainty learns from a text.", "Name one with --text.")
+    text = read_text(args.text)
+    with progress_bar() as bar:
+        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
+        found = edgeinfer.tools.tune_uncertainty(args.model, text, progress=told, **options)
+    if args.json:
+        print_json(asdict(found))
+    else:
+        rows = [
+            ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
+            ("not the likeliest", f"{found.wrong:.0%} of them"),
+        ]
+        print_table(rows)
     return 0
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from edgeinfer.tools.predictions import Divergence, Evaluation
     from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, TuneResult, tune_drafting, tune_entropy, tune_skips
+    from edgeinfer.tools.uncertainty import MeasuredUncertainty, tune_uncertainty
 
 __all__ = [
     "CacheLoss",
@@ -51,6 +52,7 @@ __all__ = [
     "Evaluation",
     "FewerExperts",
     "Foreseen",
+    "MeasuredUncertainty",
     "PartGain",
     "ReplyReading",
     "SkipLevel",
@@ -79,6 +81,7 @@ __all__ = [
     "tune_drafting",
     "tune_entropy",
     "tune_skips",
+    "tune_uncertainty",
 ]
 
 _HOMES = {
@@ -93,6 +96,7 @@ _HOMES = {
     "Evaluation": "predictions",
     "FewerExperts": "measuring",
     "Foreseen": "cache_policies",
+    "MeasuredUncertainty": "uncertainty",
     "PartGain": "devices",
     "ReplyReading": "measuring",
     "SkipLevel": "tuning",
@@ -121,6 +125,7 @@ _HOMES = {
     "tune_drafting": "tuning",
     "tune_entropy": "tuning",
     "tune_skips": "tuning",
+    "tune_uncertainty": "uncertainty",
 }
 
 # What calibrated caches, which has no successor: a call of it is to be removed.

@@ -16,7 +16,7 @@ from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.profile.cache_policy import MeasuredPolicy, keep_policy
+from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY, MeasuredPolicy
 from edgeinfer.tools.tuning import TUNING_PROMPTS
 
 __all__ = ["CacheLoss", "CacheTuning", "Foreseen", "tune_cache"]
@@ -140,7 +140,7 @@ def tune_cache(
     if not losses:
         raise UsageError(next(iter(unusable.values())), "Use this model with overflow='stop'.")
     kept = _best(whole, losses, len(reading.ids))
-    keep_policy(bundle, kept)
+    KEPT_POLICY.keep(bundle, kept)
     return CacheTuning(whole, tuple(losses), kept, unusable)
 
 

@@ -28,9 +28,10 @@ from edgeinfer.runtime.native.library import native_kernel
 from edgeinfer.runtime.native.probe import measure_limits
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, process_before_loading, speed_model
-from edgeinfer.runtime.profile.cache_policy import forget_policy
+from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY
 from edgeinfer.runtime.profile.settings import TUNED_WEIGHTS, TunedSettings
 from edgeinfer.runtime.profile.tuned import OFF, TunedProfile, forget_profile, keep_profile, write_profile
+from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.machine import load_average, machine_memory, pinning, usable_processors
 from edgeinfer.runtime.tuning.comparison import FULL, QUICK
@@ -145,7 +146,7 @@ def forget_tuning(model: str | Path | None = None, **options: Unpack[LoadOptions
     config = LoadConfig.of(**{**options, "profile": OFF})
     bundle = open_bundle(resolve(model))
     forgotten = forget_profile(digest_of(choose_backend(bundle, config), config))
-    return forget_policy(bundle) or forgotten
+    return any([forgotten, KEPT_POLICY.forget(bundle), KEPT_UNCERTAINTY.forget(bundle)])
 
 
 @allocating("The model")

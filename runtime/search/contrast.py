@@ -87,7 +87,7 @@ class Contrast(SearchStrategy):
 
     def _choose(self, own: Floats, lame: Floats) -> tuple[int]:  # (V,), (V,)
         sampler, place = self._parts.sampler, self._prompt + len(self._tokens)
-        uncertain = entropy(np.exp(log_probabilities(own))) > self._config.uncertainty
+        uncertain = entropy(np.exp(log_probabilities(own))) > self._parts.uncertainty
         plain = sampler.sample(own, place)
         token = plain
         if uncertain:

@@ -34,7 +34,7 @@ class Lookahead(SearchStrategy):
         known = log_probabilities(logits)
         candidates = likeliest(known, self._count).tolist()
         ahead = min(self._config.look_ahead, room - 1, self._parts.room()[0] // self._count)
-        if ahead < 1 or entropy(np.exp(known)) <= self._config.uncertainty:
+        if ahead < 1 or entropy(np.exp(known)) <= self._parts.uncertainty:
             return self._accept(candidates[0], logits)
         logits = logits.copy()
         followed = self._follow(candidates, ahead)

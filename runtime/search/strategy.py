@@ -53,6 +53,7 @@ class SearchParts:
         fed: tokens of the text that the cache held when the strategy was last asked for some.
         chunk: tokens of a pass at most where a text is evaluated again.
         continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
+        uncertainty: entropy in nats above which the next token is uncertain.
         spare_bytes: that copies of rows may take; None is any.
     """
 
@@ -65,6 +66,7 @@ class SearchParts:
     fed: Callable[[], Sequence[int]]
     chunk: int
     continues: bool
+    uncertainty: float
     spare_bytes: int | None = None
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:

@@ -14,7 +14,7 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES
-from edgeinfer.runtime.profile.cache_policy import MeasuredPolicy, keep_policy, kept_policy
+from edgeinfer.runtime.profile.cache_policy import KEPT_POLICY, MeasuredPolicy
 from edgeinfer.tools import cache_policies
 from edgeinfer.tools.cache_policies import CacheLoss, Foreseen, tune_cache
 from tests.speculation import needs_builtin, random_bundle
@@ -37,8 +37,8 @@ def test_what_outgrows_the_context_is_lost_and_the_best_policy_kept(caplog: pyte
     assert len({each.text for each in found.losses[3:]} | {found.whole.text}) == 4
     assert planned() == found.kept.policy
     bundle = open_bundle(resolve(None))
-    assert kept_policy(bundle) == found.kept
-    keep_policy(bundle, MeasuredPolicy("cluster", 300, 0.1, 0.2, 0.3))
+    assert KEPT_POLICY.read(bundle) == found.kept
+    KEPT_POLICY.keep(bundle, MeasuredPolicy("cluster", 300, 0.1, 0.2, 0.3))
     assert planned() == "cluster"
     with edgeinfer.load(context=64, overflow="auto", remember=False) as model:
         assert model.generate("Once", max_tokens=2).overflow.policy == "cluster"
@@ -49,11 +49,11 @@ def test_what_outgrows_the_context_is_lost_and_the_best_policy_kept(caplog: pyte
         '{"format": 1}',
         '{"format": 1, "policy": [], "tokens": 1, "text": 0, "copying": 0, "needles": 0}',
     ):
-        keep_policy(bundle, found.kept).write_text(damage)
+        KEPT_POLICY.keep(bundle, found.kept).write_text(damage)
         with caplog.at_level(logging.WARNING):
             assert planned() == "window"
         assert "discarded" in caplog.text
-        assert kept_policy(bundle) is None
+        assert KEPT_POLICY.read(bundle) is None
         caplog.clear()
 
 

@@ -143,6 +143,7 @@ class Trial:
             fed=lambda: self.engine.cached_tokens,
             chunk=self.engine.chunk,
             continues=False,
+            uncertainty=1.5 if self.config.uncertainty is None else self.config.uncertainty,
         )
         self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 

@@ -38,8 +38,8 @@ CAPACITY = 64
 def parts_of(backend: Backend, cancelled: bool = False) -> SearchParts:
     config = GenerationConfig()
     sampler = Sampler(LogitsProcessor(config, V, 0), PROMPT)
-    given: dict[str, Any] = {"cancelled": lambda: cancelled, "fed": tuple, "chunk": 4, "continues": False}
-    return SearchParts(backend, sampler, config, frozenset(), Letters(), **given)
+    given: dict[str, Any] = {"fed": tuple, "chunk": 4, "continues": False, "uncertainty": 1.5}
+    return SearchParts(backend, sampler, config, frozenset(), Letters(), cancelled=lambda: cancelled, **given)
 
 
 def fed_prompt(capacity: int = 200) -> LettersBackend:

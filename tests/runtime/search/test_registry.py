@@ -69,7 +69,16 @@ def test_only_some_follow_a_constraint(name: str) -> None:
     sampler = Sampler(LogitsProcessor(config, V, 1), PROMPT, ChoiceConstraint(ChoiceTrie(choices, [END])))
     backend = LettersBackend()
     parts = SearchParts(
-        backend, sampler, config, frozenset({END}), Letters(), lambda: False, tuple, 16, continues=False
+        backend,
+        sampler,
+        config,
+        frozenset({END}),
+        Letters(),
+        lambda: False,
+        tuple,
+        16,
+        continues=False,
+        uncertainty=1.5,
     )
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):

@@ -1,0 +1,95 @@
+"""What is measured of a model and kept for this user's next loads: one small file for each model and kind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from edgeinfer.bundle import Bundle, write_file
+from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.errors import StorageError, UsageError
+from edgeinfer.user_folders import make_private, user_cache
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Measured = TypeVar("Measured", bound=DataclassInstance)
+else:
+    Measured = TypeVar("Measured")
+
+__all__ = ["KeptMeasurement"]
+
+_FORMAT = 1
+# A file is a few numbers and names.
+_MOST_BYTES = 4096
+_log = logging.getLogger("edgeinfer")
+
+
+class KeptMeasurement(Generic[Measured]):
+    """Reads, writes and drops measurements of one kind.
+
+    Args:
+        kind: a dataclass of numbers and names, which refuses impossible ones with a UsageError.
+        folder: of this kind's files, in the user's cache.
+    """
+
+    def __init__(self, kind: type[Measured], folder: str) -> None:
+        self._kind, self._folder = kind, folder
+
+    def read(self, bundle: Bundle) -> Measured | None:
+        """What was kept for a model; None where nothing was. What is damaged is dropped, with a notice."""
+        try:
+            path = self._file(bundle)
+            if not path.is_file():
+                return None
+        except (StorageError, OSError):
+            return None
+        try:
+            if path.stat().st_size > _MOST_BYTES:
+                raise StorageError("it is too large")
+            data = json.loads(path.read_text("utf-8"))
+            names = {"format", *(field.name for field in dataclasses.fields(self._kind))}
+            if not isinstance(data, dict) or set(data) != names or data.pop("format") != _FORMAT:
+                raise StorageError("its fields are not as expected")
+            return self._kind(**data)
+        # RecursionError: what a deeply nested file makes json raise. TypeError: what unhashable names do.
+        except (StorageError, UsageError, OSError, ValueError, TypeError, RecursionError) as error:
+            _log.warning("%s cannot be read and is discarded: %s.", path, str(error).rstrip("."))
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+
+    def keep(self, bundle: Bundle, measured: Measured) -> Path:
+        """Keeps what was measured of a model, in the place of an earlier result; where.
+
+        Raises:
+            StorageError: it cannot be kept.
+        """
+        path = self._file(bundle)
+        data: dict[str, Any] = {"format": _FORMAT} | dataclasses.asdict(measured)
+        with storage_errors(path.parent):
+            make_private(path.parent)
+        write_file(path, json.dumps(data, indent=1).encode() + b"\n")
+        return path
+
+    def forget(self, bundle: Bundle) -> bool:
+        """Drops what was kept for a model; whether there was anything.
+
+        Raises:
+            StorageError: it cannot be dropped, or this user has no home folder.
+        """
+        path = self._file(bundle)
+        with storage_errors(path.parent):
+            there = path.is_file()
+            path.unlink(missing_ok=True)
+        return there
+
+    def _file(self, bundle: Bundle) -> Path:
+        files = {name: entry.sha256 for name, entry in bundle.manifest.files.items()}
+        key = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        return user_cache() / "edgeinfer" / self._folder / f"{key}.json"
