@@ -22,7 +22,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["Gain", "Question", "main", "measure", "read_questions"]
+__all__ = ["Gain", "KnownQuestion", "main", "measure", "read_questions"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -37,7 +37,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Question:
+class KnownQuestion:
     """What is asked, and how an answer is judged.
 
     Attributes:
@@ -76,18 +76,18 @@ class Gain:
     passes: float
 
 
-def read_questions(path: Path, most: int) -> list[Question]:
+def read_questions(path: Path, most: int) -> list[KnownQuestion]:
     """The first questions of each kind in a file.
 
     Raises:
         UsageError: a line is none.
     """
-    found: dict[str, list[Question]] = {}
+    found: dict[str, list[KnownQuestion]] = {}
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             data = json.loads(line)
             kind = data["kind"]
-            question = Question(kind, data["messages"], data.get("answer", ""), tuple(data.get("words", ())))
+            question = KnownQuestion(kind, data["messages"], data.get("answer", ""), tuple(data.get("words", ())))
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"Line {number} of {path} is no question.", "See --help for the form.") from error
         if (question.answer or question.words) and len(found.setdefault(kind, [])) < most:
@@ -95,7 +95,7 @@ def read_questions(path: Path, most: int) -> list[Question]:
     return [question for questions in found.values() for question in questions]
 
 
-def measure(model: Model, questions: Sequence[Question], seeds: int) -> Iterator[Gain]:
+def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Iterator[Gain]:
     """Every method over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
         asked = [question for question in questions if question.kind == kind]
