@@ -22,7 +22,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["Gain", "KnownQuestion", "main", "measure", "read_questions"]
+__all__ = ["SearchGain", "KnownQuestion", "main", "measure", "read_questions"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -58,7 +58,7 @@ class KnownQuestion:
 
 
 @dataclass(frozen=True)
-class Gain:
+class SearchGain:
     """One method over one kind of questions.
 
     Attributes:
@@ -95,7 +95,7 @@ def read_questions(path: Path, most: int) -> list[KnownQuestion]:
     return [question for questions in found.values() for question in questions]
 
 
-def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Iterator[Gain]:
+def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Iterator[SearchGain]:
     """Every method over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
         asked = [question for question in questions if question.kind == kind]
@@ -113,7 +113,7 @@ def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Ite
                     tokens += len(result.token_ids)
                     passes += len(result.token_ids) if result.search is None else result.search.passes
             error = 2 * statistics.pstdev(scores) / math.sqrt(len(scores))
-            yield Gain(method, kind, len(scores), statistics.fmean(scores), error, passes / tokens)
+            yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, passes / tokens)
 
 
 def _plain(text: str) -> str:
