@@ -22,7 +22,7 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.errors import EdgeInferError, UsageError
 
-__all__ = ["SearchGain", "KnownQuestion", "main", "measure", "read_questions"]
+__all__ = ["KnownQuestion", "SearchGain", "main", "measure", "read_questions"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 METHODS: Mapping[str, Mapping[str, Any]] = {
