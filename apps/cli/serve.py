@@ -16,12 +16,12 @@ from edgeinfer.apps.cli.options import add_load_options, load_options
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.config import LoadConfig, format_size, parse_size
-from edgeinfer.errors import UsageError
 from edgeinfer.options import options_of
 
 if TYPE_CHECKING:
     from edgeinfer import Model
     from edgeinfer.apps.cli.parser import Parser, Subparsers
+    from edgeinfer.apps.server.keys import ApiKey
 
 __all__ = ["add_parser", "execute"]
 
@@ -69,9 +69,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="file with the API key that requests must carry"
-    )
+    text = "file with the API key that requests must carry, or more, one a line; KEY requests=60 tokens=9000 limits one"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"{text} by the minute")
     text = "origin whose pages may use the server, such as https://example.com; can be repeated"
     group.add_argument("--allow-origin", action="append", default=[], metavar="ORIGIN", help=text)
     text = "host name that requests may use besides localhost; can be repeated"
@@ -101,7 +100,7 @@ def execute(args: argparse.Namespace) -> int:
         host=args.host,
         allowed_hosts=tuple(args.allow_host),
         allowed_origins=tuple(args.allow_origin),
-        api_key=_api_key(args.api_key_file),
+        api_keys=_api_keys(args.api_key_file),
         max_body=args.max_body,
         comment_seconds=args.sse_ping_interval,
     ).within(args.memory)
@@ -128,14 +127,14 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _api_key(file: Path | None) -> str | None:
-    """Returns the key of the file, else of the environment, else None."""
+def _api_keys(file: Path | None) -> tuple[ApiKey, ...]:
+    """Returns the keys of the file, else that of the environment, else none."""
+    from edgeinfer.apps.server.keys import ApiKey, parse_keys
+
     if file is None:
-        return os.environ.get(_KEY_VARIABLE) or None
-    key = read_text(file).strip()
-    if not key:
-        raise UsageError(f"{file} has no key.", "Write one into it, on one line.")
-    return key
+        key = os.environ.get(_KEY_VARIABLE)
+        return (ApiKey(key),) if key else ()
+    return parse_keys(read_text(file), str(file))
 
 
 def _configure_log(args: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.transfer import MOST_BYTES
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 
@@ -73,7 +74,7 @@ def run(config: DesktopConfig, tell: Callable[[str], None]) -> None:
     folder = data_folder() if config.data is None else DataFolder(config.data.expanduser().absolute())
     access = Access()
     # Other users of the machine reach its loopback too.
-    security = Security(host=_HOST, max_body=MOST_BYTES, api_key=access.key)
+    security = Security(host=_HOST, max_body=MOST_BYTES, api_keys=(ApiKey(access.key),))
     services = Services.make(
         folder,
         security,

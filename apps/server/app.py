@@ -19,6 +19,7 @@ from edgeinfer.apps.server.errors import error_response
 from edgeinfer.apps.server.guard import Guard, KeyRequired
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.info import InfoEndpoints
+from edgeinfer.apps.server.keys import KeyUses
 from edgeinfer.apps.server.llama import LLAMA_KINDS
 from edgeinfer.apps.server.llama_info import LlamaEndpoints
 from edgeinfer.apps.server.named_models import NamedModels
@@ -76,7 +77,8 @@ def _routes(service: Service) -> list[BaseRoute]:
     """OpenAI's and llama.cpp's paths with and without /v1, as the latter's server has them. Health needs no key."""
     facts, llama, ollama = InfoEndpoints(service), LlamaEndpoints(service), OllamaEndpoints(service)
     count = partial(count_tokens, service)
-    key = [Middleware(KeyRequired, security=service.security)]
+    keys = service.security.api_keys
+    key = [Middleware(KeyRequired, uses=KeyUses(keys))] if keys else []
     kinds = {**OPENAI_KINDS, **LLAMA_KINDS, **verify_kinds(VerifySessions())}
     completions = {path: completion_endpoint(service, kind) for path, kind in kinds.items()}
     messages = {path: completion_endpoint(service, kind) for path, kind in ANTHROPIC_KINDS.items()}

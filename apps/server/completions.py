@@ -27,8 +27,9 @@ from edgeinfer.apps.server.events import (
     first_error,
     while_connected,
 )
+from edgeinfer.apps.server.guard import KEY_USE
 from edgeinfer.apps.server.host import BusyError, HostReply, ModelHost
-from edgeinfer.apps.server.metrics import Metrics
+from edgeinfer.apps.server.keys import KeyUse
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import UsageError
 from edgeinfer.openai import Completion, make_completion
@@ -59,6 +60,14 @@ class CompletionKind:
     aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Whom replies are told that are over, and those that failed."""
+
+    finished: Callable[[Result], None]
+    failed: Callable[[], None]
+
+
 OPENAI_KINDS: Mapping[str, CompletionKind] = {
     "/chat/completions": CompletionKind(partial(make_completion, "chat.completion")),
     "/completions": CompletionKind(partial(make_completion, "text_completion")),
@@ -80,9 +89,9 @@ async def _complete(service: Service, kind: CompletionKind, request: Request) ->
             return completion
         told = _warning(completion.ignored)
         if completion.stream:
-            write = partial(_stream, service, kind, completion, told, request.url.path)
+            write = partial(_stream, service, kind, completion, told, request)
             return StreamedResponse(partial(_while_using, using.pop_all(), write))
-        await while_connected(request.receive, _answer(service, completion, _drop))
+        await while_connected(request.receive, _answer(service, completion, _drop, request))
         return JSONResponse(completion.whole(), headers=told)
 
 
@@ -136,36 +145,44 @@ async def _stream(
     kind: CompletionKind,
     completion: Completion,
     headers: Mapping[str, str],
-    path: str,
+    request: Request,
     receive: Receive,
     send: Send,
 ) -> None:
     seconds, framing = service.security.comment_seconds, kind.framing
     stream = EventStream(send, seconds, opening=completion.opening(), framing=framing, headers=headers)
     try:
-        await while_connected(receive, _answer(service, completion, stream.objects), stream.comment())
+        await while_connected(receive, _answer(service, completion, stream.objects, request), stream.comment())
         await stream.objects(completion.closing())
     except ClientGoneError:
         raise
     except Exception as error:
         if not stream.started:
             raise
-        told = (kind.error or shape_of(path))(*error_answer(error))
+        told = (kind.error or shape_of(request.url.path))(*error_answer(error))
         await stream.end(framing.encode(told))
     else:
         await stream.end(framing.last)
 
 
-def _answer(service: Service, completion: Completion, emit: Emit) -> Coroutine[Any, Any, None]:
+def _answer(service: Service, completion: Completion, emit: Emit, request: Request) -> Coroutine[Any, Any, None]:
+    use: KeyUse | None = request.scope.get(KEY_USE)
+
+    def finished(result: Result) -> None:
+        service.metrics.finished(result)
+        if use is not None:
+            use.add(result)
+
     # Fair shares are between requests: one that wants several replies gets no more than one that wants one.
-    return _make_replies(service.host, completion, secrets.token_hex(8), emit, service.metrics)
+    counts = Counts(finished, service.metrics.failed)
+    return _make_replies(service.host, completion, secrets.token_hex(8), emit, counts)
 
 
 async def _drop(events: list[dict[str, Any]]) -> None:
     """Drops the events of an answer that is sent whole."""
 
 
-async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, metrics: Metrics) -> None:
+async def _make_replies(host: ModelHost, completion: Completion, owner: str, emit: Emit, counts: Counts) -> None:
     """Makes all replies of a request, and calls `emit` with the events of each step.
 
     Args:
@@ -186,18 +203,18 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
         try:
             async with asyncio.TaskGroup() as group:
                 for index, reply in enumerate(replies):
-                    group.create_task(_follow(reply, index, completion, emit, metrics))
+                    group.create_task(_follow(reply, index, completion, emit, counts))
         except ExceptionGroup as errors:
-            metrics.failed()
+            counts.failed()
             raise first_error(errors) from None
 
 
-async def _follow(reply: HostReply, index: int, completion: Completion, emit: Emit, metrics: Metrics) -> None:
+async def _follow(reply: HostReply, index: int, completion: Completion, emit: Emit, counts: Counts) -> None:
     async for chunk in reply:
         await emit(completion.chunk(index, chunk))
     result = _result(reply)
     if result is not None:
-        metrics.finished(result)
+        counts.finished(result)
     if result is None or result.finish_reason == "cancelled":
         message = "The reply was cut short: the server is stopping or changing its model."
         raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")

@@ -16,11 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgeinfer.apps.server.bodies import UPLOAD, Upload, Uploads
 from edgeinfer.apps.server.errors import ClientGoneError, error_response, let_go
+from edgeinfer.apps.server.keys import KeyUses
 from edgeinfer.apps.server.metrics import Metrics
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Guard", "KeyRequired"]
+__all__ = ["KEY_USE", "Guard", "KeyRequired"]
 
 logger = logging.getLogger("edgeinfer.server")
 
@@ -119,12 +120,16 @@ class Guard:
         }
 
 
-class KeyRequired:
-    """Lets only those pass who bear the API key, if there is one."""
+# Where a request's scope has what its key has asked for.
+KEY_USE = "edgeinfer.key_use"
 
-    def __init__(self, app: ASGIApp, security: Security) -> None:
+
+class KeyRequired:
+    """Lets only those pass who bear an API key, where there are any, within its limits."""
+
+    def __init__(self, app: ASGIApp, uses: KeyUses) -> None:
         self._app = app
-        self._security = security
+        self._uses = uses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Calls the application behind it."""
@@ -132,9 +137,13 @@ class KeyRequired:
         # Anthropic's clients send a bare key in a header of their own.
         own = headers.get("x-api-key")
         given = f"Bearer {own}" if own is not None else headers.get("authorization")
-        if not self._security.accepts_key(given):
+        use = self._uses.find(given)
+        if use is None:
             hint = "Send it as the header Authorization: Bearer KEY."
             raise RequestError("The API key is missing or wrong.", hint, status=401, code="invalid_api_key")
+        if scope["method"] == "POST":
+            use.admit()
+        scope[KEY_USE] = use
         await self._app(scope, receive, send)
 
 

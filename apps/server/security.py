@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import ipaddress
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
 
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.errors import UsageError
 
 __all__ = ["Security", "is_loopback"]
@@ -19,7 +19,6 @@ _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 # Bound to all interfaces, a server is addressed by any of the machine's addresses.
 _ALL_INTERFACES = ("0.0.0.0", "[::]")
 _AUTHORITY = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:\d{1,5})?", re.ASCII | re.IGNORECASE)
-_SHORTEST_KEY = 8
 # Of a budget, all bodies may take one part of so many.
 _SHARE_OF_BODIES = 16
 
@@ -40,7 +39,7 @@ class Security:
             A page of another name that was made to point here is refused (DNS rebinding).
         allowed_origins: origins, beside the server's own, whose pages may use it, such as "https://example.com"; "*"
             is all of them, which needs a key.
-        api_key: that requests must bear; None asks for none, which only the loopback interface may.
+        api_keys: of which requests must bear one; empty asks for none, which only the loopback interface may.
         max_body: bytes of a request's body.
         max_depth: of objects and arrays in one another in a body.
         max_schema: characters of JSON of a schema, a grammar, or a list of tools.
@@ -61,7 +60,7 @@ class Security:
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[ApiKey, ...] = ()
     max_body: int = 4 * 1000**2
     max_depth: int = 100
     max_schema: int = 256 * 1000
@@ -94,19 +93,13 @@ class Security:
         return dataclasses.replace(self, max_bodies=max(1, min(self.max_bodies, budget // _SHARE_OF_BODIES)))
 
     def _check_key(self) -> None:
-        key = self.api_key
-        if key is None:
-            if not is_loopback(self.host):
-                message = f"On {self.host} others can reach the server, and it has no API key."
-                raise UsageError(message, "Give one with --api-key-file or EDGEINFER_API_KEY, or bind to 127.0.0.1.")
-        elif len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            message = "The API key cannot be used."
-            hint = f"It must be {_SHORTEST_KEY} or more ASCII characters without spaces, the more the safer."
-            raise UsageError(message, hint)
+        if not self.api_keys and not is_loopback(self.host):
+            message = f"On {self.host} others can reach the server, and it has no API key."
+            raise UsageError(message, "Give one with --api-key-file or EDGEINFER_API_KEY, or bind to 127.0.0.1.")
 
     def _check_origin(self, origin: str) -> None:
         if origin == "*":
-            if self.api_key is None:
+            if not self.api_keys:
                 message = "Without an API key, any page that you open could use the model."
                 raise UsageError(message, "Name the allowed origins, or give an API key.")
             return
@@ -137,18 +130,6 @@ class Security:
     def allows_origin(self, origin: str) -> bool:
         """Whether pages of another origin may use the server."""
         return "*" in self.allowed_origins or origin.lower() in {known.lower() for known in self.allowed_origins}
-
-    def accepts_key(self, authorization: str | None) -> bool:
-        """Whether a request bears the key, if there is one; takes as long for any key of the same length.
-
-        Args:
-            authorization: the header of this name.
-        """
-        if self.api_key is None:
-            return True
-        scheme, _, given = (authorization or "").partition(" ")
-        same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.api_key.encode("ascii"))
-        return same and scheme.lower() == "bearer"
 
 
 def _is_address(name: str) -> bool:

@@ -126,7 +126,7 @@ class RemoteDecoding(DecodingStrategy):
             self._stream_started, self._came = time.perf_counter(), 0
             self._ask((), self._further - 1)
             return self._stream(room)
-        length = max(0, min(length, most))
+        length, begun = max(0, min(length, most)), time.perf_counter()
         while len(self._drafts) < length:
             self._draft()
         draft = tuple(self._drafts[:length])
@@ -139,6 +139,7 @@ class RemoteDecoding(DecodingStrategy):
         if self._rounds:  # the first evaluates the prompt
             ms = (time.perf_counter() - started) * 1e3
             self._channel.verified(length, accepted, decided.server_ms, ms)
+            self._channel.went(len(decided.tokens), (time.perf_counter() - begun) * 1e3)
         else:
             self._channel.judged(accepted, min(length, accepted + 1))
         self._rounds += 1

@@ -241,3 +241,26 @@ def test_drafts_are_as_long_as_pays() -> None:
     assert channel(10.0, 3.0, slow, 0.02).length() in (0, None)
     better = channel(5.0, 3.0, slow, 0.95).length()
     assert better is not None and better > near
+
+
+def test_other_work_beside_passes_is_not_taken_for_their_cost() -> None:
+    channel = Channel(32)
+    channel.drafted(0.3)
+    channel.streamed(16, 16 * 13.0)
+    # Passes of five rows met with other work at first.
+    for ms in (106.0, 90.0, 70.0):
+        channel.verified(4, 3, ms, ms + 2.5)
+        channel.went(4, ms + 3)
+    assert channel.length() is not None, "once more behind the stream"
+    assert channel.length() is None, "and not again"
+    channel.streamed(16, 16 * 13.0)
+    for ms in (13.0, 14.0, 13.5):
+        channel.verified(0, 0, ms, ms + 2.5)
+    channel.verified(4, 3, 18.5, 21.0)
+    length = channel.length()
+    assert length is not None and length >= 3
+    # Rounds that bring less than streams did, whatever was expected of them.
+    for _ in range(8):
+        channel.went(1, 30.0)
+    channel.length()
+    assert channel.length() is None

@@ -18,6 +18,7 @@ from edgeinfer.apps.desktop.page import Access
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.desktop.transfer import MOST_BYTES
 from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import Server
 from edgeinfer.generation import TokenStream
@@ -119,7 +120,7 @@ def served(folder: Path, *, port: int = 0, **options: Any) -> Iterator[Window]:
         options: of Services.make.
     """
     access, data = Access(), DataFolder(folder)
-    security = Security(max_body=MOST_BYTES, api_key=access.key, refusal_seconds=0.05)
+    security = Security(max_body=MOST_BYTES, api_keys=(ApiKey(access.key),), refusal_seconds=0.05)
     services = Services.make(data, security, ModelHost(parallel=2), **options)
     begun, urls = threading.Event(), list[str]()
 

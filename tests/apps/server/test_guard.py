@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from tests.waiting import TIME_LIMIT
 
@@ -142,7 +143,7 @@ PREFLIGHT = {
 
 
 def test_origins_that_were_allowed() -> None:
-    security = Security(allowed_origins=("https://example.com",), api_key=KEY)
+    security = Security(allowed_origins=("https://example.com",), api_keys=(ApiKey(KEY),))
     answer = ask_one("GET", "/v1/models", security, headers=BEARER | {"Origin": "https://example.com"})
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://example.com"
@@ -154,7 +155,7 @@ def test_origins_that_were_allowed() -> None:
 
 
 def test_preflight() -> None:
-    security = Security(allowed_origins=("https://example.com",), api_key=KEY)
+    security = Security(allowed_origins=("https://example.com",), api_keys=(ApiKey(KEY),))
     answer = ask_one("OPTIONS", "/v1/chat/completions", security, headers=PREFLIGHT)
     assert answer.status_code == 204
     assert answer.headers["access-control-allow-origin"] == "https://example.com"
@@ -165,7 +166,7 @@ def test_preflight() -> None:
 
 @each_row("headers", [{}, {"Authorization": "Bearer wrong-key"}, {"Authorization": f"Basic {KEY}"}])
 def test_a_key_is_asked_for(headers: dict[str, str]) -> None:
-    security = Security(api_key=KEY)
+    security = Security(api_keys=(ApiKey(KEY),))
     for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions")):
         answer = ask_one(method, path, security, headers=headers)
         assert answer.status_code == 401
@@ -182,7 +183,7 @@ def test_extra_routes_ask_for_themselves() -> None:
 
     routes = [Route("/page", page)]
     request: tuple[str, str, dict[str, Any]] = ("GET", "/page", {})
-    assert ask(request, security=Security(api_key=KEY), routes=routes)[0].text == "a page"
+    assert ask(request, security=Security(api_keys=(ApiKey(KEY),)), routes=routes)[0].text == "a page"
     evil: tuple[str, str, dict[str, Any]] = ("GET", "/page", {"headers": {"Host": "evil.com"}})
     assert ask(evil, routes=routes)[0].status_code == 403
 

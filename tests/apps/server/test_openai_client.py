@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from tests.apps.server.served import MESSAGES, Local, held, served
 from tests.speculation import needs_builtin
@@ -344,7 +345,7 @@ def test_several_replies_and_searches_share_passes_with_others(
 def test_a_key(caplog: pytest.LogCaptureFixture) -> None:
     key = "a-key-of-some-length"
     caplog.set_level("DEBUG", "edgeinfer.server")
-    with served(security=Security(api_key=key), context=64, speculation="off") as server:
+    with served(security=Security(api_keys=(ApiKey(key),)), context=64, speculation="off") as server:
         with openai.OpenAI(base_url=server.api, api_key=key) as client:
             assert client.models.list().data
         caplog.clear()

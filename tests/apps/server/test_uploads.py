@@ -14,6 +14,7 @@ pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
 from edgeinfer.apps.server.bodies import Upload, Uploads
+from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.serving import ServerProtocol
 from edgeinfer.openai.errors import RequestError
@@ -55,7 +56,10 @@ def test_bodies_that_never_end_keep_nobody_out() -> None:
 
 
 def test_bodies_of_those_without_the_key_are_not_waited_for() -> None:
-    with running(Security(api_key=KEY, max_uploads=1)) as port, unfinished(port, 1, head(1000, KEY) + b"{") as first:
+    with (
+        running(Security(api_keys=(ApiKey(KEY),), max_uploads=1)) as port,
+        unfinished(port, 1, head(1000, KEY) + b"{") as first,
+    ):
         with unfinished(port, 5, head(1000) + b"{") as others:
             for connection in others:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 401")
