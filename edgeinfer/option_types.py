@@ -67,6 +67,7 @@ class _SearchSettings(TypedDict, total=False):
     uncertainty: float | None
     lame_prompt: str | None
     contrast_strength: float
+    passage: str | None
     resistance: Sequence[float]
     resistance_weight: float
 

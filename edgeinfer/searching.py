@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
-from edgeinfer.options import Range, option, require
+from edgeinfer.options import Range, option, require, require_few
 from edgeinfer.records import dataclass
 
 __all__ = [
@@ -24,7 +24,8 @@ __all__ = [
 
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
-    "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum", "beam"
+    "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
+    "extract", "beam",
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -32,6 +33,8 @@ Answer = Literal["text", "line", "number"]
 ANSWERS: tuple[str, ...] = get_args(Answer)
 # Continuations that one pass feeds at most: each takes a row of logits.
 MOST_BRANCHES = 16
+# Characters of a passage; each of its tokens begins spans that may need a pass.
+_MOST_PASSAGE = 32_000
 _RESISTANCE = Range(0, 1e6)
 # The heading of help.
 _SEARCH = "search"
@@ -41,7 +44,8 @@ _SEARCH = "search"
 _METHOD: dict[str, Any] = {
     "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
     "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
-    "is uncertain; momentum, less repetition; beam, beam search; all but samples are lossy (default: off)",
+    "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; beam, beam search; all but "
+    "samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -152,6 +156,13 @@ class SearchSettings:
         metavar="X",
         group=_SEARCH,
     )
+    passage: str | None = option(
+        None,
+        help="text of which extract finds the likeliest span",
+        cli="--passage",
+        metavar="FILE",
+        group=_SEARCH,
+    )
     # Longer runs are never repeated.
     resistance: tuple[float, ...] = option(
         (0.0, 0.0, 0.0, 5.0),
@@ -200,8 +211,9 @@ class Search(SearchSettings, OptionGroup):
             next punctuation where the next token is uncertain, and goes on with the least perplexing (CNTP);
             "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain
             (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token is
-            uncertain (USCD); "momentum" is greedy, but resists repeating itself; "beam" keeps several of the likeliest
-            beginnings (diverse beam search).
+            uncertain (USCD); "momentum" is greedy, but resists repeating itself; "extract" answers with the span of a
+            passage that the model finds likeliest, word for word; "beam" keeps several of the likeliest beginnings
+            (diverse beam search).
         samples: number of replies for "samples", "first-finish", "best-of" and "vote"; number i is drawn with seed + i.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
@@ -211,6 +223,7 @@ class Search(SearchSettings, OptionGroup):
         uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means what
             `tools.tune_uncertainty` learnt of the model, else 1.5.
         lame_prompt, contrast_strength: for "contrast": the worse prompt, and how strongly to steer away from it.
+        passage: for "extract": the text of which the reply is a span.
         resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """
 
@@ -228,6 +241,9 @@ def _check(method: str, settings: SearchSettings) -> None:
     require(even, "beam_groups", settings.beam_groups, f"a divisor of beams={settings.beams}")
     if (method == "contrast") != (settings.lame_prompt is not None):
         raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
+    if (method == "extract") != (settings.passage is not None):
+        raise UsageError("passage and search='extract' go together.", "Give both, or neither.")
+    require_few("passage", settings.passage or "", _MOST_PASSAGE)
     resistance = settings.resistance
     numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
     fits = numbers and 1 <= len(resistance) <= 16

@@ -98,7 +98,8 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter"))
     add_options(parser, ComputeOptions)
-    add_options(parser, SearchOptions)
+    passage = "file with the text of which extract finds the likeliest span; - reads stdin"
+    add_options(parser, SearchOptions, help={"passage": passage})
 
 
 def add_options(
@@ -215,8 +216,9 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["logit_bias"] = dict(options["logit_bias"])
     if "json_schema" in options:
         options["json_schema"] = _schema(options["json_schema"])
-    if "grammar" in options:
-        options["grammar"] = _contents(options["grammar"])
+    for name in ("grammar", "passage"):
+        if name in options:
+            options[name] = _contents(options[name])
     if args.choices_file is not None:
         lines = [line for line in _contents(args.choices_file).splitlines() if line.strip()]
         options["choices"] = [*options.get("choices", ()), *lines]
@@ -230,7 +232,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def reads_stdin(args: argparse.Namespace) -> bool:
     """Whether an option that says what the reply must be takes stdin."""
-    return "-" in (args.json_schema, args.grammar, args.choices_file)
+    return "-" in (args.json_schema, args.grammar, args.choices_file, args.passage)
 
 
 def _schema(text: str) -> str:

@@ -92,22 +92,30 @@ class Branches:
         Raises:
             BackendError: a pass failed, was cancelled or does not fit.
         """
-        rows = sum(len(part) for _, part in fed)
+        return np.concatenate(self.feed_chains([(branch, part, 1) for branch, part in fed]))
+
+    def feed_chains(self, fed: Sequence[tuple[Branch, Sequence[int], int]]) -> list[Floats]:  # of (R, V)
+        """Feeds tokens of several branches, and gives the logits behind so many of the last ones of each.
+
+        Raises:
+            BackendError: a pass failed, was cancelled or does not fit.
+        """
+        rows = sum(len(part) for _, part, _ in fed)
         if rows > self.room:
             raise BackendError(f"A pass over several texts does not fit: there is room for {self.room} tokens.")
         while True:
             self._passes.check()
-            inputs = [(branch.cache, _next_rows(branch.cache.length, part, wanted=True)) for branch, part in fed]
+            inputs = [(branch.cache, _next_rows(branch.cache.length, part, wanted)) for branch, part, wanted in fed]
             try:
                 outputs = self._forks.forward_together(inputs)
                 break
             except PreemptedError:
                 self._feed_again()
-        for branch, part in fed:
+        for branch, part, _ in fed:
             branch.tokens += part
         self._statistics.passes += 1 if self._shares else len(fed)
         self._statistics.rows += rows
-        return np.concatenate([output.logits for output in outputs])
+        return [output.logits for output in outputs]
 
     def _feed_again(self) -> None:
         """Evaluates all branches again, whose pages older replies needed, as soon as there are some."""
@@ -133,7 +141,7 @@ class Branches:
         for start in range(0, len(branch.tokens), self._passes.parts.chunk):
             self._passes.check()
             part = branch.tokens[start : start + self._passes.parts.chunk]
-            self._forks.forward_together([(branch.cache, _next_rows(branch.cache.length, part, wanted=False))])
+            self._forks.forward_together([(branch.cache, _next_rows(branch.cache.length, part, 0))])
 
     def _add(self, branch: Branch) -> Branch:
         self._live.append(branch)
@@ -141,8 +149,7 @@ class Branches:
         return branch
 
 
-def _next_rows(start: int, tokens: Sequence[int], *, wanted: bool) -> ForwardInput:
-    """A pass over the next tokens of a text; with the logits of the last one where they are wanted."""
+def _next_rows(start: int, tokens: Sequence[int], wanted: int) -> ForwardInput:
+    """A pass over the next tokens of a text, with the logits of so many of the last."""
     size = len(tokens)
-    rows = np.array([size - 1] if wanted else [], np.int64)
-    return ForwardInput(np.array(tokens, np.int64), np.arange(start, start + size), rows)
+    return ForwardInput(np.array(tokens, np.int64), np.arange(start, start + size), np.arange(size - wanted, size))

@@ -13,6 +13,7 @@ from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast
 from edgeinfer.runtime.search.drawn import BestOf, FirstFinish, Vote
+from edgeinfer.runtime.search.extract import Extract
 from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
 from edgeinfer.runtime.search.samples import ParallelSamples
@@ -48,6 +49,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "lookahead": SearchKind(Lookahead, "never"),
     "contrast": SearchKind(Contrast, "either", constrained=True),
     "momentum": SearchKind(Momentum, "never", branches=False),
+    "extract": SearchKind(Extract, "never"),
     "beam": SearchKind(Beam, "never", constrained=True),
 }
 

@@ -98,7 +98,7 @@ class Letters:
         return {}
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        return [LETTERS.index(letter) for letter in text]
+        return [LETTERS.index(letter) for letter in text if letter in LETTERS]
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         raise NotImplementedError

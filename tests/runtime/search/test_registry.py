@@ -22,7 +22,8 @@ RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
 
 def options_of(name: str) -> dict[str, Any]:
     warm = {"temperature": 0.7} if name in DRAWING else {}
-    return {"search": name} | warm | ({"lame_prompt": "ab"} if name == "contrast" else {})
+    needed = {"contrast": {"lame_prompt": "ab"}, "extract": {"passage": "abcabd"}}
+    return {"search": name} | warm | needed.get(name, {})
 
 
 def test_names_are_the_options() -> None:
@@ -58,7 +59,7 @@ def test_rules_of_its_own_leave_no_place_for_others() -> None:
     }
     for name, (option, value) in product(RULED, others.items()):
         with pytest.raises(UsageError, match=option):
-            Trial(LettersBackend(), search=name, **{option: value})
+            Trial(LettersBackend(), **(options_of(name) | {option: value}))
             pytest.fail(f"{name} takes {option}")
 
 
