@@ -87,7 +87,7 @@ class TokenStream:
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._continues else ())
         self._config = config
         constraint, self._grammar_costs = make_constraint(parts, config, self._stop_ids)
-        self._sampler = make_sampler(parts, prompt, config, constraint)
+        self._sampler = make_sampler(parts, prompt, config, constraint, self._stop_ids)
         asked = config.logprobs is not None
         self._logprobs = ShownLogprobs(parts.tokenizer, self._sampler.logprobs) if asked else None
         # The prompt and what the reply may be are tokens by now; from here on tokens only become text.

@@ -6,7 +6,7 @@ holds names and types equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
@@ -140,10 +140,12 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
         json_object: the reply must be a JSON object.
         parse_special: whether special tokens spelled out in the prompt become those tokens; None: in prompts, but not
             in messages.
+        checker: function of a text and whether it has ended: whether the reply may begin so, or be that.
         adapter: name of the adapter that the reply is made with, of those that the model was loaded with; None: none.
     """
 
     adapter: str | None
+    checker: Callable[[str, bool], bool] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     json_object: bool

@@ -10,7 +10,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
-from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler, TextCheck
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
@@ -20,12 +20,24 @@ __all__ = ["is_shareable", "make_constraint", "make_sampler", "make_strategy", "
 
 
 def make_sampler(
-    parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, constraint: Constraint | None
+    parts: ModelParts,
+    prompt: Sequence[int],
+    config: GenerationConfig,
+    constraint: Constraint | None,
+    stop_ids: frozenset[int],
 ) -> Sampler:
-    """Makes the sampler of a reply's tokens, by a seed of the time where none is given."""
+    """Makes the sampler of a reply's tokens, by a seed of the time where none is given.
+
+    Raises:
+        UsageError: drafts are to be verified by probabilities, which a checker leaves unknown.
+    """
+    if config.checker is not None and config.verification != "keyed":
+        message = Setting("verification", config.verification) + " does not go with a checker."
+        raise UsageError(message, "Leave it out: drafts are verified by what is drawn.")
     seed = config.seed if config.seed is not None else time.time_ns()
     processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
-    return Sampler(processor, prompt, constraint)
+    check = None if config.checker is None else TextCheck(config.checker, parts.tokenizer, stop_ids)
+    return Sampler(processor, prompt, constraint, check)
 
 
 def make_constraint(
@@ -117,9 +129,10 @@ def require_plain(config: GenerationConfig) -> None:
     """Refuses options by which a reply is not decided token by token.
 
     Raises:
-        UsageError: it is searched for, takes less than the whole model, or tells log-probabilities.
+        UsageError: it is searched for, takes less than the whole model, tells log-probabilities or has a checker.
     """
-    for name, usual in (("search", "off"), ("compute", "full"), ("logprobs", None), ("verification", "keyed")):
+    options = {"search": "off", "compute": "full", "logprobs": None, "verification": "keyed", "checker": None}
+    for name, usual in options.items():
         if (value := getattr(config, name)) != usual:
             message = Setting(name, value) + " does not go with drafts of another device."
             raise UsageError(message, "Leave it out.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgeinfer.errors import UsageError
@@ -208,6 +208,12 @@ class ReplyOptions(SamplingOptions):
         metavar="FILE",
         group=_TEXT,
     )
+    # A program's own code, so that neither requests nor bundles can give one.
+    checker: Callable[[str, bool], bool] | None = option(
+        None,
+        help="function of a text and whether it has ended, which tells whether the reply may begin so, or be that",
+        wire=False,
+    )
     logprobs: int | None = option(
         None,
         help="return the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the "
@@ -237,6 +243,7 @@ class ReplyOptions(SamplingOptions):
             UsageError: an option has them.
         """
         _check_bias(self.logit_bias)
+        require(self.checker is None or callable(self.checker), "checker", self.checker, "a function")
         self._check_texts()
         self._check_tokens()
         require_alone([name for name in _FORMS if getattr(self, name) not in (None, False, ())])

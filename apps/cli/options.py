@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import shlex
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.output import progress_bar
 from edgeinfer.apps.cli.text_files import read_stdin, read_text, utf8
 from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
+from edgeinfer.errors import UsageError
 from edgeinfer.options import ConfigOption, is_integer, options_of
 from edgeinfer.reply_options import ReplyOptions
 from edgeinfer.searching import SearchOptions
@@ -96,6 +98,8 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
+    text = "Python file whose function check(text, ended) tells whether the reply may begin so, or be that"
+    parser.advanced(group.add_argument("--checker", dest="checker_file", metavar="FILE", help=text))
     add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter"))
     add_options(parser, ComputeOptions)
     passage = "file with the text of which extract finds the likeliest span; - reads stdin"
@@ -222,6 +226,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.choices_file is not None:
         lines = [line for line in _contents(args.choices_file).splitlines() if line.strip()]
         options["choices"] = [*options.get("choices", ()), *lines]
+    if args.checker_file is not None:
+        options["checker"] = _checker(Path(args.checker_file))
     for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
             given = options[name]
@@ -238,6 +244,17 @@ def reads_stdin(args: argparse.Namespace) -> bool:
 def _schema(text: str) -> str:
     """A schema that is given as it is, or in a file."""
     return utf8(text, "--json-schema") if text.lstrip().startswith("{") else _contents(text)
+
+
+def _checker(file: Path) -> Callable[[str, bool], bool]:
+    """The function `check` of a Python file of the user's, which is run."""
+    if not file.is_file():
+        raise UsageError(f"There is no file {file}.", "Give a Python file with a function check(text, ended).")
+    found: dict[str, Any] = runpy.run_path(str(file))
+    check: Callable[[str, bool], bool] | None = found.get("check")
+    if not callable(check):
+        raise UsageError(f"{file} has no function check.", "Define check(text, ended), which returns True or False.")
+    return check
 
 
 def _contents(file: str) -> str:

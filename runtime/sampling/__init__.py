@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgeinfer.runtime.sampling.checked import TextCheck
 from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs, uniform
@@ -16,6 +17,7 @@ __all__ = [
     "LogitsProcessor",
     "Penalties",
     "Sampler",
+    "TextCheck",
     "TokenCounts",
     "TokenLogprobs",
     "uniform",

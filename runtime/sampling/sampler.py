@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.sampling.checked import Accepts, TextCheck, first_accepted
 from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import (
     Ids,
@@ -149,6 +150,24 @@ class LogitsProcessor:
             chosen = self._noise.draw(row, chosen, self._config.temperature, position, ids)
         return chosen if ids is None else int(ids[chosen])
 
+    def sample_checked(
+        self, logits: Logits, position: int, counts: TokenCounts | None, allowed: Ids | None, accepts: Accepts
+    ) -> int:  # (V,)
+        """As `sample`, of the tokens that are accepted; each is asked about only when its turn comes.
+
+        Raises:
+            BackendError, UsageError: as `sample`, or too many tokens were refused.
+        """
+        if self._noise is None:
+            row = self._masked(logits, counts, allowed)
+            self._best(row, logits, allowed)
+            ids, scores = np.arange(len(row)) if allowed is None else allowed, row.astype(np.float64)
+        else:
+            ids, weights = self.support(logits, counts, allowed)
+            with np.errstate(divide="ignore"):
+                scores = np.log(weights) + self._noise.of(ids, position)
+        return int(ids[first_accepted(scores, lambda index: accepts(int(ids[index])))])
+
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
         """The logits with bias and penalties, a copy, with -inf for what may not follow.
 
@@ -201,13 +220,21 @@ class Sampler:
         processor: with the options and the seed of the generation.
         prompt: token ids, for penalties.
         constraint: on what may follow; None leaves it free.
+        check: of the caller, on the text that tokens make; None leaves it free.
 
     Attributes:
         logprobs: of the reply's tokens so far, where they were asked for.
     """
 
-    def __init__(self, processor: LogitsProcessor, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
+    def __init__(
+        self,
+        processor: LogitsProcessor,
+        prompt: Sequence[int],
+        constraint: Constraint | None = None,
+        check: TextCheck | None = None,
+    ) -> None:
         self._processor = processor
+        self._check = check
         self._counts = TokenCounts(prompt) if processor.counting else None
         self._constraint = constraint
         self._alternatives = processor.config.logprobs
@@ -223,6 +250,11 @@ class Sampler:
         """Whether a constraint says what may follow."""
         return self._constraint is not None
 
+    @property
+    def checked(self) -> bool:
+        """Whether a caller's check says what may follow, so that no distribution is known before it was asked."""
+        return self._check is not None
+
     def places(self) -> ConstraintPlaces | None:
         """What the constraint lets follow several texts that go on from here; None where there is none."""
         return None if self._constraint is None else self._constraint.places()
@@ -230,7 +262,7 @@ class Sampler:
     @property
     def follows_paths(self) -> bool:
         """Whether choices depend on the reply's tokens other than by the logits."""
-        return self._counts is not None or self._constraint is not None
+        return any(stack is not None for stack in (self._counts, self._constraint, self._check))
 
     @property
     def takes_likeliest(self) -> bool:
@@ -247,6 +279,9 @@ class Sampler:
         if not self.follows_paths:
             return self._processor.sample(logits, position)
         with self._along(path):
+            if self._check is not None:
+                accepts = self._check.accepts
+                return self._processor.sample_checked(logits, position, self._counts, self._allowed(), accepts)
             return self._processor.sample(logits, position, self._counts, self._allowed())
 
     def adjusted(self, logits: Logits) -> Logits:  # (V,) -> (V,)
@@ -287,15 +322,16 @@ class Sampler:
             self.logprobs.append(token_logprobs(logits, token, self._alternatives))
         if self._counts is not None:
             self._counts.push(token)
-        if self._constraint is not None:
-            self._constraint.push(token)
+        for stack in (self._constraint, self._check):
+            if stack is not None:
+                stack.push(token)
 
     def _allowed(self) -> NDArray[np.int64] | None:
         return None if self._constraint is None else self._constraint.allowed()
 
     @contextmanager
     def _along(self, path: Sequence[int]) -> Iterator[None]:
-        stacks = [stack for stack in (self._counts, self._constraint) if stack is not None]
+        stacks = [stack for stack in (self._counts, self._constraint, self._check) if stack is not None]
         for token in path:
             for stack in stacks:
                 stack.push(token)

@@ -71,6 +71,8 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
         message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
+    if parts.sampler.checked:
+        raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
