@@ -57,6 +57,7 @@ class SamplingDict(_RareSampling, total=False):
 
 class _SearchSettings(TypedDict, total=False):
     samples: int
+    rounds: int
     answer: Answer
     beams: int
     beam_groups: int

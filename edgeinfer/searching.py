@@ -25,7 +25,7 @@ __all__ = [
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
     "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
-    "extract", "beam",
+    "extract", "aligned", "beam",
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -44,8 +44,8 @@ _SEARCH = "search"
 _METHOD: dict[str, Any] = {
     "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
     "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
-    "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; beam, beam search; all but "
-    "samples are lossy (default: off)",
+    "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; aligned, replies of a form as "
+    "likely as the model finds them; beam, beam search; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -62,10 +62,19 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="number of replies for samples, first-finish, best-of and vote (default: 4)",
+        help="number of replies for samples, first-finish, best-of and vote, and in a round of aligned (default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
+        metavar="N",
+        group=_SEARCH,
+    )
+    rounds: int = option(
+        8,
+        help="rounds of samples that aligned learns from (default: 8)",
+        low=1,
+        high=256,
+        cli="--rounds",
         metavar="N",
         group=_SEARCH,
     )
@@ -212,9 +221,11 @@ class Search(SearchSettings, OptionGroup):
             "lookahead" looks a few tokens ahead behind each of the likeliest tokens where the next is uncertain
             (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token is
             uncertain (USCD); "momentum" is greedy, but resists repeating itself; "extract" answers with the span of a
-            passage that the model finds likeliest, word for word; "beam" keeps several of the likeliest beginnings
-            (diverse beam search).
+            passage that the model finds likeliest, word for word; "aligned" draws replies that follow a schema, a
+            grammar or choices as often as the model writes them, which masking alone does not (ASAp); "beam" keeps
+            several of the likeliest beginnings (diverse beam search).
         samples: number of replies for "samples", "first-finish", "best-of" and "vote"; number i is drawn with seed + i.
+        rounds: for "aligned": rounds of so many samples, of which each makes the next truer.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.

@@ -293,6 +293,13 @@ class Sampler:
         with self._along(path):
             return self._processor.probabilities(logits, self._counts, self._allowed())
 
+    def unbound(self, logits: Logits, path: Sequence[int]) -> tuple[Probabilities, Ids]:  # (V,) -> (V,), (A,)
+        """The distribution behind the reply and `path` as if nothing bound it, and what the constraint lets follow."""
+        with self._along(path):
+            allowed = self._allowed()
+            assert allowed is not None, "a constraint says what may follow"
+            return self._processor.probabilities(logits, self._counts), allowed
+
     def sample_from(self, probabilities: Probabilities, position: int, stream: int) -> int:
         """A token from a distribution, by a draw that decides nothing else."""
         return draw_from(probabilities, uniform(self._processor.seed, position, _DRAFTS + _STEP * stream))

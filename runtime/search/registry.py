@@ -9,6 +9,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.forks import can_fork
+from edgeinfer.runtime.search.aligned import Aligned
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast
@@ -50,6 +51,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "contrast": SearchKind(Contrast, "either", constrained=True),
     "momentum": SearchKind(Momentum, "never", branches=False),
     "extract": SearchKind(Extract, "never"),
+    "aligned": SearchKind(Aligned, "always", constrained=True),
     "beam": SearchKind(Beam, "never", constrained=True),
 }
 

@@ -114,7 +114,10 @@ def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
 
 def test_every_option_of_a_reply_has_a_flag() -> None:
     # Log-probabilities belong to chunks, which a command does not print.
-    assert {name for name, option in options_of(GenerationConfig).items() if not option.flags} == {"logprobs", "checker"}
+    assert {name for name, option in options_of(GenerationConfig).items() if not option.flags} == {
+        "logprobs",
+        "checker",
+    }
 
 
 def test_mistakes_are_told_with_what_was_meant() -> None:

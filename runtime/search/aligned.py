@@ -1,0 +1,154 @@
+"""Grammar-aligned sampling (ASAp): replies as the model writes them when they happen to follow the grammar.
+
+Masking alone changes how likely replies are: it goes on as if every beginning led to an end as surely as any other.
+Here each beginning has an estimate of how much of what the model writes behind it follows the grammar, 1 at first; a
+token is drawn by its probability times that estimate, and every reply that was drawn makes the estimates of its
+beginnings smaller and truer (Park et al. 2024, arXiv 2405.21047).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.text import ReplyText
+from edgeinfer.wording import Setting
+
+__all__ = ["Aligned", "Beginning"]
+
+
+@dataclass(eq=False)
+class Beginning:
+    """A beginning of replies that were drawn.
+
+    Attributes:
+        allowed: probability of all tokens that may follow; None before that was looked at, and behind an end.
+        behind: the tokens that were drawn behind it, each with its probability.
+    """
+
+    allowed: float | None = None
+    behind: dict[int, tuple[float, Beginning]] = field(default_factory=dict)
+    estimate: float = 1.0
+
+    def weights(self, probabilities: NDArray[np.float64], ids: Ints) -> NDArray[np.float64]:  # (V,), (A,) -> (A,)
+        """What tokens are drawn by: their probability times the estimate behind them."""
+        weights = probabilities[ids]
+        self.allowed = float(weights.sum())
+        for token, (_, beginning) in self.behind.items():
+            weights[ids.searchsorted(token)] *= beginning.estimate
+        return weights
+
+    def after(self, token: int, probability: float) -> Beginning:
+        """The beginning that is one token longer."""
+        return self.behind.setdefault(token, (probability, Beginning()))[1]
+
+    def learn(self) -> None:
+        """Makes the estimate what those behind add up to."""
+        if self.allowed is not None:
+            lost = sum(probability * (1 - longer.estimate) for probability, longer in self.behind.values())
+            self.estimate = max(self.allowed - lost, 0.0)
+
+
+@dataclass(eq=False)
+class _Draw:
+    """A reply that is drawn.
+
+    Attributes:
+        path: its beginnings, the empty one first.
+        stuck: nothing that may follow has any probability.
+    """
+
+    text: ReplyText
+    path: list[Beginning]
+    stream: int
+    branch: Branch | None = None
+    score: float = 0.0
+    stuck: bool = False
+
+    def over(self, most: int) -> bool:
+        """Whether it has ended, or as many tokens as it may."""
+        return self.stuck or self.text.ended or len(self.text.tokens) >= most
+
+
+class Aligned(SearchStrategy):
+    """Draws rounds of replies side by side, learns from each round, and answers with one of the last.
+
+    Temperature and truncation are part of the distribution that is aligned.
+    """
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        if not parts.sampler.constrained:
+            message = Setting("search", "aligned") + " aligns replies with a form that they must have."
+            raise UsageError(message, "Give a schema, an expression, a grammar or choices.")
+        self._tree = Beginning()
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The whole reply.
+
+        Raises:
+            UsageError: nothing that the model may draw follows the grammar.
+        """
+        count, rounds = self._config.samples, self._config.rounds
+        most, first_logits = self._share(count, room), logits.copy()
+        self._reply_rows = self._backend.cache.length
+        draws: list[_Draw] = []
+        for turn in range(rounds):
+            draws = self._round(prompt, first_logits, most, range(turn * count, (turn + 1) * count))
+            self._statistics.trials += count
+        self._reply_rows = None
+        whole = [draw for draw in draws if not draw.stuck]
+        if not whole:
+            message = "The replies drawn led nowhere: what they must go on with has no probability."
+            raise UsageError(
+                message, "Raise " + Setting("top_p") + " or " + Setting("rounds") + ", or change the form."
+            )
+        whole.sort(key=lambda draw: not draw.text.ended)  # those that have ended first, in the order of their draws
+        self._texts = tuple(self._searched_text(draw.text, draw.score) for draw in whole)
+        return self._take(whole[0].text.tokens, first_logits)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """Where the context had no room for as much of all of them: the reply goes on alone."""
+        return self._plain_step()
+
+    def _round(self, prompt: Sequence[int], logits: Floats, most: int, streams: range) -> list[_Draw]:  # (V,)
+        """Replies drawn by the same estimates, from which these learn."""
+        branches = Branches(self._passes)
+        draws = [_Draw(self._parts.reply_text(prompt), [self._tree], stream) for stream in streams]
+        for draw in draws:
+            self._extend(draw, logits, len(prompt))
+            draw.branch = branches.begin()
+        while live := [draw for draw in draws if not draw.over(most)]:
+            fed = [(draw.branch, draw.text.tokens[-1:]) for draw in live if draw.branch is not None]
+            for draw, row in zip(live, branches.feed(fed), strict=True):
+                self._extend(draw, row, len(prompt))
+                if draw.over(most) and draw.branch is not None:
+                    branches.drop(draw.branch)
+                    draw.branch = None
+        branches.end()
+        for draw in draws:
+            for beginning in reversed(draw.path):
+                beginning.learn()
+        return draws
+
+    def _extend(self, draw: _Draw, logits: Floats, prompt: int) -> None:  # (V,)
+        """Draws a reply's next token."""
+        probabilities, ids = self._parts.sampler.unbound(logits, draw.text.tokens)
+        here = draw.path[-1]
+        weights = here.weights(probabilities, ids)
+        if not weights.any():
+            draw.stuck = True
+            return
+        index = self._parts.sampler.sample_from(weights, prompt + len(draw.text.tokens), draw.stream)
+        token = int(ids[index])
+        draw.path.append(here.after(token, float(probabilities[token])))
+        draw.score += logprob(logits, token)
+        draw.text.push(token)
