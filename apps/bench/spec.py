@@ -36,7 +36,7 @@ from edgeinfer.apps.bench.spec_modes import (
 )
 from edgeinfer.apps.bench.spec_results import CONTROL, PLAIN, PromptTimes, SpecResults, SpecSetup, spec_section
 from edgeinfer.apps.bench.synthetic import find_shape
-from edgeinfer.drafting import VERIFICATIONS
+from edgeinfer.drafting import VERIFICATIONS, branching_in
 from edgeinfer.errors import CheckpointError, UsageError
 
 __all__ = ["SPEC", "SpecOptions", "run_spec"]
@@ -123,6 +123,13 @@ class SpecOptions:
         default=("1",),
         help="comma-separated widths of trees to measure each mode with",
     )
+    draft_tree: tuple[str, ...] = option(
+        "--draft-tree LIST",
+        rare=True,
+        default=("adaptive",),
+        help="comma-separated shapes of drafts to measure each mode with rejection with: adaptive, beam, or numbers of "
+        "candidates by depth, such as 3-2-1",
+    )
     seed: int = option("--seed N", rare=True, default=0, help="random seed for replies with a temperature above 0")
     checkpoint: Path | None = option(
         "--checkpoint PATH", default=None, group=_FILES, help="small Llama checkpoint (Hugging Face, safetensors)"
@@ -156,6 +163,10 @@ class SpecOptions:
             raise UsageError(f"There is no verification {min(unknown)!r}.", f"Choose of {', '.join(VERIFICATIONS)}.")
         if not all(width in _WIDTHS for width in self.draft_width):
             raise UsageError(f"draft_width must be whole numbers of 1 to {_WIDTHS[-1]}.", "Give some, such as 1,2,4.")
+        for shape in self._shapes:
+            branching_in(shape, "rejection")
+        if "adaptive" not in self._shapes and "rejection" not in self.verification:
+            raise UsageError("Drafts of such shapes are verified by rejection.", "Add --verification rejection.")
         if self.warm_up < 0:
             raise UsageError(f"warm_up must be 0 or more, not {self.warm_up}.", "See --help.")
         if (self.expand or self.llamacpp) and self.checkpoint is None:
@@ -170,7 +181,12 @@ class SpecOptions:
         modes = (*self.modes, *((CONTROL,) if self.control else ()))
         temperature, *further = dict.fromkeys(map(float, self.temperature))
         replies, widths = ReplySettings(self.max_tokens, temperature, self.seed), tuple(map(int, self.draft_width))
-        return SpecConfig(modes, replies, self.repeats, self.verification, widths, tuple(further))
+        return SpecConfig(modes, replies, self.repeats, self.verification, widths, self._shapes, tuple(further))
+
+    @property
+    def _shapes(self) -> tuple[str, ...]:
+        """As the option `draft_tree` of a reply has them."""
+        return tuple(shape.replace("-", ",") for shape in self.draft_tree)
 
     def artifacts(self) -> TrainedArtifacts | None:
         """Files made of the checkpoint; None where there is none."""

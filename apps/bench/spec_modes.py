@@ -21,6 +21,7 @@ from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.results import Result
 
 __all__ = [
+    "DraftForm",
     "EdgeInferMode",
     "Generates",
     "LearningModel",
@@ -35,6 +36,36 @@ __all__ = [
 ]
 
 _KEYED = "keyed"  # by which text is that of plain decoding
+_ADAPTIVE = "adaptive"  # the shape of drafts that every verification takes
+
+
+@dataclass(frozen=True)
+class DraftForm:
+    """How drafts grow, and how they are verified.
+
+    Attributes:
+        verification: rule by which they are accepted.
+        width: guesses per drafter and place.
+        shape: as the option `draft_tree` names it; other than "adaptive" with rejection alone.
+    """
+
+    verification: str = _KEYED
+    width: int = 1
+    shape: str = _ADAPTIVE
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a mode's name says of it."""
+        rule, width = self.verification, f"width {self.width}" if self.width > 1 else ""
+        shape = "" if self.shape == _ADAPTIVE else f"tree {self.shape}"
+        return tuple(filter(None, ("" if rule == _KEYED else rule, width, shape)))
+
+    @property
+    def there(self) -> bool:
+        """Whether there are such drafts: shapes are drawn for rejection, and numbers of candidates are widths."""
+        if self.shape == _ADAPTIVE:
+            return True
+        return self.verification == "rejection" and (self.shape == "beam" or self.width == 1)
 
 
 @dataclass(frozen=True)
@@ -74,6 +105,9 @@ class Generates(Protocol):
     @property
     def generate(self) -> Callable[..., Result]:
         """Continues a prompt."""
+
+
+_CHAINS = DraftForm()
 
 
 @runtime_checkable
@@ -117,8 +151,7 @@ class EdgeInferMode:
         model: shared by all modes.
         drafters: joined by "+", or "auto", "off", or CONTROL, which is "off" under another name.
         sampling: of the replies.
-        verification: rule by which drafts are accepted.
-        width: guesses per drafter and place.
+        form: of drafts.
         told: say the temperature in the name, where others are measured too.
     """
 
@@ -132,21 +165,20 @@ class EdgeInferMode:
         model: Generates,
         drafters: str,
         sampling: ReplySettings,
-        verification: str = _KEYED,
-        width: int = 1,
+        form: DraftForm = _CHAINS,
         *,
         told: bool = False,
     ) -> None:
-        parts = (drafters, "" if verification == _KEYED else verification, f"width {width}" if width > 1 else "")
-        self.name = mode_name(" ".join(filter(None, parts)), sampling.temperature if told else None)
+        self.name = mode_name(" ".join((drafters, *form.words)), sampling.temperature if told else None)
         self.plain = plain_of(self.name)
         self._model = model
         self._options = {
             "temperature": sampling.temperature,
             "seed": sampling.seed,
             "speculation": PLAIN if drafters == CONTROL else drafters.replace("+", ","),
-            "verification": verification,
-            "draft_width": width,
+            "verification": form.verification,
+            "draft_width": form.width,
+            "draft_tree": form.shape,
         }
         self._max_tokens = sampling.max_tokens
         self._known = self._latest = model.drafting_state() if isinstance(model, Learns) else None
@@ -222,7 +254,7 @@ class SpecConfig:
         modes: "off", "auto", CONTROL, or drafters joined by "+"; plain decoding is always measured, and comes first.
         replies: how each is generated.
         repeats: replies of each mode to each prompt.
-        verifications, widths: of drafts, each of which every mode that drafts is measured with.
+        verifications, widths, shapes: of drafts, each of which every mode that drafts is measured with.
         temperatures: besides that of `replies`, at each of which all of it is measured once more.
     """
 
@@ -231,6 +263,7 @@ class SpecConfig:
     repeats: int = 3
     verifications: tuple[str, ...] = (_KEYED,)
     widths: tuple[int, ...] = (1,)
+    shapes: tuple[str, ...] = (_ADAPTIVE,)
     temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -239,6 +272,12 @@ class SpecConfig:
             raise UsageError(f"repeats must be at least 1, not {self.repeats}.", "See --help.")
         if self.replies.max_tokens < 3:
             raise UsageError("Replies of fewer than 3 tokens cannot be timed.", "Ask for more (-n).")
+
+    @property
+    def forms(self) -> list[DraftForm]:
+        """Forms of drafts that there are, of all that the axes name."""
+        every = product(self.verifications, self.widths, self.shapes)
+        return [form for rule, width, shape in every if (form := DraftForm(rule, width, shape)).there]
 
 
 def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str]) -> list[Mode]:
@@ -253,8 +292,8 @@ def edgeinfer_modes(model: Generates, config: SpecConfig, skipped: dict[str, str
     for temperature in (config.replies.temperature, *config.temperatures):
         replies, told = replace(config.replies, temperature=temperature), temperature in config.temperatures
         for name in config.modes:
-            axes = product(config.verifications, config.widths) if name not in (PLAIN, CONTROL) else [(_KEYED, 1)]
-            made += [EdgeInferMode(model, name, replies, rule, width, told=told) for rule, width in axes]
+            forms = config.forms if name not in (PLAIN, CONTROL) else [_CHAINS]
+            made += [EdgeInferMode(model, name, replies, form, told=told) for form in forms]
     for mode in made:
         try:
             mode.reply([1])
