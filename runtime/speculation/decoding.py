@@ -24,10 +24,10 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Resumption,
     Round,
     Verdict,
-    main_branch_end,
     main_branch_first,
 )
 from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.probing import tree_rows
 from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
 
 __all__ = ["SpeculativeDecoding"]
@@ -43,18 +43,30 @@ class _Evaluated:
     Attributes:
         fed: the root, then the draft's nodes. (S,)
         logits: after each of them. (S, V)
-        probed: logits after the probe rows. (P, V)
+        probes: probe rows behind the root and behind each node; empty where there is none.
+        probed: logits after them, node by node. (P, V)
         hidden: states after the last layer; None where the backend gives none. (S + P, D)
         started: when the pass began, in nanoseconds.
         resumed: the pass went on where drafting had left the target.
+        chain: its rows follow one another.
     """
 
     fed: Ints
     logits: Floats
+    probes: tuple[int, ...]
     probed: Floats
     hidden: Floats | None
     started: int
     resumed: bool
+    chain: bool
+
+    def behind(self, node: int) -> Floats | None:
+        """Logits after the probe rows behind a node, -1 being the root; None where it has none. (k, V)"""
+        if not self.probes or not self.probes[node + 1]:
+            return None
+        start = sum(self.probes[: node + 1])
+        found: Floats = self.probed[start : start + self.probes[node + 1]]
+        return found
 
 
 class SpeculativeDecoding(DecodingStrategy):
@@ -168,13 +180,13 @@ class SpeculativeDecoding(DecodingStrategy):
         # Of a pass that other texts share, it has as much of the draft as is worth most there.
         passed = self._evaluate(draft, base)
         verified = time.perf_counter_ns()
-        chain, draft = draft.is_chain, draft.first(len(passed.fed) - 1)
+        draft = draft.first(len(passed.fed) - 1)
         target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
         verdict = self._verification.verify(draft, target)
 
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]
-        if chain:
+        if passed.chain:
             self._backend.cache.trim(base + len(rows))
         else:
             self._backend.cache.keep(base, rows)
@@ -196,7 +208,8 @@ class SpeculativeDecoding(DecodingStrategy):
         """The target's pass over the root and a draft: whole, or resumed from drafting, or with probe rows behind."""
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resume(draft, base)
-        states = None if resumption is not None else self._probe_states(draft, fed, base)
+        probes = () if resumption is not None else self._probe_rows(draft, base)
+        states = self._probe_states(probes, fed, base) if probes else None
         started = time.perf_counter_ns()
         size = len(fed)
         rows = np.arange(size if states is None else len(states))
@@ -206,16 +219,17 @@ class SpeculativeDecoding(DecodingStrategy):
         else:
             # Of probe rows the states count, not the tokens.
             tokens = fed if states is None else np.pad(fed, (0, len(rows) - size))
-            if draft.is_chain:
+            if draft.is_chain and not any(probes[:-1]):
                 batch = ForwardInput(tokens, rows + base, rows, hidden=states, gains=gains)
             else:
-                tree, depths = _tree_rows(draft, len(rows))
+                tree, depths = tree_rows(draft, probes if states is not None else ())
                 places, parents = np.array(depths) + base, np.array(tree)
                 batch = ForwardInput(tokens, places, rows, tree=parents, hidden=states, gains=gains)
         output = self._backend.forward(batch)
         logits, resumed = output.logits, resumption is not None
         size = min(size, len(logits))
-        return _Evaluated(fed[:size], logits[:size], logits[size:], output.hidden, started, resumed)
+        probed, told = logits[size:], probes if states is not None else ()
+        return _Evaluated(fed[:size], logits[:size], told, probed, output.hidden, started, resumed, batch.tree is None)
 
     def _resume(self, draft: Draft, base: int) -> Resumption | None:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
@@ -227,14 +241,21 @@ class SpeculativeDecoding(DecodingStrategy):
             self._backend.cache.trim(base)
         return resumption
 
-    def _probe_states(self, draft: Draft, fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
-        """What enters the first layer of a pass with a drafter's probe rows; None where there are none."""
+    def _probe_rows(self, draft: Draft, base: int) -> tuple[int, ...]:
+        """Probe rows of a pass over a draft, behind the root and behind each node; empty where there is none."""
         probing = self._probing
-        if probing is None or base + len(fed) + probing.probes > self._backend.cache.capacity:
-            return None
-        if not self._governor.allows_probes(probing.name, draft, probing.probes):
-            return None
-        states = probing.embed(fed)
+        if probing is None:
+            return ()
+        most = min(probing.most_probes, self._backend.cache.capacity - base - 1 - len(draft))
+        # Where attention reads no pages, rows of side branches would round otherwise than a chain's.
+        can = self._backend.capabilities
+        spread = can.tree and (can.paged or self._noise > 0)
+        return self._governor.probe_rows(probing.name, draft, probing.probes, most, spread=spread)
+
+    def _probe_states(self, probes: Sequence[int], fed: Ints, base: int) -> Floats | None:  # (S,) -> (S + P, D)
+        """What enters the first layer of a pass with a drafter's probe rows; None where that cannot be had."""
+        assert self._probing is not None, "there are probe rows"
+        states = self._probing.embed(fed, probes)
         if self._backend.cache.length != base:
             self._backend.cache.trim(base)
         return states
@@ -266,12 +287,10 @@ class SpeculativeDecoding(DecodingStrategy):
     def _round_of(
         self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: _Evaluated, logits: Floats
     ) -> Round:
-        probes, hidden, probed = len(passed.probed), passed.hidden, None
+        hidden, probed = passed.hidden, passed.behind((verdict.accepted or (-1,))[-1])
         if logits is not passed.logits:  # another pass has overwritten what the output shows
-            hidden = None
-        elif probes and (verdict.accepted or (-1,))[-1] == main_branch_end(draft):
-            probed = passed.probed
-        rows = passed.fed, logits, hidden, probes, probed
+            hidden = probed = None
+        rows = passed.fed, logits, hidden, len(passed.probed), probed
         return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1)
 
     def _forward(self, token: int) -> Floats:  # (V,)
@@ -366,17 +385,6 @@ class SpeculativeDecoding(DecodingStrategy):
 def _stream(drafted: Sequence[int], taken: int) -> int:
     """Which of a place's draws is the one after `taken` siblings: branches draw independently of each other."""
     return taken + (zlib.crc32(np.array(drafted, np.int64).tobytes()) << 8)
-
-
-def _tree_rows(draft: Draft, size: int) -> tuple[list[int], list[int]]:
-    """The parent and the depth of each row of a tree's pass; rows behind the draft's follow its main branch."""
-    depths = [0, *(draft.depth(node) + 1 for node in range(len(draft)))]
-    parents = [-1, *(parent + 1 for parent in draft.parents)]
-    for row in range(len(parents), size):
-        above = row - 1 if row > len(draft) + 1 else main_branch_end(draft) + 1
-        parents.append(above)
-        depths.append(depths[above] + 1)
-    return parents, depths
 
 
 def _over(logits: Floats, drafted: Sequence[int]) -> NoReturn:

@@ -18,6 +18,7 @@ from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_m
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
 from edgeinfer.runtime.speculation.account import LossAccount
 from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.probing import choose_probe_rows
 
 __all__ = ["Asked", "Governor", "RoundCosts"]
 
@@ -164,7 +165,6 @@ class Governor:
         self._spent = 0.0
         self._tries = _TRIES
         self._probe_tries = _TRIES
-        self._reach = 1.0  # how likely all of the last draft's first path is accepted
 
     def _reprice(self, costs: RoundCosts) -> None:
         """Goes by other costs of passes from now on, by which it finds out anew whether drafting is faster."""
@@ -233,7 +233,6 @@ class Governor:
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._hope_for(length)
-        self._reach = min((tree.likely[node] for node in range(length) if tree.main_branch[node]), default=1.0)
         return tree.cut(length)
 
     def _hope_for(self, length: int) -> None:
@@ -243,19 +242,24 @@ class Governor:
             if not self._longer_tries:
                 self._prices = self._pass_ms
 
-    def allows_probes(self, name: str, draft: Draft, probes: int) -> bool:
-        """Whether the pass over the last draft may have so many probe rows, for a drafter's next guesses.
+    def probe_rows(self, name: str, draft: Draft, each: int, most: int, *, spread: bool) -> tuple[int, ...]:
+        """How many probe rows the pass over the last draft has, for a drafter's next guesses.
 
         They must promise more tokens than their milliseconds could decode otherwise, and be paid for like any draft.
+
+        Args:
+            each, most, spread: as `choose_probe_rows`.
+
+        Returns:
+            Of the root and of each node those behind it; empty where there is none.
         """
-        ms = self._pass_ms_of(1 + len(draft) + probes) - self._pass_ms[len(draft)]
-        if self._reach * self._estimates[name] <= self.rate * ms:
-            return False
-        if ms > self._account.free:
+        estimate = self._estimates[name]
+        rows = choose_probe_rows(draft, estimate, each, most, self._pass_ms_of, self.rate, spread=spread)
+        if rows.counts and rows.ms > self._account.free:
             if not self._probe_tries:
-                return False
+                return ()
             self._probe_tries -= 1
-        return True
+        return rows.counts
 
     def observe(self, round: Round) -> None:
         """Learns from what became of the last draft."""

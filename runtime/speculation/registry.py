@@ -370,7 +370,7 @@ def heads_taken(bundle: Bundle) -> dict[str, int]:
 
         # Prompt tokens are also probe rows of passes, each with a row of logits.
         probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
-        taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, 2 * probes)
+        taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, probes)
     return taken
 
 

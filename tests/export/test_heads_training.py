@@ -149,7 +149,7 @@ def test_prompt_tokens_ride_as_they_were_trained(target: Target, text: TokenFile
     backend = ReferenceBackend(bundle, 64)
     guesser = PromptDrafter(backend, found)
     take_in(backend, TEXT[:9])
-    states = guesser.embed(np.array(TEXT[9:10]))
+    states = guesser.embed(np.array(TEXT[9:10]), (SHAPE.count,))
     assert states is not None and backend.cache.length == 9
     rows = np.arange(1 + SHAPE.count)
     fed = np.pad(np.array(TEXT[9:10]), (0, SHAPE.count))

@@ -206,7 +206,7 @@ class Round:
             the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
             (S, D) or (1, D)
         probes: probe rows of the pass.
-        probed: logits after them, where the committed path ended at the node that they follow; a view. (P, V)
+        probed: logits after those behind the node where the accepted path ended; a view, None where it has none. (k, V)
         branches: the reply's drafts may branch, so that drafters are asked for further guesses of a place.
     """
 
@@ -327,18 +327,23 @@ class Drafter:
 class ProbingDrafter(Drafter):
     """A drafter that adds probe rows to the verification pass and learns from their logits.
 
-    They follow the last node of the draft's main branch, the root where there is no draft, one behind the other;
-    nothing of the text sees them, and they leave no rows in the cache.
+    Behind the root and behind each node of a draft there may be some, one behind the other; nothing of the text sees
+    them, and they leave no rows in the cache.
 
     Attributes:
-        probes: probe rows of a pass, P.
+        probes: probe rows behind a node at most, P.
+        most_probes: probe rows of a pass at most.
     """
 
     probes: int
+    most_probes: int
 
-    def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
+    def embed(self, fed: Ints, probes: Sequence[int]) -> Floats | None:  # (S,) -> (S + rows, D)
         """What enters the first layer: embeddings of the tokens of a pass, the model's own to the last bit, and those
         of the probe rows; None where they cannot be had now.
+
+        Args:
+            probes: rows behind each of the tokens.
 
         May run passes of the target, whose rows the engine drops. A view that is valid until the next call.
         """
@@ -348,7 +353,7 @@ class ProbingDrafter(Drafter):
 def main_branch_first(draft: Draft) -> Draft:
     """The same tree with its main branch, the chain of first children, in front; other nodes keep their order.
 
-    Probe rows follow its end. And where attention reads no pages, a row sums over the keys it sees in the order of
+    Where attention reads no pages, a row sums over the keys it sees in the order of
     their places in the cache: fed right behind the root, the main branch has the places that a chain has, so its rows
     round as plain decoding's do. Rows of side branches do not, nor do their keys and values from the second layer on.
     """

@@ -1,9 +1,9 @@
 """Drafts with trained prompt tokens as probe rows in the target's passes (PPD).
 
-Parallel prompt decoding (Chen et al. 2024): behind the last node of a draft the pass has a row for each of a few
-trained embeddings, and what the model says there are its guesses for the places after the next root. They cost rows of
-a pass and no work of their own. All rows of such a pass enter by their embeddings, so those of the tokens are read from
-the model itself, by a pass that runs no layer, and kept.
+Parallel prompt decoding (Chen et al. 2024): behind nodes of a draft the pass has a row for each of a few trained
+embeddings. What the model says in those of the node where the accepted path ends are its guesses for the places after
+the next root. They cost rows of a pass and no work of their own. All rows of such a pass enter by their embeddings, so
+those of the tokens are read from the model itself, by a pass that runs no layer, and kept.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ __all__ = ["PromptDrafter"]
 
 # Tokens whose embeddings are kept; beyond them all are forgotten, which costs a few short passes.
 _KEPT = 1024
+# Nodes that have all prompt tokens in a pass at most; more of them may have a few.
+_NODES = 4
 _NO_ROWS = np.zeros(0, np.int64)
 
 
@@ -46,28 +48,30 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
         self._target = target
         self._prompts = heads.arrays["embeddings"].astype(np.float32)  # (P, D)
         self.probes = len(self._prompts)
+        self.most_probes = _NODES * self.probes
         self._no_layers = np.zeros(2 * target.geometry.num_layers, np.bool_)
         self._kept = np.empty((min(_KEPT, target.geometry.vocab_size), size), np.float32)
         self._rows: dict[int, int] = {}
         self._states = np.empty((0, size), np.float32)
         self._logits_after = np.empty((self.probes, target.geometry.vocab_size), np.float32)
-        self._observed = False
+        self._places = 0  # behind the root, of which the last pass told
 
     @staticmethod
     def kept_bytes(vocabulary: int, size: int, probes: int) -> int:
-        """What it will hold for a model of these sizes besides the prompt tokens."""
-        return 4 * (min(_KEPT, vocabulary) * size + probes * vocabulary)
+        """What it will hold for a model of these sizes besides the prompt tokens, with the logits of its rows."""
+        return 4 * (min(_KEPT, vocabulary) * size + (1 + _NODES) * probes * vocabulary)
 
-    def embed(self, fed: Ints) -> Floats | None:  # (S,) -> (S + P, D)
-        """Embeddings of the tokens, then the prompt tokens'."""
+    def embed(self, fed: Ints, probes: Sequence[int]) -> Floats | None:  # (S,) -> (S + rows, D)
+        """Embeddings of the tokens, then the prompt tokens' behind each of them."""
         tokens, count = fed.tolist(), len(fed)
         if not self._know(tokens):
             return None
-        if count + self.probes > len(self._states):
-            self._states = np.empty((count + self.probes, self._kept.shape[1]), np.float32)
-        states = self._states[: count + self.probes]
+        total = count + sum(probes)
+        if total > len(self._states):
+            self._states = np.empty((total, self._kept.shape[1]), np.float32)
+        states = self._states[:total]
         np.take(self._kept, [self._rows[token] for token in tokens], axis=0, out=states[:count])
-        states[count:] = self._prompts
+        np.take(self._prompts, [place for own in probes for place in range(own)], axis=0, out=states[count:])
         return states
 
     def _know(self, tokens: Sequence[int]) -> bool:
@@ -97,17 +101,17 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
     def begin(self, tokens: Sequence[int]) -> None:
         """Waits for the first pass with its rows."""
         super().begin(tokens)
-        self._observed = False
+        self._places = 0
 
     def observe(self, round: Round) -> None:
         """Keeps what the model predicted after its rows, if the text went on where they were."""
         super().observe(round)
-        self._observed = round.probed is not None
+        self._places = 0 if round.probed is None else len(round.probed)
         if round.probed is not None:
-            self._logits_after[:] = round.probed[: self.probes]
+            self._logits_after[: self._places] = round.probed
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
-        if not self._observed or len(drafted) >= self.probes:
+        if len(drafted) >= self._places:
             return None
         said: Floats = self._logits_after[len(drafted)]
         return said
