@@ -1,11 +1,12 @@
 """Drafting with a small model that is itself sped up by cheaper drafters.
 
-SpecMQuant's hierarchy for quantized targets: the cheap drafters' tokens are verified by the small model, where rows
-cost little, and the target verifies a short chain.
+SpecMQuant's hierarchy for quantized targets: a tree of the cheap drafters' tokens is verified by the small model, where
+rows cost little, and the target verifies a short chain.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
@@ -13,8 +14,10 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["HierarchicalDrafter"]
 
-# With its last known token the model then takes four rows, which cost it little more than one.
-_LOOK_AHEAD = 3
+# With its last known token the model then takes eight rows.
+_LOOK_AHEAD = 7
+# Guesses of a drafter for one place.
+_SIBLINGS = 3
 
 
 class HierarchicalDrafter(Drafter):
@@ -46,18 +49,38 @@ class HierarchicalDrafter(Drafter):
     def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The model's guesses; where they are not known yet, one pass works out those of the cheap drafters' path."""
         if not self._model.knows(drafted):
-            self._model.look_ahead(context, drafted, self._chain(context, drafted), width)
+            tokens, parents = self._tree(context, drafted)
+            self._model.look_ahead(context, drafted, tokens, parents, width)
         return self._model.guesses(context, drafted, width)
 
-    def _chain(self, context: Context, drafted: Sequence[int]) -> list[int]:
-        """The most promising token of the cheap drafters, again and again."""
-        path = [*drafted]
-        while len(path) - len(drafted) < self._look_ahead:
-            offers = [(d.priors[g.sign], g.token) for d in self._cheap for g in d.guesses(context, path, 1)]
-            if not offers:
+    def _tree(self, context: Context, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The cheap drafters' likeliest paths, a node at a time: tokens and parents, -1 being the last drafted one."""
+        tokens, parents, paths = list[int](), list[int](), [list[int](drafted)]
+        # Of each place that may be added: how unlikely it is, when it was found, its parent and its token.
+        waiting: list[tuple[float, int, int, int]] = []
+        found, node, likely = 0, -1, 1.0
+        while len(tokens) < self._look_ahead:
+            for prior, token in self._offers(context, paths[1 + node]):
+                heapq.heappush(waiting, (-likely * prior, found, node, token))
+                found += 1
+            if not waiting:
                 break
-            path.append(max(offers, key=lambda offer: offer[0])[1])
-        return path[len(drafted) :]
+            unlikely, _, parent, token = heapq.heappop(waiting)
+            node, likely = len(tokens), -unlikely
+            tokens.append(token)
+            parents.append(parent)
+            paths.append([*paths[1 + parent], token])
+        return tokens, parents
+
+    def _offers(self, context: Context, path: Sequence[int]) -> list[tuple[float, int]]:
+        """What the cheap drafters say behind a path, each token once, the likeliest first."""
+        offers: dict[int, float] = {}
+        for drafter in self._cheap:
+            wanted = _SIBLINGS if drafter.branches and self._model.verifies_trees else 1
+            for guess in drafter.guesses(context, path, wanted):
+                offers[guess.token] = max(offers.get(guess.token, 0.0), drafter.priors[guess.sign])
+        ranked = sorted(((prior, token) for token, prior in offers.items()), key=lambda offer: -offer[0])
+        return ranked if self._model.verifies_trees else ranked[:1]
 
     @property
     def _members(self) -> tuple[Drafter, ...]:

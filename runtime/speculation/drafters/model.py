@@ -78,8 +78,11 @@ class ModelDrafter(LogitDrafter):
         self._padded = np.full(vocabulary if vocabulary and vocabulary > own else 0, -np.inf, np.float32)
 
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
+        return self._run_tree(tokens, positions, rows, None)
+
+    def _run_tree(self, tokens: Ints, positions: Ints, rows: Ints, tree: Ints | None) -> Floats:
         # An id of the target's padding means nothing to either model; any other one stands for it here.
-        output = self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows))
+        output = self._backend.forward(ForwardInput(np.minimum(tokens, self._own - 1), positions, rows, tree=tree))
         if self._judge is not None and output.hidden is not None and len(rows):
             self._states = output.hidden[rows[0] :]
         return output.logits
@@ -121,22 +124,37 @@ class ModelDrafter(LogitDrafter):
         """Whether a guess after this path needs no pass."""
         return tuple(drafted) in self._known
 
-    def look_ahead(self, context: Context, drafted: Sequence[int], proposed: Sequence[int], width: int) -> None:
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether what `look_ahead` is given may branch."""
+        return self._backend.capabilities.tree
+
+    def look_ahead(
+        self, context: Context, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
+    ) -> None:
         """Works out in one pass the guesses after a path, and after each proposed token that is the first of such.
 
         `guesses` then gives up to `width` of them without a pass: the very ones that it would have given anyway.
+
+        Args:
+            proposed, parents: nodes of a tree behind the path, parents before children; -1 is the path's end.
         """
         room = self._backend.cache.capacity - len(context.tokens) - len(drafted)
         if room < 0 or self.knows(drafted):
             return
-        path, proposed = tuple(drafted), proposed[:room]
-        rows = self._follower.follow(context.tokens, [*path, *proposed], 1 + len(proposed))  # (R, V)
-        for index, logits in enumerate(rows):
-            self._row = index
-            first = self._learn(context, path, self._widened(logits), width)[0]
-            if index == len(proposed) or first.token != proposed[index]:
-                return
-            path = (*path, first.token)
+        path, proposed, parents = tuple(drafted), proposed[:room], parents[:room]
+        rows = self._follower.explore(context.tokens, path, proposed, parents, self._run_tree)  # (1 + N, V)
+        kept: list[int] = []
+        node: int | None = -1
+        while node is not None:
+            self._row = 1 + node
+            first = self._learn(context, path, self._widened(rows[1 + node]), width)[0]
+            children = (child for child, parent in enumerate(parents) if parent == node)
+            node = next((child for child in children if proposed[child] == first.token), None)
+            if node is not None:
+                kept.append(node)
+                path = (*path, first.token)
+        self._follower.settle(kept)
 
     def nbytes(self) -> int:
         """Bytes that its backend allocated, and its own."""

@@ -52,7 +52,9 @@ class SortedDrafter(ModelDrafter):
         # Guesses by their depth, for whoever wants to know whether it pays.
         self.guessed = [0] * len(self._masks)
 
-    def look_ahead(self, context: Context, drafted: Sequence[int], proposed: Sequence[int], width: int) -> None:
+    def look_ahead(
+        self, context: Context, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
+    ) -> None:
         """Nothing: how deep a guess goes is decided token by token."""
 
     def nbytes(self) -> int:

@@ -152,10 +152,45 @@ def test_the_surest_cheap_drafter_leads(backends: tuple[Backend, Backend]) -> No
     for priors, known in (((0.4, 0.6), True), ((0.6, 0.4), False), ((0.5, 0.5), False)):
         model = drafters(backends)[0]._model
         cheap = [replace(Scripted(t), priors=(p,)) for t, p in zip((nonsense, text), priors, strict=True)]
-        hierarchy = HierarchicalDrafter(model, cheap)
+        hierarchy = HierarchicalDrafter(model, cheap, 1)
         hierarchy.begin(PROMPT)
         hierarchy.guesses(context(PROMPT), [], 1)
         assert model.knows(plain.reply[:1]) == known
+
+
+class Branching(Scripted):
+    """Knows the text by heart, and says a wrong token first."""
+
+    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        return [Guess(5, 0), *super().guesses(context, drafted, width)][:width]
+
+
+def test_a_tree_is_verified_where_siblings_are_right(
+    backends: tuple[Backend, Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Plain.decode(backends[1], PROMPT, 12)
+    model = drafters(backends)[0]._model
+    cheap = Branching([*PROMPT, *plain.reply], priors=(0.5,), branches=True)
+    hierarchy = HierarchicalDrafter(model, [cheap], 6)
+    passes: list[int] = []
+    forward = backends[0].forward
+
+    def counted(batch: ForwardInput) -> ForwardOutput:
+        passes.append(len(batch.tokens))
+        return forward(batch)
+
+    monkeypatch.setattr(backends[0], "forward", counted)
+    hierarchy.begin(PROMPT)
+    now, drafted = context(PROMPT), list[int]()
+    while len(drafted) < 12:
+        drafted.append(hierarchy.guesses(now, drafted, 1)[0].token)
+    assert drafted == list(plain.reply)
+    # A wrong and a right token at two places: three guesses a pass. A path that parts from it is fed anew.
+    assert len(passes) == 5
+    assert (
+        hierarchy.guesses(now, [*drafted[:3], 9], 1)[0].token
+        == ModelDrafter(backends[1], 8).guesses(now, [*drafted[:3], 9], 1)[0].token
+    )
 
 
 def test_it_decodes_in_rounds(bundle: Bundle, backends: tuple[Backend, Backend]) -> None:
