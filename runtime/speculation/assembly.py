@@ -25,6 +25,10 @@ from edgeinfer.runtime.weights.layouts import runs_native
 __all__ = ["bundled_drafter", "make_draft_backend", "make_speculator", "require_models"]
 
 
+# Drafters that run a draft model.
+_OF_A_MODEL = frozenset({"model", "hierarchical"})
+
+
 def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
     """The drafter inside of a bundle, where it is one of those asked for and can run here.
 
@@ -35,7 +39,8 @@ def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
     names = drafters_in(config.speculation)
     found = nested_drafter(target) if names else None
     module = None if found is None else found.manifest.module
-    if found is None or ("model" if module is None else module.drafter) not in names:
+    users = _OF_A_MODEL if module is None else {module.drafter}
+    if found is None or users.isdisjoint(names):
         return None
     if module is None:
         return found

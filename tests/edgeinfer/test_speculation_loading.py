@@ -82,6 +82,14 @@ def test_a_draft_model_with_a_smaller_context(small_bundle: Path, short_drafter:
                 assert drafted <= max(0, 32 - length)
 
 
+@pytest.mark.slow
+@needs_builtin
+def test_the_drafter_inside_is_loaded_for_whoever_runs_one() -> None:
+    for who in ("model", "hierarchical"):
+        with load_eager(context=128, speculation=who, remember=False) as model:
+            assert same(model, who, max_tokens=20, ignore_eos=True).per_drafter[who].drafted > 0
+
+
 def refused(error: type[EdgeInferError], code: int, says: str, **options: Any) -> None:
     """Checks that loading fails with one line and the right exit code."""
     with pytest.raises(error, match=says) as caught:
