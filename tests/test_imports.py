@@ -293,7 +293,7 @@ def test_import_is_light() -> None:
     found = modules_after("import edgeinfer") - modules_after("pass")
     assert {name for name in found if within(name, "edgeinfer")} == {"edgeinfer", "edgeinfer.version"}
     assert {name.partition(".")[0] for name in found} <= sys.stdlib_module_names | {"edgeinfer"}
-    # How many of the standard library's are there before depends on the environment: 22 to 32 are new.
+    # How many of the standard library are there before depends on the environment; of a bare one 32 are new.
     assert len(found) < 40
 
 

@@ -14,8 +14,9 @@ from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["HierarchicalDrafter"]
 
-# With its last known token the model then takes eight rows.
-_LOOK_AHEAD = 7
+# With its last known token the model then takes four rows, which cost it little more than one. A tree of so many nodes
+# takes fewer passes than a chain, and fewer rows in all; larger ones take few passes less for many rows (docs/LOG.md).
+_LOOK_AHEAD = 3
 # Guesses of a drafter for one place.
 _SIBLINGS = 3
 
