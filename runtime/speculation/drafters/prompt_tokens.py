@@ -106,9 +106,9 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
     def observe(self, round: Round) -> None:
         """Keeps what the model predicted after its rows, if the text went on where they were."""
         super().observe(round)
-        self._places = 0 if round.probed is None else len(round.probed)
+        self._places = 0 if round.probed is None else min(self.probes, len(round.probed))
         if round.probed is not None:
-            self._logits_after[: self._places] = round.probed
+            self._logits_after[: self._places] = round.probed[: self._places]
 
     def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(drafted) >= self._places:
