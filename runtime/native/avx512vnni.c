@@ -13,6 +13,15 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 #if defined(__AVX512VNNI__) || (defined(_MSC_VER) && defined(__AVX512F__))
 #include <immintrin.h>
 
+/* Has a sum updated where that is written: GCC else keeps it in two registers, and spills some. */
+#if defined(__GNUC__)
+#define KEEP(sum) __asm__("" : "+v"(sum))
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define KEEP(sum) (void)0
+#define UNROLL
+#endif
+
 /* Rows whose integer sums, two registers each, stay in registers beside the weights, and whose float sums do as well. */
 enum { PANEL = 8, HELD = 6 };
 /* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
@@ -99,8 +108,11 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         for (int s = 0; s < slots; s++)
             for (int r = 0; r < count; r++) {
                 __m512i a = four(values + r * block + s * span + v);
-                for (int g = 0; g < 2; g++)
-                    sums[r][g][s % chains] = _mm512_dpbusd_epi32(sums[r][g][s % chains], weights[g][s], a);
+                for (int g = 0; g < 2; g++) {
+                    __m512i *sum = &sums[r][g][s % chains];
+                    *sum = _mm512_dpbusd_epi32(*sum, weights[g][s], a);
+                    KEEP(*sum);
+                }
             }
     }
     for (int r = 0; r < count; r++)
@@ -115,34 +127,35 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
 
 /* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums, which stay in registers of
  * their own where there are enough. */
-INLINE void panel(int format, int block, int count, const tile_view *t, int64_t begin, int64_t end, int64_t first,
+INLINE void panel(int format, int block, int count, const tile_view *view, int64_t begin, int64_t end, int64_t first,
                   float *sums) {
+    const tile_view t = *view;
     const int64_t step = block * LOWBIT_GROUP; /* of a low plane */
     const int held = count <= HELD;
     __m512 totals[PANEL][2];
-    for (int r = 0; r < count && held; r++)
-        for (int g = 0; g < 2; g++) totals[r][g] = _mm512_loadu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP);
+    UNROLL for (int r = 0; r < count && held; r++)
+        UNROLL for (int g = 0; g < 2; g++) totals[r][g] = _mm512_loadu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP);
     for (int64_t b = begin; b < end; b++) {
-        int64_t at = b * t->m + first;
+        int64_t at = b * t.m + first;
         __m512i dots[PANEL][2];
-        if (format == BITS2) _mm_prefetch((const char *)(t->data + b * t->data_step + AHEAD), _MM_HINT_T0);
-        dot_block(format, count, t->data + b * t->data_step, format == BITS8 ? t->low + b * step : NULL,
-                  t->values + at * block, block, dots);
-        for (int g = 0; g < 2; g++) {
-            __m512 scales = column_scales(format, t, b, g);
-            for (int r = 0; r < count; r++) {
+        if (format == BITS2) _mm_prefetch((const char *)(t.data + b * t.data_step + AHEAD), _MM_HINT_T0);
+        dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
+                  t.values + at * block, block, dots);
+        UNROLL for (int g = 0; g < 2; g++) {
+            __m512 scales = column_scales(format, &t, b, g);
+            UNROLL for (int r = 0; r < count; r++) {
                 float *sum = sums + r * LOWBIT_TILE + g * LOWBIT_GROUP;
                 __m512i dot = format == HIGH8 ? _mm512_slli_epi32(dots[r][g], 5) : dots[r][g];
-                dot = _mm512_sub_epi32(dot, offsets(format, t, b, g, t->row_sums[at + r]));
-                __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t->row_scales[at + r]));
+                dot = _mm512_sub_epi32(dot, offsets(format, &t, b, g, t.row_sums[at + r]));
+                __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(t.row_scales[at + r]));
                 __m512 before = held ? totals[r][g] : _mm512_loadu_ps(sum);
                 totals[r][g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, before);
                 if (!held) _mm512_storeu_ps(sum, totals[r][g]);
             }
         }
     }
-    for (int r = 0; r < count && held; r++)
-        for (int g = 0; g < 2; g++) _mm512_storeu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP, totals[r][g]);
+    UNROLL for (int r = 0; r < count && held; r++)
+        UNROLL for (int g = 0; g < 2; g++) _mm512_storeu_ps(sums + r * LOWBIT_TILE + g * LOWBIT_GROUP, totals[r][g]);
 }
 
 /* One function per format, block and number of rows: the compiler then addresses all rows from one register and keeps

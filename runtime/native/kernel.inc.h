@@ -95,6 +95,17 @@ static void finish(const lowbit_matrix *w, const lowbit_output *out, int64_t til
     }
 }
 
+/* Asks for the lines that a tile's results go to: rows lie apart, so that each is one of its own. */
+static void fetch_results(const lowbit_matrix *w, const lowbit_output *out, int64_t tile, int64_t first, int64_t count) {
+#if defined(__GNUC__)
+    const int64_t width = out->swiglu && w->paired ? w->n / 2 : w->n, columns = w->paired ? LOWBIT_GROUP : LOWBIT_TILE;
+    for (int64_t r = first; r < first + count; r++)
+        for (int64_t c = 0; c < columns; c += LOWBIT_GROUP) __builtin_prefetch(out->y + r * width + tile * columns + c, 1);
+#else
+    (void)w, (void)out, (void)tile, (void)first, (void)count;
+#endif
+}
+
 /* Rows whose sums for one tile, 128 bytes each, stay in the first-level cache beside the tile and the activations. */
 enum { ROWS_AT_ONCE = 64 };
 
@@ -105,6 +116,7 @@ static void multiply(const lowbit_matrix *w, const lowbit_rows *rows, const lowb
         for (int64_t row = 0; row < rows->m; row += ROWS_AT_ONCE) {
             int64_t count = smaller(rows->m - row, ROWS_AT_ONCE);
             memset(sums, 0, (size_t)(count * LOWBIT_TILE) * sizeof(float));
+            fetch_results(w, out, tile, row, count);
             tile_rows(w, tile, rows, row, count, sums);
             finish(w, out, tile, sums, row, count);
         }
