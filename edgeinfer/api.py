@@ -7,6 +7,7 @@ into tokens and hands them to a `TokenStream`.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
@@ -251,18 +252,20 @@ class Model(Replying):
         """Whether replies can be made side by side, in passes that they share."""
         return batch_backend(self._parts) is not None
 
-    def reply_batch(self, parallel: int) -> ReplyBatch:
+    def reply_batch(self, parallel: int, *, streamed: bool = True) -> ReplyBatch:
         """A batch of replies that are made side by side, each as it would be alone; the model is its own until it is
         closed. `generate_batch` is the simple way.
 
         Args:
             parallel: replies side by side at most.
+            streamed: somebody reads replies as they come; else prompts come first, however long tokens then take.
 
         Raises:
             CapabilityError: replies of this model cannot share passes.
             UsageError: another thread runs a reply, or works with the model.
         """
-        return ReplyBatch(self._idle(), self._threads, parallel, self._inter_token_latency)
+        latency = self._inter_token_latency if streamed or self._inter_token_latency is not None else math.inf
+        return ReplyBatch(self._idle(), self._threads, parallel, latency)
 
     def _open_batch(self) -> ReplyBatch | None:
         parallel = self.plan.parallel
@@ -292,7 +295,7 @@ class Model(Replying):
         if parallel < 1:
             raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
         ids = [self._prompt_ids(prompt, config) for prompt in prompts]
-        with closing(self.reply_batch(parallel)) as batch:
+        with closing(self.reply_batch(parallel, streamed=False)) as batch:
             for tokens in ids:
                 batch.main_engine.check(tokens)
 

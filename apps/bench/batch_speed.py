@@ -1,4 +1,4 @@
-"""Replies side by side: their pace beside one reply's and llama.cpp's, what shared documents save, and gaps.
+"""Replies side by side: their pace beside one reply's and llama.cpp's, what shared documents and drafts save, and gaps.
 
     python -m edgeinfer.apps.bench.batch_speed -m BUNDLE --gguf FILE --threads 1 --part pace --out pace.json
 
@@ -29,7 +29,7 @@ from edgeinfer.apps.bench.timing import Spread, percentile
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.errors import BackendError
 
-__all__ = ["main", "measure_document", "measure_gaps", "measure_order", "measure_pace"]
+__all__ = ["main", "measure_document", "measure_drafts", "measure_gaps", "measure_order", "measure_pace"]
 
 Prompts = list[list[int]]
 _GREEDY: dict[str, Any] = {"ignore_eos": True, "speculation": "off"}
@@ -247,7 +247,66 @@ def _run(model: edgeinfer.Model, prompts: Prompts, late: list[int] | None, token
                     batch.add(arrive)
 
 
-_PARTS = {"pace": measure_pace, "document": measure_document, "order": measure_order, "gaps": measure_gaps}
+def measure_drafts(args: argparse.Namespace) -> dict[str, Any]:
+    """How many times longer plain replies take than drafted ones, by clients; prompts, a few tokens over and over, are
+    evaluated beforehand. Which come first changes from repeat to repeat."""
+    most, options = max(args.clients), dict[str, Any](threads=args.threads, remember=False)
+    found = dict[int, list[tuple[float, float]]]()
+    with edgeinfer.load(args.model, context=args.prompt + args.tokens + 1, parallel=most, **options) as model:
+        tokens = Tokens(args.vocabulary, args.seed)
+        for repeat in range(args.repeats):
+            for clients in args.clients:
+                phrases = [tokens.prompt(args.prompt // 4) for _ in range(clients)]
+                prompts = [phrase * 4 for phrase in phrases]
+                kinds = ("off", "auto") if repeat % 2 == 0 else ("auto", "off")
+                taken = {kind: _decoding_time(model, prompts, args.tokens, kind) for kind in kinds}
+                wall, cpu = (taken["off"][at] / taken["auto"][at] for at in (0, 1))
+                found.setdefault(clients, []).append((wall, cpu))
+    spreads = {clients: [Spread.of([pair[at] for pair in each]) for at in (0, 1)] for clients, each in found.items()}
+    return {
+        f"{clients}": {"wall": wall.median, "cpu": cpu.median, "cpu_pairs": sorted(pair[1] for pair in found[clients])}
+        for clients, (wall, cpu) in spreads.items()
+    }
+
+
+def _decoding_time(model: edgeinfer.Model, prompts: Prompts, tokens: int, speculation: str) -> tuple[float, float]:
+    """Seconds of the clock and of the processor from when all replies have a token until they are over."""
+    begun = 0
+    options: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "speculation": speculation}
+    with closing(model.reply_batch(len(prompts), streamed=False)) as batch:
+
+        def reply(prompt: list[int]) -> Callable[[Slot], None]:
+            def work(_: Slot) -> None:
+                nonlocal begun
+                replied = model.stream(prompt, **options)
+                next(replied)
+                begun += 1
+                while begun < len(prompts):
+                    batch.scheduler.give_way()
+                for _chunk in replied:
+                    pass
+
+            return work
+
+        for prompt in prompts:
+            batch.add(reply(prompt))
+        while begun < len(prompts):
+            batch.step()
+
+        def decode() -> None:
+            while batch.step():
+                pass
+
+        return _timed(decode)
+
+
+_PARTS = {
+    "pace": measure_pace,
+    "document": measure_document,
+    "order": measure_order,
+    "gaps": measure_gaps,
+    "drafts": measure_drafts,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -112,7 +112,7 @@ class _Answering:
         def maker(line: BatchLine, request: BatchRequest) -> Callable[[], ReplyLine]:
             return lambda: self._reply(line, request, shares=True)
 
-        with closing(self.model.reply_batch(self.parallel)) as batch:
+        with closing(self.model.reply_batch(self.parallel, streamed=False)) as batch:
             for outcome in batch.as_completed(maker(*each) for each in self._read(lines)):
                 if isinstance(outcome.error, UnshareableError):
                     alone.append(lines[outcome.place])

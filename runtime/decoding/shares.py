@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 
 __all__ = ["PromptShare", "draft_rows"]
@@ -23,14 +24,14 @@ class PromptShare:
     Args:
         most: rows of prompts in any pass.
         inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
-            prompts. At least one row of a prompt comes with each pass, whatever it takes.
+            prompts, and infinity as long as it takes. At least one row of a prompt comes with each pass in any case.
 
     Attributes:
         rows: of prompts in the next pass with others'.
     """
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
-        self.rows = min(_FIRST_ROWS, most)
+        self.rows = most if inter_token_latency == math.inf else min(_FIRST_ROWS, most)
         self._wanted_ms = inter_token_latency
         self._most = most
         self._plain_ms: dict[int, float] = {}  # by rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -108,6 +109,9 @@ def test_prompts_take_what_the_gap_leaves() -> None:
     for _ in range(20):
         stated.observe(4, stated.rows, 8.0 + 0.5 * (4 + stated.rows))
     assert 15 <= stated.rows <= 25
+    unwatched = PromptShare(512, inter_token_latency=math.inf)
+    unwatched.observe(4, 512, 1000.0)
+    assert unwatched.rows == 512
 
 
 @pytest.mark.slow

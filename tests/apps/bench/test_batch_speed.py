@@ -31,7 +31,7 @@ SMALL = [
 @pytest.mark.slow
 def test_every_part_writes_its_figures(tmp_path: Path) -> None:
     figures = {}
-    for part in ("pace", "document", "order", "gaps"):
+    for part in ("pace", "document", "order", "gaps", "drafts"):
         assert main([*SMALL, "--part", part, "--vocabulary", "1000", "--out", str(tmp_path / "out.json")]) == 0
         figures[part] = json.loads((tmp_path / "out.json").read_text())
     pace = figures["pace"]
@@ -40,3 +40,4 @@ def test_every_part_writes_its_figures(tmp_path: Path) -> None:
     assert figures["document"]["ratio"]["cpu"] > 0
     assert figures["order"]["grouped"]["evaluated"] > 0
     assert {"with", "without"} <= figures["gaps"].keys()
+    assert figures["drafts"]["2"]["cpu"] > 0
