@@ -13,6 +13,7 @@ from edgeinfer.adaptive import ComputeOptions, ReducedCompute
 from edgeinfer.device_options import DeviceOptions
 from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
+from edgeinfer.load_replies import LoadReplies
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass
@@ -162,7 +163,7 @@ class Cache(CacheOptions, OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions, RemoteOptions):
+class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions, RemoteOptions):
     """How a model is loaded. Each option is declared with its help, range and names (`options_of`)."""
 
     context: int | None = option(
@@ -281,26 +282,6 @@ class LoadConfig(CacheOptions, LoadDrafting, LoadAdapters, DeviceOptions, Remote
         group=_RESOURCES,
     )
     prefix_cache: int = option(0, **_PREFIX_CACHE)
-    # How many there are, batches and servers say; for these there is memory.
-    parallel: int = option(
-        1,
-        help="number of replies side by side to plan memory for (default: 1)",
-        low=1,
-        high=1024,
-        metavar="N",
-        cli="--parallel",
-        group=_RESOURCES,
-    )
-    # As Sarathi-Serve's bound on the time between tokens; by default a multiple of what passes take here.
-    inter_token_latency: float | None = option(
-        None,
-        help="milliseconds between tokens of replies while the prompt of another is evaluated beside them (default: "
-        "twice as many as without it)",
-        low=0,
-        high=4_000_000,
-        above=True,
-        metavar="MS",
-    )
     # No command but `serve` unloads; timers take no more seconds everywhere.
     idle_unload: float | None = option(
         None,

@@ -91,12 +91,18 @@ class ModelParts:
 
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary as replies by a grammar need it."""
+        """The vocabulary as replies by a grammar need it, with memory planned for it.
+
+        Raises:
+            BudgetError: as `Ledger.plan_grammars`.
+        """
         if self.main is not None:
             return self.main.grammar_vocabulary
         from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary  # of few replies
 
-        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size)
+        self.ledger.plan_grammars()
+        sliced = self.plan.configuration.grammars == "sliced"
+        return GrammarVocabulary(self.tokenizer, self.engine.backend.geometry.vocab_size, sliced=sliced)
 
     @cached_property
     def choice_lists(self) -> ChoiceLists:

@@ -187,6 +187,8 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
         gpu_layers: layers of a GGUF model to run on a graphics processor, the last first, or "auto".
         inter_token_latency: milliseconds between tokens of replies side by side while the prompt of another is
             evaluated, of which each pass takes as much as there is time for; None is twice as many as without it.
+        structured: plan memory for replies by a schema, an expression or a grammar from the start, not when the first
+            is asked for.
         remote: URL of a server whose model decides the text while the loaded one drafts; prompts and replies leave this
             machine.
         remote_api: what the server speaks: "edgeinfer", "sglang", "vllm" or "openai"; None is as it says itself.
@@ -199,6 +201,7 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
     adapters: Mapping[str, str | Path]
     gpu_layers: int | str | None
     inter_token_latency: float | None
+    structured: bool | None
     remote: str | None
     remote_api: RemoteApi | None
     remote_model: str | None

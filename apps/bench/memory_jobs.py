@@ -24,6 +24,8 @@ from edgeinfer.results import Result
 
 __all__ = ["JOBS", "FilledContext", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
 
+# A form whose reply goes on for as long as it may.
+_FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1000}
 # Words of a text, said again and again, so that drafts are made and some are right.
 _REPEATED_WORDS = 24
 _REPLY_TOKENS, _SAMPLED_TOKENS, _LAST_TOKENS = 24, 8, 40
@@ -55,6 +57,8 @@ class FilledContext:
 def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: int = 1) -> FilledContext:
     """Prefills half a context, replies, prefills more, replies with sampled tokens, and replies until all is full.
 
+    Where replies by grammars are planned for, the sampled one is such a reply.
+
     Args:
         seed: of the text and the sampling.
         beyond: go on a quarter of a context further, which shifts the context.
@@ -66,8 +70,10 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
     whole += model.generate(whole, max_tokens=min(_REPLY_TOKENS, context // 8 or 1), **options).token_ids
     last = min(_LAST_TOKENS, context // 4)
     whole += model.tokenize(text)[: max(context - last - len(whole), 0)]
-    sampled = {"temperature": 1.0, "seed": seed, "max_tokens": max(1, min(_SAMPLED_TOKENS, last // 2))}
-    whole += model.generate(whole, **sampled, **options).token_ids
+    sampled = options | {"temperature": 1.0, "seed": seed, "max_tokens": max(1, min(_SAMPLED_TOKENS, last // 2))}
+    if model.plan.configuration.grammars != "none":
+        sampled |= {"json_schema": _FORM, "ignore_eos": False}
+    whole += model.generate(whole, **sampled).token_ids
     left = context - len(whole) + 1 + (context // 4 if beyond else 0)
     reply = model.generate(whole, max_tokens=max(left, 1), **options)
     return FilledContext(

@@ -265,6 +265,7 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
         "threads": drawing.choice((1, 2)),
         "speculation": drawing.choice(_SPECULATION),
         "draft_max": drawing.choice(_MOST_DRAFTED),
+        "structured": seldom((True,), False),
         "remember": False,
     }
     if options["speculation"] == "model":

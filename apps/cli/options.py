@@ -48,7 +48,7 @@ __all__ = [
 # Options of LoadConfig by subject, in the order of help.
 MEMORY = (
     *("memory", "context", "kv", "overflow", "weights", "expert_memory", "counted", "prefill_chunk", "profile"),
-    "prefix_cache",
+    *("prefix_cache", "structured"),
 )
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")

@@ -21,7 +21,7 @@ from edgeinfer.apps.cli.process import end_start
 from edgeinfer.apps.cli.text_files import is_piped, read_stdin, read_text, utf8
 from edgeinfer.apps.terminal.endings import CommandWords, ending
 from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
-from edgeinfer.config import format_size
+from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, TemplateError, UsageError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def execute(args: argparse.Namespace) -> int:
     system = None if args.system is None else utf8(args.system, "--system")
     options = generation_options(args)
     loading = load_options(args)
+    if GenerationConfig.of(**options).follows_grammar:
+        loading.setdefault("structured", True)
     prompt = _prompt(args)
     with load_model(args.model, loading) as model:
         answers = _answers(args, model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import threading
 import time
@@ -311,6 +312,9 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
     alone = edgeinfer.plan(model, **given)
     mine = alone.configuration
     fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
+    if alone.budget_bytes is not None and _follows_grammars():
+        # Once the cache has what is left, there is no room for them.
+        fixed["structured"] = edgeinfer.plan(model, **(fixed | {"structured": True})).fits
     sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
     while parallel >= 1:
         roomy = fixed | {"parallel": parallel}
@@ -322,6 +326,11 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
             return roomy
         parallel //= 2
     return given
+
+
+def _follows_grammars() -> bool:
+    """Whether replies by a schema, an expression or a grammar can be made here."""
+    return importlib.util.find_spec("llguidance") is not None
 
 
 def load_with_room(

@@ -11,7 +11,7 @@ from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
-from edgeinfer.runtime.planning.configuration import Configuration, TokenizerMode
+from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.wording import Setting
@@ -62,7 +62,11 @@ def modest_configurations(
     """
     every = _dimensions(plan_input, config, drafts)
     least = every._replace(
-        contexts=every.contexts[-1:], kv_types=every.kv_types[-1:], drafts=every.drafts[-1:], chunks=every.chunks[-1:]
+        contexts=every.contexts[-1:],
+        kv_types=every.kv_types[-1:],
+        drafts=every.drafts[-1:],
+        chunks=every.chunks[-1:],
+        grammars=every.grammars[-1:],
     )
     return map(plan_input.placed, _product(least))
 
@@ -90,6 +94,7 @@ class _Dimensions(NamedTuple):
     drafts: Sequence[Drafting]
     chunks: tuple[int, ...]
     tokenizers: tuple[TokenizerMode, ...]
+    grammars: tuple[GrammarMode, ...]
 
 
 def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> _Dimensions:
@@ -100,11 +105,12 @@ def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Draf
         drafts,
         (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
         plan_input.tokenizers,
+        ("sliced", "plain") if config.structured else ("none",),
     )
 
 
 def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, (weights, window, experts), drafts, chunk, tokenizer in itertools.product(*dimensions):
+    for context, kv, (weights, window, experts), drafts, chunk, tokenizer, grammars in itertools.product(*dimensions):
         drafters, most, draft_model = drafts
         yield Configuration(
             context,
@@ -117,6 +123,7 @@ def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
             tokenizer,
             experts,
             draft_model=draft_model,
+            grammars=grammars,
         )
 
 

@@ -8,12 +8,15 @@ from typing import Literal, Protocol
 
 from edgeinfer.records import dataclass
 
-__all__ = ["TOKENIZER", "Configuration", "Footprint", "ModelMemory", "TokenizerMode"]
+__all__ = ["TOKENIZER", "Configuration", "Footprint", "GrammarMode", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
 # The tokenizer is mapped from a table, stays in memory as the library has it, is loaded again for every prompt, or is
 # part of the model's file.
 TokenizerMode = Literal["mapped", "kept", "transient", "model"]
+# Replies by a grammar are not planned for; there is memory for the engine's tables of the vocabulary; or also for the
+# tokens that it keeps apart for strings, without which it takes longer for their masks.
+GrammarMode = Literal["none", "plain", "sliced"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Configuration:
         expert_count: of experts that every token uses; None leaves it to the model.
         draft_model: whether a second, smaller model is in memory to draft.
         gpu_layers: of the last layers, as many as run on a graphics processor; the head counts as one.
+        grammars: one of `GrammarMode`.
     """
 
     context: int
@@ -47,6 +51,7 @@ class Configuration:
     expert_count: int | None = None
     draft_model: bool = False
     gpu_layers: int = 0
+    grammars: GrammarMode = "none"
 
 
 @dataclass(frozen=True)

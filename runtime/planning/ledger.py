@@ -13,7 +13,9 @@ from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.planning.planner import Replan
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
+from edgeinfer.wording import Setting
 
 __all__ = ["Ledger", "MemoryRelief"]
 
@@ -62,7 +64,7 @@ class Ledger:
         plan: MemoryPlan,
         terms: Callable[[], Mapping[str, int]],
         reliefs: Sequence[MemoryRelief],
-        replan: Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan],
+        replan: Replan,
         apply: Callable[[MemoryPlan], None],
     ) -> None:
         self.plan = plan
@@ -104,6 +106,29 @@ class Ledger:
                     relief.restore()
             self.given_up.clear()
         self.check(now=True)
+
+    def plan_grammars(self) -> None:
+        """A reply by a grammar begins: plans memory for such replies if the plan in force has none for them.
+
+        Raises:
+            BudgetError: there is no room for it.
+        """
+        if self.plan.configuration.grammars != "none":
+            return
+        plan = self._replan(self.plan, process_memory(), self._terms(), grammars=True)
+        if not plan.fits:
+            assert plan.budget_bytes is not None, "without a budget all fits"
+            raise BudgetError(
+                f"Replies by a schema, an expression or a grammar take up to {format_size(plan.terms['grammars'])} "
+                f"more, for which the budget of {format_size(plan.budget_bytes)} has no room.",
+                f"Give at least {format_size(plan.planned_bytes, up=True)}, or load the model with "
+                + Setting("structured", True)
+                + ", which plans for them from the start.",
+                terms=plan.terms,
+                minimum_bytes=plan.planned_bytes,
+            )
+        self._apply(plan)
+        self.plan = plan
 
     def check(self, *, now: bool = False) -> None:
         """Looks whether the budget is kept, and gives up what is needed to keep it.

@@ -75,6 +75,11 @@ class MemoryModel:
             running += Footprint({"adapters": self._adapters}, {})
         if config.parallel > 1:
             running += Footprint({"sequences": (config.parallel - 1) * self._sequence(running, configuration)}, {})
+        if configuration.grammars != "none":
+            kept, made = options.grammars(configuration.grammars, manifest.geometry.vocab_size, config.parallel)
+            # A lone reply makes the tables before its first pass.
+            idle = running.anonymous.get("activations", 0) if config.parallel == 1 else 0
+            running += Footprint({"grammars": max(kept, made - idle)}, {})
         if config.prefix_cache:
             size = options.prefix_cache(config.prefix_cache, manifest.geometry.num_layers)
             running += Footprint({"prefix_cache": size}, {})

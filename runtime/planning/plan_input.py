@@ -16,7 +16,7 @@ from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint, ModelMemory, TokenizerMode
+from edgeinfer.runtime.planning.configuration import Configuration, Footprint, GrammarMode, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
@@ -35,6 +35,8 @@ class OptionBytes:
         prefix_cache: of its cap in bytes and the model's number of layers.
         context_shift: of a policy's name, and a cache of so many tokens.
         priors: of the drafters that "auto" will ask, in the order in which it asks them.
+        grammars: of so many replies side by side by grammars, with a vocabulary of so many tokens; and while the
+            engine's tables of the vocabulary are made.
     """
 
     drafting: Callable[[Bundle, Configuration], int]
@@ -42,6 +44,7 @@ class OptionBytes:
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
     priors: Callable[[PlanInput, TunedDrafting], Mapping[str, Prior]]
+    grammars: Callable[[GrammarMode, int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)

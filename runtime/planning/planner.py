@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from edgeinfer.bundle.tables import tensors_in
@@ -33,6 +33,21 @@ from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
 
+class Replan(Protocol):
+    """Makes another plan of the one in force."""
+
+    def __call__(
+        self, plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int], *, grammars: bool = False
+    ) -> MemoryPlan:
+        """The plan from now on.
+
+        Args:
+            process: as it is now.
+            used: bytes that the model's parts hold.
+            grammars: with memory for replies by grammars, whether that fits or not.
+        """
+
+
 class Profiles(Protocol):
     """Opens what was measured and learnt of one way of running a model on this device."""
 
@@ -44,7 +59,6 @@ class Profiles(Protocol):
 _PARSING_MS_PER_BYTE = 6e-5
 # Bytes per second at which dropped pages come back from the system's cache of the file.
 _RELEASED_PER_S = 1e10
-Replan = Callable[[MemoryPlan, ProcessMemory, Mapping[str, int]], MemoryPlan]
 # Terms that grow while the model is used, and which are not alive between two turns.
 _KNOWN = ("kv", "prefix_cache")
 _TRANSIENT = ("activations", "loading")
@@ -193,27 +207,34 @@ def _prospects(plan_input: PlanInput, profile: DeviceProfile, passes: PassCosts)
 
 
 def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel) -> Replan:
-    """A function of the plan in force, the process now and the bytes its parts hold: the plan from now on."""
+    """A function that plans again what can change under a loaded model."""
 
-    def replan(plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int]) -> MemoryPlan:
+    def replan(
+        plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int], *, grammars: bool = False
+    ) -> MemoryPlan:
         outside = _outside(plan, process, used)
         mine, planned = plan.configuration, _planned_outside(plan)
         if abs(outside.anonymous - planned.anonymous) + abs(outside.file - planned.file) < _NOTICED_BYTES:
-            return plan
+            if not grammars:
+                return plan
+            outside = planned
         chosen: dict[str, Any] = {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
-        chosen["overflow"] = plan.overflow
+        chosen |= {"overflow": plan.overflow, "structured": grammars or mine.grammars != "none"}
         fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:
             fixed = other.window_layers, other.expert_bytes, other.tokenizer, other.draft_model
-            return fixed == (mine.window_layers, mine.expert_bytes, mine.tokenizer, mine.draft_model)
+            if fixed != (mine.window_layers, mine.expert_bytes, mine.tokenizer, mine.draft_model):
+                return False
+            # The vocabulary may have been made for the engine.
+            return mine.grammars in ("none", other.grammars)
 
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
         process = dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE))
         memory = MemoryModel(plan_input, fixed, process, reserve=plan.terms.get("reserve", 0))
         found = search(plan_input, fixed, memory, speed, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
-        return found if found.fits else plan
+        return found if found.fits or grammars else plan
 
     return replan
 

@@ -203,6 +203,8 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
         lost.append(f"no drafting by {', '.join(name for name in wanted.drafters if name not in chosen.drafters)}")
     if 0 < chosen.draft_max < wanted.draft_max:
         lost.append(f"at most {chosen.draft_max} draft tokens instead of {wanted.draft_max}")
+    if chosen.grammars != wanted.grammars:
+        lost.append("slower masks in strings of replies by a grammar")
     if chosen.prefill_chunk < wanted.prefill_chunk:
         lost.append(f"prompts read {chosen.prefill_chunk} tokens at a time instead of {wanted.prefill_chunk}")
     share = speed.speed(chosen).tokens_per_second / speed.speed(wanted).tokens_per_second

@@ -7,18 +7,26 @@ from threading import Lock
 from typing import Any
 
 from edgeinfer.errors import TokenizerError, UsageError
+from edgeinfer.runtime.planning.configuration import GrammarMode
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, piece_bytes, token_bytes
 
-__all__ = ["GrammarVocabulary", "engine", "spelled"]
+__all__ = ["GrammarVocabulary", "engine", "grammar_bytes", "spelled"]
 
 # One of these is among the decoding steps of every tokenizer that spells spaces as SentencePiece does.
 _PIECES = frozenset({"Replace", "Metaspace"})
 # How the engine is told that a token is special: no text leads to it.
 _SPECIAL = b"\xff"
-# Texts of strings, of which the engine keeps the tokens apart. At 150 thousand tokens its own four of these take 87 MB,
-# these two 58 MB for the same time per mask; none 26 MB, and 5 ms instead of 0.2 ms in strings of bounded length.
+# Texts of strings, of which the engine keeps the tokens apart. At 150 thousand tokens its own four of these took 87 MB
+# where these two took 58 for the same time per mask; without any it takes 5 ms instead of 0.2 in strings of bounded
+# length.
 _SLICES = (r"[^\"\\\x00-\x1F\x7F]{1,10}", r"[^\"\\\x00-\x1F\x7F]{1,30}")
+
+# Bytes of a token in its tables, and while they are made; of the engine's code and its first use; of a grammar while it
+# is compiled and followed, of 265 schemas of jsonschemabench the most, and of a further one beside it (docs/LOG.md,
+# 2026-11-26).
+_TOKEN_BYTES: dict[GrammarMode, tuple[int, int]] = {"none": (0, 0), "plain": (130, 190), "sliced": (240, 310)}
+_ENGINE_BYTES, _GRAMMAR_BYTES, _FURTHER_GRAMMAR_BYTES = 2_000_000, 8_000_000, 4_000_000
 
 
 def engine() -> Any:
@@ -59,18 +67,31 @@ def spelled(tokenizer: TokenizerLike, size: int) -> list[bytes]:
     ]
 
 
+def grammar_bytes(mode: GrammarMode, size: int, replies: int) -> tuple[int, int]:
+    """What replies by grammars take at most: the vocabulary as the engine has it and grammars; and while the former is
+    made.
+
+    Args:
+        size: tokens of the vocabulary.
+        replies: side by side.
+    """
+    kept, made = (_ENGINE_BYTES + each * size for each in _TOKEN_BYTES[mode])
+    return kept + _GRAMMAR_BYTES + (replies - 1) * _FURTHER_GRAMMAR_BYTES, made
+
+
 class GrammarVocabulary:
-    """The vocabulary of one model for the grammar engine, made when it is first needed: 0.7 s and 58 MB at 150 thousand
-    tokens.
+    """The vocabulary of one model for the grammar engine, made when it is first needed: 0.7 s at 150 thousand tokens.
 
     Args:
         tokenizer: of the model.
         size: tokens that the model has logits for.
+        sliced: whether the engine keeps the tokens of strings apart, which takes memory and saves time.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, size: int) -> None:
+    def __init__(self, tokenizer: TokenizerLike, size: int, *, sliced: bool = True) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
+        self._slices = list(_SLICES) if sliced else []
         self.size = size
 
     @property
@@ -89,7 +110,7 @@ class GrammarVocabulary:
     def _made(self) -> Any:
         library = engine()
         spelling = _Spelled([*spelled(self._tokenizer, self.size), _SPECIAL + b"<|end of grammar|>"])
-        made = library.LLTokenizer(spelling, slices=list(_SLICES))
+        made = library.LLTokenizer(spelling, slices=self._slices)
         # The engine has a copy, and keeps this.
         spelling.tokens = []
         release_freed()

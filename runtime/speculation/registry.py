@@ -17,6 +17,7 @@ from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.profile.drafting import TunedDrafting
+from edgeinfer.runtime.sampling.grammar_tokens import grammar_bytes
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
@@ -387,5 +388,10 @@ def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
 
 
 OPTION_BYTES = OptionBytes(
-    _configured_bytes, _beside_bytes, prefix_cache.planned_bytes, context_shift.planned_bytes, priors_of
+    _configured_bytes,
+    _beside_bytes,
+    prefix_cache.planned_bytes,
+    context_shift.planned_bytes,
+    priors_of,
+    grammar_bytes,
 )

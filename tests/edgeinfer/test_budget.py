@@ -57,7 +57,7 @@ def under(model: edgeinfer.Model, budget: int) -> edgeinfer.Model:
     """Puts a loaded model under a budget."""
     ledger = model._lifecycle.parts().ledger
     ledger.plan = dataclasses.replace(ledger.plan, budget_bytes=budget)
-    ledger._replan = lambda plan, *rest: plan
+    ledger._replan = lambda plan, process, used, *, grammars=False: plan
     return model
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, run_cases
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.runtime.sampling import grammar_trial
 from tests.speculation import BUILTIN, PROMPT, load_eager, needs_builtin, plain, same
 from tests.tables import each_row
@@ -262,3 +265,44 @@ def test_what_takes_too_much_is_found_out_before_the_reply(
     for options in ({"json_schema": bomb}, {"regex": "(" * 5000}, {"temperature": -1}, {"nonsense": 1}):
         with pytest.raises(UsageError):
             tales.check(**options)
+
+
+LEAN: dict[str, Any] = {"context": 64, "threads": 1, "speculation": "off", "remember": False, "counted": "anonymous"}
+
+
+def test_memory_is_planned_from_the_start_where_it_is_asked_for(small_bundle: Path) -> None:
+    without, ample = (edgeinfer.plan(small_bundle, structured=asked, **LEAN) for asked in (False, True))
+    assert "grammars" not in without.terms and ample.configuration.grammars == "sliced"
+    assert ample.terms["grammars"] > 8_000_000
+    beside = edgeinfer.plan(small_bundle, structured=True, parallel=3, **LEAN)
+    assert beside.terms["grammars"] > ample.terms["grammars"]
+
+
+def test_memory_is_planned_when_the_first_such_reply_is_asked_for(small_bundle: Path) -> None:
+    with edgeinfer.load(small_bundle, memory="2GB", **LEAN) as model:
+        before = model.plan
+        result = model.generate(PROMPT, max_tokens=4, regex="[a-z ]{20}")
+        assert model.plan.configuration.grammars == "sliced"
+        assert model.plan.terms == before.terms | {"grammars": result.memory.terms["grammars"]}
+        model.generate(PROMPT, max_tokens=4)
+        assert "grammars" in model.plan.terms
+
+
+def test_replies_without_room_for_them_are_refused_and_others_are_made(small_bundle: Path) -> None:
+    least = edgeinfer.plan(small_bundle, **LEAN).minimum_bytes
+    with edgeinfer.load(small_bundle, memory=least + 4_000_000, **LEAN) as model:
+        with pytest.raises(BudgetError, match="for which the budget of") as caught:
+            model.generate(PROMPT, max_tokens=4, json_object=True)
+        assert "structured=True" in str(caught.value.hint) and caught.value.minimum_bytes > least + 4_000_000
+        assert model.generate(PROMPT, max_tokens=4).token_ids and "grammars" not in model.plan.terms
+
+
+@needs_builtin
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_reply_by_a_schema_stays_within_a_limit_of_the_system() -> None:
+    model = PlannedModel("built-in", str(BUILTIN), 5_000_000, 512, "built-in")
+    options = {**LEAN, "context": 128, "structured": True, "kv": "int8"}
+    (run,) = run_cases([PlanCase(0, model, 1.0, seed=1, draft_width=1, cold=False, options=options)])
+    assert run.outcome == "kept", run.reason
+    assert run.details["anonymous"]["grammars"] > 0

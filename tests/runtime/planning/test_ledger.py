@@ -55,8 +55,10 @@ def plan(budget: int | None, counted: str = "resident", **changes: Any) -> Memor
 def make(process: Process, planned: MemoryPlan, replanned: MemoryPlan | None = None) -> tuple[Ledger, list[MemoryPlan]]:
     applied: list[MemoryPlan] = []
 
-    def replan(old: MemoryPlan, memory: ProcessMemory, held: Mapping[str, int]) -> MemoryPlan:
-        return replanned or old
+    def replan(
+        plan: MemoryPlan, process: ProcessMemory, used: Mapping[str, int], *, grammars: bool = False
+    ) -> MemoryPlan:
+        return replanned or plan
 
     return Ledger(planned, lambda: {"kv": 7}, process.reliefs(), replan, applied.append), applied
 

@@ -107,9 +107,20 @@ def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: P
     assert any("lossy" in text for text in tight.given_up)
 
 
+def test_tables_for_grammars_are_smaller_where_memory_is_short(plan_input: PlanInput) -> None:
+    free = plan(plan_input, structured=True)
+    assert free.configuration.grammars == "sliced" and plan(plan_input).configuration.grammars == "none"
+    assert free.planned_bytes - plan(plan_input).planned_bytes == free.terms["grammars"]
+    tight = plan(plan_input, structured=True, memory=free.minimum_bytes)
+    assert tight.fits and tight.configuration.grammars == "plain"
+    assert tight.terms["grammars"] < free.terms["grammars"]
+    assert "slower masks in strings of replies by a grammar" in tight.given_up
+
+
 fixed_options = st.fixed_dictionaries(
     {},
     optional={
+        "structured": st.booleans(),
         "context": st.sampled_from([128, 1000, 4096]),
         "kv": st.sampled_from(["float32", "int8", "int4"]),
         "weights": st.sampled_from(["mapped", "streamed"]),
