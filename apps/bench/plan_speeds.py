@@ -2,9 +2,9 @@
 
     XDG_CACHE_HOME=EMPTY python -m edgeinfer.apps.bench.plan_speeds -m MODEL --plans 100 --budgets 10 --out FILE
 
-A device is measured as it is in use: some replies by default options, then every way to run once. Speeds of a busy
-machine drift, so each measured one is taken beside plain decoding, and predictions are held against it as if the
-machine were as fast as at first.
+A device is measured as it is in use: some replies by default options, then every way to run once, by the processor's
+time, so with one thread. Speeds of a busy machine drift, so each measured one is taken beside plain decoding, and
+predictions are held against it as if the machine were as fast as at first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BudgetChoice", "PlanSpeed", "Stopwatch", "choices_within", "draw_ways", "enumerated_ways", "main"]
+__all__ = ["BudgetChoice", "PlanSpeed", "PlanTimer", "choices_within", "draw_ways", "enumerated_ways", "main"]
 
 # What is drawn; streaming is seldom, as it is slow.
 _KV = (None, "float16", "int8", "int4")
@@ -80,7 +81,7 @@ class BudgetChoice:
     share: float
 
 
-class Stopwatch:
+class PlanTimer:
     """Times replies of one model, beside plain decoding by its default options.
 
     Args:
@@ -114,14 +115,17 @@ class Stopwatch:
         return self._replies({}, speculation="off")
 
     def _replies(self, options: Mapping[str, Any], **reply: Any) -> float:
-        """Tokens a second of all replies, their first tokens aside."""
-        tokens = ms = 0.0
+        """Tokens a second of the processor's time over all replies, their first tokens aside."""
+        tokens = seconds = 0.0
         with edgeinfer.load(self._model, **self._common | dict(options)) as model:
             for item in tokenize_prompts(model, self._prompts, self._max):
-                done = model.generate(list(item.ids), max_tokens=self._max, ignore_eos=True, **reply)
+                with model.stream(list(item.ids), max_tokens=self._max, ignore_eos=True, **reply) as stream:
+                    next(stream)
+                    started = time.process_time()
+                    done = stream.complete()
+                    seconds += time.process_time() - started
                 tokens += len(done.token_ids) - 1
-                ms += done.timings.per_token_ms * (len(done.token_ids) - 1)
-        return 1e3 * tokens / ms
+        return tokens / seconds
 
 
 def draw_ways(count: int, seed: int) -> list[dict[str, Any]]:
@@ -179,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-model", help="as for edgeinfer run")
     parser.add_argument("--plans", type=int, default=100, help="random plans")
     parser.add_argument(
-        "--budgets", type=int, default=10, help="budgets whose choice is held against all ways; 0 is none"
+        "--budgets", type=int, default=10, help="budgets whose choice is compared with all ways; 0 is none"
     )
     parser.add_argument("--data", type=Path, help="folder of prompts (default: a dozen built-in ones)")
     parser.add_argument("--per-category", type=int, default=1)
@@ -199,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             prompts = load_prompts(options.data, options.per_category, categories=("tales/retell", "mtbench"))
         common = {"threads": options.threads} | ({"draft_model": options.draft_model} if options.draft_model else {})
-        watch = Stopwatch(options.model, prompts, options.max_tokens, common)
+        watch = PlanTimer(options.model, prompts, options.max_tokens, common)
         watch.learn(_WARM)
         drawn = [watch.timed(way) for way in draw_ways(options.plans, options.seed)]
         every = [watch.timed(way) for way in enumerated_ways()] if options.budgets else []

@@ -20,7 +20,7 @@ from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, Memor
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes, token_beside_ms
 from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -195,6 +195,7 @@ def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -
         round_ms=costs.round_ms if costs else ROUND_MS,
         prospects=_prospects(plan_input, profile, passes),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
+        beside_ms=token_beside_ms(plan_input.manifest.geometry.vocab_size),
     )
 
 

@@ -9,12 +9,24 @@ from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
 
-__all__ = ["REPLY_TOKENS", "ROUND_MS", "TURN_TOKENS", "Pace", "Speed", "SpeedModel", "guessed_passes"]
+__all__ = [
+    "REPLY_TOKENS",
+    "ROUND_MS",
+    "TURN_TOKENS",
+    "Pace",
+    "Speed",
+    "SpeedModel",
+    "guessed_passes",
+    "token_beside_ms",
+]
 
 # A turn of a chat, by which configurations are compared: so many new tokens of prompt, so many of reply.
 TURN_TOKENS, REPLY_TOKENS = 64, 128
 # Of a round that drafts, besides its pass (docs/LOG.md, 2026-11-21).
 ROUND_MS = 0.3
+# Of a token besides its round: choosing it, its text and its figures; and of each token of the vocabulary it is chosen
+# from (docs/LOG.md, 2026-11-26).
+_TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
@@ -48,6 +60,7 @@ class Pace:
         round_ms: of a round that drafts, besides its pass.
         prospects: of the drafters that "auto" asks, in the order in which it asks them.
         tokenizer_ms: making the tokenizer.
+        beside_ms: of a token besides its round.
     """
 
     passes: PassCosts
@@ -55,6 +68,12 @@ class Pace:
     round_ms: float
     prospects: Sequence[Prospect]
     tokenizer_ms: float
+    beside_ms: float = 0.0
+
+
+def token_beside_ms(vocabulary: int) -> float:
+    """Milliseconds that a token of so large a vocabulary takes besides its round."""
+    return _TOKEN_MS + _CHOICE_MS * vocabulary
 
 
 def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lambda rows: 0.0) -> PassCosts:
@@ -101,7 +120,7 @@ class SpeedModel:
             asked = [each for each in pace.prospects if each.drafter in names and (draft_model or not each.model)]
             pass_ms = [pace.passes.ms(rows) for rows in range(1, most + 2)]
             self._rates[key] = decoding_rate(asked if most else (), pass_ms, pace.round_ms)
-        return 1 / self._rates[key]
+        return 1 / self._rates[key] + pace.beside_ms
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:

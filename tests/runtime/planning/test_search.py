@@ -27,7 +27,7 @@ from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, Memor
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import Pace, SpeedModel, guessed_passes
+from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, Pace, SpeedModel, guessed_passes, token_beside_ms
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.settings import TunedSettings
@@ -422,3 +422,13 @@ def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanIn
     # A mode that this backend does not have is not taken.
     other = dataclasses.replace(plan_input, settings=TunedSettings(weights="packed"))
     assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()
+
+
+def test_tokens_take_time_besides_their_rounds() -> None:
+    pace = dataclasses.replace(PACE, prospects=(), beside_ms=0.5)
+    configuration = _configuration(draft_max=0, drafters=())
+    without = SpeedModel(lambda _: dataclasses.replace(pace, beside_ms=0.0)).speed(configuration)
+    found = SpeedModel(lambda _: pace).speed(configuration)
+    assert 1e3 / found.tokens_per_second == pytest.approx(1e3 / without.tokens_per_second + 0.5)
+    assert found.turn_ms == pytest.approx(without.turn_ms + REPLY_TOKENS * 0.5)
+    assert token_beside_ms(150_000) > 2 * token_beside_ms(4_000)
