@@ -48,6 +48,8 @@ _ENOUGH = 5
 _SHARED = 512
 # Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
 _CONFIRMED = 3
+# What a guess was believed to cost counts as so many rounds.
+_BELIEVED = 2.0
 _EXACT = "exact"
 
 
@@ -164,13 +166,16 @@ class DeviceCosts:
         self._shared.append((rows, ms))
 
     def learn(self, statistics: SpeculationStatistics) -> None:
-        """Follows the passes and rounds of a reply, and passes that texts shared; kept with the next `save`."""
+        """Follows passes, guesses and rounds of a reply, and passes that texts shared; kept with the next `save`."""
         if self._passes is None:
             return
         for passes in (statistics.timed_passes, self._shared):
             self._passes = following(self._passes, passes)
             self._ran.update(rows for rows, _ in passes)
         self._shared.clear()
+        for name, times in statistics.timed_guesses.items():
+            if name in self._guess_ms:
+                self._guess_ms[name] = _followed(self._guess_ms[name], times)
         if len(statistics.plain_overhead_ms) >= _ENOUGH:
             self._overhead_ms = median(statistics.plain_overhead_ms)
         if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
@@ -247,6 +252,14 @@ class DeviceCosts:
         if self._kept != (self._passes, drafts):
             self._profile.save_costs(stamped(self._passes, drafts))
             self._kept = self._passes, drafts
+
+
+def _followed(believed: float, times: Sequence[float]) -> float:
+    """Milliseconds between what was believed and the median of what rounds took, which busy moments move little."""
+    if len(times) < _ENOUGH:
+        return believed
+    share = len(times) / (len(times) + _BELIEVED)
+    return believed + share * (median(times) - believed)
 
 
 def _check_state(check: ExactCheck) -> dict[str, NDArray[Any]]:

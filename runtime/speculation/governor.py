@@ -5,11 +5,13 @@ expected tokens per millisecond is verified; and a drafter is asked for one more
 times its milliseconds, R being the tokens per millisecond that decoding achieves. A cascade of drafters is nothing
 special: at every place the guess of most worth is taken, whoever made it.
 All times are the device's measured costs, never a clock's: the same costs and the same texts give the same decisions.
+What guesses really took is noted for the costs of later replies.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -142,6 +144,7 @@ class Governor:
 
     Attributes:
         width: as given.
+        timed_guesses: drafter and milliseconds of each guess of the last draft that was paid for.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class Governor:
         self._at_work: Drafter | None = None
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
         self._spent = 0.0
+        self.timed_guesses: list[tuple[str, float]] = []
         self._tries = _TRIES
         self._probe_tries = _TRIES
 
@@ -299,6 +303,7 @@ class Governor:
         self._account.begin_round()
         self._asked, self._at_work, self._spent = {}, None, 0.0
         self._paid.clear()
+        self.timed_guesses = []
 
     def _worth(self, tree: _Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
@@ -311,10 +316,19 @@ class Governor:
         """What a drafter's next guess costs."""
         return 0.0 if name in self._paid else self._guess_ms[name]
 
-    def _pay(self, drafter: Drafter) -> None:
-        self._spent += self._price(drafter.name)
+    def _paid_guesses(self, drafter: Drafter, context: Context, path: Sequence[int], width: int) -> Sequence[Guess]:
+        """Guesses behind a path, which the draft pays for."""
+        price = self._price(drafter.name)
+        self._spent += price
         if drafter.at_once:
             self._paid.add(drafter.name)
+        if drafter.uses_target:
+            self._at_work = drafter
+        started = time.perf_counter_ns()
+        guesses = drafter.guesses(context, path, width if drafter.branches else 1)
+        if price and guesses:
+            self.timed_guesses.append((drafter.name, (time.perf_counter_ns() - started) / 1e6))
+        return guesses
 
     def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float, *, once: bool = False) -> float:
         """The most that further nodes behind a path are worth if each is accepted with this probability.
@@ -361,12 +375,8 @@ class Governor:
                     if not self._tries or not main_branch:
                         continue
                     self._tries -= 1
-            guesses = drafter.guesses(context, path, self.width if drafter.branches else 1)
-            self._pay(drafter)
-            if drafter.uses_target:
-                self._at_work = drafter
-            for rank, guess in enumerate(guesses):
-                answers.append((name, rank, guess))
+            guesses = self._paid_guesses(drafter, context, path, self.width)
+            answers += [(name, rank, guess) for rank, guess in enumerate(guesses)]
         return [self._estimated(*answer, answers, len(path)) for answer in answers]
 
     def _best(self, answers: Sequence[tuple[str, int, Guess]], depth: int) -> tuple[float, str | None]:

@@ -127,9 +127,9 @@ class _ShapedGovernor(StochasticGovernor):
     def _draw(self, context: Context, drafter: Drafter, node: _Node, rank: int) -> Asked | None:
         """The next sibling behind a node, after `rank` of them; None where nothing is left."""
         if rank == 0:
-            self._pay(drafter)
-            self._at_work = drafter if drafter.uses_target else self._at_work
-        guesses = drafter.guesses(context, node.path, rank + 1 if drafter.branches else 1)
+            guesses = self._paid_guesses(drafter, context, node.path, 1)
+        else:
+            guesses = drafter.guesses(context, node.path, rank + 1 if drafter.branches else 1)
         if rank >= len(guesses):
             return None
         asked = self._estimated(drafter.name, rank, guesses[rank], (), len(node.path))

@@ -157,10 +157,7 @@ class StochasticGovernor(Governor):
         return best, best_estimate
 
     def _ask_one(self, drafter: Drafter, context: Context, path: list[int], width: int) -> list[Asked]:
-        self._pay(drafter)
-        if drafter.uses_target:
-            self._at_work = drafter
-        guesses = drafter.guesses(context, path, width if drafter.branches else 1)
+        guesses = self._paid_guesses(drafter, context, path, width)
         asked = [self._estimated(drafter.name, rank, guess, (), len(path)) for rank, guess in enumerate(guesses)]
         self._asked[tuple(path)] = asked
         return asked

@@ -372,6 +372,23 @@ class Kept:
         return None
 
 
+def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
+    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
+    kept.kept = Costs(kept.kept.passes, DraftCosts({"model": 4.0}, 0.0), "", "")
+    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    costs.prepare()
+    text = text_of(60)
+    run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
+    assert {name for name, _ in run.governor.timed_guesses} == {"model"}
+    statistics = SpeculationStatistics()
+    for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
+        statistics.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)])
+    costs.learn(statistics)
+    assert costs.of([]).guess_ms("model") == pytest.approx(0.5, abs=0.2)
+    costs.learn(SpeculationStatistics(timed_guesses={"model": [9.0, 9.0]}))
+    assert costs.of([]).guess_ms("model") < 1.0
+
+
 @pytest.mark.slow
 def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> None:
     """By what was kept every row costs a pass, and no draft pays; in truth few rows cost hardly more than one."""
