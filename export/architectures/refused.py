@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from edgeinfer.errors import UnsupportedArchitectureError
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["refusal"]
+__all__ = ["ASSISTANTS", "refusal"]
 
-_RUN_GGUF = "Run a GGUF of it: -m OWNER/NAME:Q4_K_M"
 _OTHERS = "Choose another model, such as those of: edgeinfer models --catalog"
 
 
@@ -20,18 +19,23 @@ class _Refused:
     Attributes:
         title: as its makers call it.
         why: what it has that no builder makes; "" for details that take too long to name.
-        gguf: whether llama.cpp runs it here.
+        hint: what to do instead.
     """
 
     title: str
     why: str = ""
-    gguf: bool = True
+    hint: str = _OTHERS
 
 
-# By transformers' `model_type`. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
-_FAMILIES = {
-    "mamba": _Refused("Mamba", "recurrent layers", gguf=False),
-}
+_ASSISTANT = _Refused(
+    "Gemma 4's assistant model",
+    "its layers have no cache and read the one of the model that it drafts for",
+    "Export that model without it: lookups of earlier text draft for it.",
+)
+# By transformers' `model_type`: drafters that no export can take with a model.
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+# Likewise. Recurrent layers are refused in GGUF files too: their state cannot be cut back.
+_FAMILIES = {"mamba": _Refused("Mamba", "recurrent layers"), **dict.fromkeys(ASSISTANTS, _ASSISTANT)}
 
 
 def refusal(config: HFConfig) -> UnsupportedArchitectureError:
@@ -42,6 +46,4 @@ def refusal(config: HFConfig) -> UnsupportedArchitectureError:
         message = f"Models of the class {named} are not supported." if named else "config.json names no model class."
         return UnsupportedArchitectureError(message, f"Run a GGUF of it where there is one. {OPTIMUM_HINT}")
     why = f" ({family.why})" if family.why else ""
-    return UnsupportedArchitectureError(
-        f"{family.title} is not supported yet{why}.", _RUN_GGUF if family.gguf else _OTHERS
-    )
+    return UnsupportedArchitectureError(f"{family.title} is not supported yet{why}.", family.hint)

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgeinfer.bundle import NATIVE, DecoderSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export.architectures import Architecture
+from edgeinfer.export.architectures.refused import ASSISTANTS, refusal
 from edgeinfer.export.drafters.described import DescribedModule, ModuleSource
 from edgeinfer.export.drafters.dflash import describe_dflash, is_dflash
 from edgeinfer.export.drafters.eagle import describe_eagle
@@ -70,8 +71,11 @@ def open_drafter(folder: Path, target: DecoderSpec, embed_scale: float = 1.0) ->
 
     Raises:
         CheckpointError: it is damaged, or for another model.
+        UnsupportedArchitectureError: it is no module, but reads the target's cache.
     """
     config = read_config(folder)
+    if config.model_type in ASSISTANTS:
+        raise refusal(config)
     describe = describe_dflash if is_dflash(config) else describe_hydra if is_hydra(config) else describe_eagle
     with Checkpoint(folder) as checkpoint:
         yield OpenedModule(describe(ModuleSource(config, checkpoint, target, embed_scale)), checkpoint)

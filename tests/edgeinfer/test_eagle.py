@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.conversion import convert_bundle
-from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.errors import ModelError, UnsupportedArchitectureError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
 from tests.cache import made
@@ -146,6 +147,18 @@ DAMAGES: dict[str, Damage] = {
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     source = made(make_bundle, "eagle3", 4)
     require_refused(source / "target", source / "drafter", DAMAGES, tmp_path)
+
+
+@pytest.mark.slow
+def test_assistants_that_read_the_models_cache_are_refused_by_name(tmp_path: Path) -> None:
+    source = made(make_bundle, "eagle3", 4)
+    assistant = Path(shutil.copytree(source / "drafter", tmp_path / "assistant"))
+    change_config(model_type="gemma4_assistant", architectures=["Gemma4AssistantForCausalLM"])(assistant)
+    for checkpoint, config in ((source / "target", ExportConfig(drafter=assistant)), (assistant, ExportConfig())):
+        with pytest.raises(UnsupportedArchitectureError, match="Gemma 4's assistant model is not supported") as refused:
+            export_anew(checkpoint, tmp_path / "bundle", config)
+        assert "\n" not in refused.value.message and refused.value.hint
+        assert not (tmp_path / "bundle").exists()
 
 
 def test_a_head_that_reads_the_models_own_excludes_methods_that_change_it(tmp_path: Path) -> None:
