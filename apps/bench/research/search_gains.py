@@ -104,7 +104,7 @@ def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Ite
             scores, passes, tokens = list[float](), 0, 0
             for question in asked:
                 for seed in draws:
-                    given = {"max_tokens": 160, "speculation": "off", "seed": seed, **options}
+                    given = {"max_tokens": 100, "speculation": "off", "seed": seed, **options}
                     stream = model.stream_chat(question.messages, **given)
                     for _ in stream:
                         pass
