@@ -81,7 +81,7 @@ def make_strategy(
     """
     engine = parts.engine
     if parts.remote is not None:
-        require_plain(config)
+        require_plain(config, computes=("full", "entropy"))
         return parts.remote.strategy(engine, sampler, config)
     if config.search != "off":
         # As few of them search.
@@ -125,14 +125,18 @@ def require_shareable(config: GenerationConfig) -> None:
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
 
 
-def require_plain(config: GenerationConfig) -> None:
+def require_plain(config: GenerationConfig, *, computes: Sequence[str] = ("full",)) -> None:
     """Refuses options by which a reply is not decided token by token.
+
+    Args:
+        computes: ways of computing less that two machines can share.
 
     Raises:
         UsageError: it is searched for, takes less than the whole model, tells log-probabilities or has a checker.
     """
-    options = {"search": "off", "compute": "full", "logprobs": None, "verification": "keyed", "checker": None}
-    for name, usual in options.items():
-        if (value := getattr(config, name)) != usual:
+    plain: dict[str, Sequence[object]] = {"search": ("off",), "compute": computes, "logprobs": (None,)}
+    plain |= {"verification": ("keyed",), "quality_floor": (None,), "checker": (None,)}
+    for name, usual in plain.items():
+        if (value := getattr(config, name)) not in usual:
             message = Setting(name, value) + " does not go with drafts of another device."
             raise UsageError(message, "Leave it out.")

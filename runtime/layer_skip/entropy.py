@@ -141,6 +141,11 @@ class EntropyPolicy:
             self._entropies.made(self._share, large)
         return large
 
+    def large_made(self, tokens: int) -> None:
+        """Counts further tokens that the large model made at once."""
+        for _ in range(tokens if self._threshold is None else 0):
+            self._entropies.made(self._share, True)
+
 
 class RandomPolicy:
     """Draws at random which model makes a stretch of tokens: the baseline that any policy has to beat.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import options_of
@@ -14,6 +14,9 @@ from edgeinfer.runtime.remote.contract import RemoteAccess, RemoteServer
 from edgeinfer.runtime.remote.decoding import RemoteDecoding
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.text import TokenizerLike
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.layer_skip.entropy import Entropies
 
 __all__ = ["RemoteDeciding", "remote_deciding"]
 
@@ -39,6 +42,7 @@ class RemoteDeciding:
         self._config, self._access = config, access
         self._channel = Channel(_MOST)
         self._server: RemoteServer | None = None
+        self._entropies: Entropies | None = None
         if config.remote_api is not None:
             self._server = self._servers[config.remote_api](access)
 
@@ -51,16 +55,21 @@ class RemoteDeciding:
         """
         server, options = self._answering(), _sent(config)
         server.check(options)
-        return RemoteDecoding(
-            engine.backend,
-            sampler,
-            server,
-            options | {"seed": sampler.seed},
-            self._channel,
-            chunk=engine.chunk,
-            goes_on=self._config.remote_loss == "local",
-            cancelled=lambda: engine.cancelled,
-        )
+        given = (engine.backend, sampler, server, options | {"seed": sampler.seed}, self._channel)
+        others: dict[str, Any] = {
+            "chunk": engine.chunk,
+            "goes_on": self._config.remote_loss == "local",
+            "cancelled": lambda: engine.cancelled,
+        }
+        if config.compute == "full":
+            return RemoteDecoding(*given, **others)
+        # As few replies are of two models.
+        from edgeinfer.runtime.layer_skip.entropy import Entropies, EntropyPolicy
+        from edgeinfer.runtime.remote.routing import RoutedDecoding
+
+        self._entropies = self._entropies or Entropies()
+        chosen = (config.compute_share, config.entropy_threshold, config.entropy_stay)
+        return RoutedDecoding(*given, **others, policy=EntropyPolicy(self._entropies, *chosen))
 
     def _answering(self) -> RemoteServer:
         """The server, by the API that it speaks; where it does not answer now, the next reply looks again."""

@@ -119,7 +119,7 @@ class RemoteDecoding(DecodingStrategy):
         self._backend.cache.hold(max(0, len(self._text) - 1))
         most = min(room - 1, self._backend.cache.capacity - len(self._text) - 1)
         assert self._reply is not None, "a reply was started"
-        length = self._channel.length() if self._reply.verifies else None
+        length = self._length()
         if length is None:
             # Where no draft will be verified, nothing is asked again.
             self._further = max(1, min(room, self._stream_length) if self._reply.verifies else room)
@@ -146,6 +146,10 @@ class RemoteDecoding(DecodingStrategy):
         self._drafted += length
         self._accepted += accepted
         return decided.tokens
+
+    def _length(self) -> int | None:
+        """Tokens of the next draft; None lets the server stream."""
+        return self._channel.length() if self._reply is not None and self._reply.verifies else None
 
     def _stream(self, room: int) -> Sequence[int]:
         """The next tokens of a stream. What would have been drafted is compared with them."""

@@ -47,12 +47,14 @@ class EdgeInferReply(RetriedReply):
         super().__init__(access, Connection(access))
         self._opening = opening
         self._session: str | None = None
+        self._reached = 0  # tokens of the reply that the session has
         self.digest = access.digest or ""
 
     def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
         """One round, by the session if the server knows it, else by a new one."""
         wanted = {"draft": list(draft), "further": further, "stream": further > 0}
-        if self._session is not None:
+        # It does not know what was written elsewhere.
+        if self._session is not None and len(reply) <= self._reached:
             base = len(self._opening["prompt"]) + len(reply)
             try:
                 yield from self._sent({"session": self._session, "base": base, **wanted})
@@ -71,7 +73,7 @@ class EdgeInferReply(RetriedReply):
         tokens = tokens_in(event["tokens"])
         if "session" not in event:
             return Decided(tokens, last=False)
-        self._session = str(event["session"])
+        self._session, self._reached = str(event["session"]), int(event["base"]) - len(self._opening["prompt"])
         self._check_model(event)
         ending = event.get("finish_reason")
         return Decided(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,3 +265,30 @@ def test_other_work_beside_passes_is_not_taken_for_their_cost() -> None:
         channel.went(1, 30.0)
     channel.length()
     assert channel.length() is None
+
+
+def test_two_models_write_where_each_is_needed(server: Local, alone: edgeinfer.Model) -> None:
+    drafter = Path(edgeinfer.__file__).parent / "builtin" / "tales" / "drafter"
+    with edgeinfer.load(drafter, remote=server.url) as model, edgeinfer.load(drafter, speculation="off") as small:
+        for share in (0.0, 0.5, 1.0):
+            replies = [
+                model.generate(prompt, max_tokens=40, ignore_eos=True, compute="entropy", compute_share=share)
+                for prompt in PROMPTS
+            ]
+            uses = [reply.compute for reply in replies if reply.compute is not None]
+            assert len(uses) == len(PROMPTS)
+            shares = [use.large_share for use in uses]
+            if share == 1.0:
+                assert shares == [1.0] * 4 and all(use.lossless for use in uses)
+                wanted = [alone.generate(prompt, max_tokens=40, ignore_eos=True) for prompt in PROMPTS]
+                assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in wanted]
+            else:
+                assert not any(use.lossless for use in uses)
+                assert all(use.tokens == 40 for use in uses)
+                assert 0.25 < sum(use.reduced for use in uses) / 160 < 0.75 or share == 0.0
+            if share == 0.0:
+                # The server's are those of the first turn, which lasts some tokens at least.
+                assert sum(use.reduced for use in uses) > 80
+        with pytest.raises(UsageError, match="does not go with drafts"):
+            model.generate(PROMPTS[0], compute="exit")
+        assert small.generate(PROMPTS[0], max_tokens=4).remote is None
