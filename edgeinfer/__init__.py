@@ -12,11 +12,14 @@ from edgeinfer.version import VERSION as _VERSION
 if TYPE_CHECKING:
     from edgeinfer import tools
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, aload, load, plan
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, load, plan
+    from edgeinfer.async_loading import aload
     from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
     from edgeinfer.config import Cache, GenerationConfig, LoadConfig
+    from edgeinfer.context_model import ContextModel
+    from edgeinfer.contexts import Context
     from edgeinfer.drafting import Speculation
     from edgeinfer.errors import (
         AdapterError,
@@ -74,7 +77,9 @@ __all__ = [
     "Chat",
     "CheckpointError",
     "Chunk",
+    "Context",
     "ContextLengthError",
+    "ContextModel",
     "DeviceError",
     "EdgeInferError",
     "FoundModel",
@@ -143,7 +148,9 @@ _HOMES = {
     "Chat": "chat",
     "CheckpointError": "errors",
     "Chunk": "results",
+    "Context": "contexts",
     "ContextLengthError": "errors",
+    "ContextModel": "context_model",
     "DeviceError": "errors",
     "EdgeInferError": "errors",
     "FoundModel": "hub",
@@ -179,7 +186,7 @@ _HOMES = {
     "UsageError": "errors",
     "UserError": "errors",
     "VerificationStream": "api",
-    "aload": "api",
+    "aload": "async_loading",
     "catalog": "hub",
     "describe": "model_facts",
     "evaluate": "tools",

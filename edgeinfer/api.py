@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
 from edgeinfer.config import CountedPages, GenerationConfig, LoadConfig, WeightsMode
+from edgeinfer.contexts import Context, Placement
 from edgeinfer.errors import UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
@@ -26,7 +27,6 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
     GenerationOptions,
-    LoadOptions,
     Prompt,
     RareLoadOptions,
     SpeculationOption,
@@ -35,6 +35,7 @@ from edgeinfer.option_types import (
 from edgeinfer.reply_decoding import require_plain, require_shareable
 from edgeinfer.replying import Replying, token_ids
 from edgeinfer.results import Progress, Result
+from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.template import ChatTemplate
@@ -43,9 +44,9 @@ from edgeinfer.turns import Turns
 from edgeinfer.verification_round import RemoteDraft, VerificationStream
 
 if TYPE_CHECKING:
-    import asyncio
+    from edgeinfer.context_model import ContextModel
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "aload", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "load", "plan"]
 
 StreamT = TypeVar("StreamT", bound=TokenStream)
 
@@ -120,29 +121,6 @@ def _load(model: str | Path | None, config: LoadConfig, progress: Progress | Non
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
     return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)
-
-
-async def aload(
-    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
-) -> Model:
-    """`load` for asynchronous programs: the event loop goes on meanwhile.
-
-    Args:
-        model, progress, options: as `load` takes them; `progress` is called on another thread.
-    """
-    import asyncio  # it takes 4 MB, which programs without an event loop are spared
-
-    loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
-    try:
-        return await asyncio.shield(loading)
-    except asyncio.CancelledError:
-        loading.add_done_callback(_close_unwanted)  # loading cannot be stopped half way
-        raise
-
-
-def _close_unwanted(loading: asyncio.Future[Model]) -> None:
-    if not loading.cancelled() and loading.exception() is None:
-        loading.result().close()
 
 
 def plan(
@@ -311,6 +289,27 @@ class Model(Replying):
         """A conversation saved with `Chat.save`, to go on with this model; errors as `Chat.open`."""
         return Chat.open(self, path)
 
+    def with_contexts(
+        self, contexts: Sequence[Context | str | Path], *, placement: Placement = "sequence", temperature: float = 1.0
+    ) -> ContextModel:
+        """The model with texts before every prompt, which are evaluated once, each apart, and kept in files:
+        `model.with_contexts(["notes.txt", "report.txt"]).generate("In short,")`.
+
+        Texts do not see each other, so replies are not quite those to one text of all: `Result.contexts` says so.
+
+        Args:
+            contexts: text files, in the order in which they stand before the prompt.
+            placement: "sequence" turns keys, so that each text begins where the one before ends; "parallel" has all
+                begin at one position (APE), so that positions last longer.
+            temperature: that scores of their keys are divided by; less than 1 looks more closely at the likeliest.
+
+        Raises:
+            UsageError: there are no texts, or too many; an option is out of range.
+        """
+        from edgeinfer.context_model import ContextModel  # of few programs
+
+        return ContextModel(self, self._start, self._idle, contexts, placement, temperature)
+
     def verify_draft(
         self,
         prompt: Sequence[int],
@@ -349,8 +348,10 @@ class Model(Replying):
         *,
         continues: bool,
         on_finish: Callable[[Result], None] | None = None,
+        contexts: JoinedContexts | None = None,
     ) -> TokenStream:
-        return self._begin(TokenStream, prompt, config, started, continues=continues, on_finish=on_finish)
+        make = functools.partial(TokenStream, contexts=contexts)
+        return self._begin(make, prompt, config, started, continues=continues, on_finish=on_finish)
 
     @allocating("The reply")
     def _begin(

@@ -18,6 +18,7 @@ from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogpr
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
+from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
@@ -44,6 +45,7 @@ class TokenStream:
         on_finish: called once with the result.
         continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
         started: time.perf_counter() of the request.
+        contexts: that the prompt begins with, where these were evaluated apart.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class TokenStream:
         on_finish: Callable[[Result], None],
         continues: bool,
         started: float,
+        contexts: JoinedContexts | None = None,
     ) -> None:
         self._parts = parts
+        self._contexts = contexts
         self._prompt = prompt
         self._continues = continues
         self._turns = turns
@@ -81,7 +85,7 @@ class TokenStream:
 
     def _prepare(self, config: GenerationConfig) -> None:
         parts, prompt = self._parts, self._prompt
-        parts.engine.use_adapter(config.adapter)
+        parts.engine.use_adapter(config.adapter, self._contexts)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
         self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._continues else ())
@@ -182,7 +186,7 @@ class TokenStream:
     @property
     def shareable(self) -> bool:
         """Whether the reply needs nothing of the model that only one reply at a time can have."""
-        return is_shareable(self._config) and not (self.searches and self._made)
+        return is_shareable(self._config) and self._contexts is None and not (self.searches and self._made)
 
     @property
     def searches(self) -> bool:
@@ -208,7 +212,7 @@ class TokenStream:
             if self._made or self._cancelled or self._result is not None:
                 return True
             self._turns.claim(self)
-            self._parts.engine.use_adapter(self._config.adapter)
+            self._parts.engine.use_adapter(self._config.adapter, self._contexts)
             with allocating("The reply"):
                 ready = self._parts.engine.prepare(self._prompt, tokens)
             self._add_prefill()
@@ -295,7 +299,7 @@ class TokenStream:
             if self._left == 0 or self._cancelled or (self._made and self._made[-1] in self._stop_ids):
                 return None
             self._turns.claim(self)
-            self._parts.engine.use_adapter(self._config.adapter)
+            self._parts.engine.use_adapter(self._config.adapter, self._contexts)
             self._steps = self._parts.engine.generate(
                 [*self._prompt, *self._made],
                 self._sampler,
@@ -382,6 +386,7 @@ class TokenStream:
             search=strategy.search_use(),
             remote=strategy.remote_use(),
             stop_string=self._text.stop_string,
+            contexts=None if self._contexts is None else self._contexts.use,
         )
         parts.speculator.finished(strategy)
         self._turns.leave(self)

@@ -13,7 +13,7 @@ from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["dataclass"]
+__all__ = ["dataclass", "listed"]
 
 
 def _dataclass(cls: type | None = None, /, *, frozen: bool = False, eq: bool = True, **options: bool) -> Any:
@@ -127,3 +127,10 @@ if TYPE_CHECKING:
     from dataclasses import dataclass
 else:
     dataclass = _dataclass
+
+
+def listed(value: Any) -> Any:
+    """Nested data with lists for tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: listed(inner) for key, inner in value.items()}
+    return [listed(inner) for inner in value] if isinstance(value, tuple) else value

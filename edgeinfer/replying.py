@@ -28,6 +28,7 @@ from edgeinfer.option_types import (
 from edgeinfer.options import is_integer
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
+from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import shown
 
@@ -361,6 +362,7 @@ class Replying(LoadedModel):
         *,
         continues: bool,
         on_finish: Callable[[Result], None] | None = None,
+        contexts: JoinedContexts | None = None,
     ) -> TokenStream:
         """Begins a reply.
 
@@ -368,6 +370,7 @@ class Replying(LoadedModel):
             started: time.perf_counter() of the request.
             continues: the reply goes on with the prompt's text.
             on_finish: called once with the result.
+            contexts: that the prompt begins with, where these were evaluated apart.
         """
         raise NotImplementedError
 

@@ -10,8 +10,9 @@ from dataclasses import asdict, field
 from typing import Any, Literal
 
 from edgeinfer.adaptive import ComputeUse
+from edgeinfer.contexts import ContextUse
 from edgeinfer.errors import UsageError
-from edgeinfer.records import dataclass
+from edgeinfer.records import dataclass, listed
 from edgeinfer.remote_options import RemoteUse
 from edgeinfer.searching import SearchUse
 from edgeinfer.version import SAMPLING
@@ -352,6 +353,7 @@ class Result:
         search: what searching did; None where nothing was searched.
         remote: what the server did that decided the text; None where this machine's model did.
         stop_string: of those that were asked for, the one that ended the reply; None where none did.
+        contexts: that were evaluated apart from the prompt; None where there were none.
         sampling: version of how a seed makes text: the same seed gives the same text by the same version.
     """
 
@@ -369,6 +371,7 @@ class Result:
     search: SearchUse | None = None
     remote: RemoteUse | None = None
     stop_string: str | None = None
+    contexts: ContextUse | None = None
     sampling: int = SAMPLING
 
     @property
@@ -388,13 +391,6 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""
-        data: dict[str, Any] = _listed(asdict(self))
+        data: dict[str, Any] = listed(asdict(self))
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data
-
-
-def _listed(value: Any) -> Any:
-    """The same with lists for tuples, as JSON has them."""
-    if isinstance(value, dict):
-        return {key: _listed(inner) for key, inner in value.items()}
-    return [_listed(inner) for inner in value] if isinstance(value, tuple) else value

@@ -93,6 +93,11 @@ class Tokenizing:
                 return parts.tokenizer.encode(text)
             return parts.literal_encoder.literal(text, add_special_tokens=True)
 
+    def tokenize_data(self, text: str) -> list[int]:
+        """Token ids of a text that stands inside others: no begin token, and no special token that it spells out."""
+        with self._lifecycle.acquire(verified=False) as parts:
+            return parts.literal_encoder.literal(text)
+
     def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
         """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
         with self._lifecycle.acquire(verified=False) as parts:
@@ -137,6 +142,35 @@ class Tokenizing:
             if parse_special:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
             return parts.literal_encoder.marked(pieces)
+
+    def split_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        """Token ids of messages before and behind where the first user message's text begins.
+
+        Raises:
+            TemplateError: the template does not write that text as it is; else as `tokenize_chat`.
+        """
+        template = self._require_template()
+        mark = "[contexts]"
+        while any(mark in str(each) for each in messages):
+            mark += "]"
+        users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
+        marked = list(map(dict, messages))
+        for place in users[:1]:
+            marked[place]["content"] = mark + str(marked[place]["content"])
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_fitting_messages(parts, messages)
+            from edgeinfer.runtime.text.guarded_template import GuardedTemplate
+
+            self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
+            pieces = self._guarded.parts(marked)
+            require_fitting_text(parts, "".join(pieces))
+            here = [place for place, piece in enumerate(pieces) if mark in piece]
+            if len(here) != 1:
+                message = "The chat template does not write the first message as it is."
+                raise TemplateError(message, "Use generate() with plain text.")
+            before, behind = pieces[here[0]].split(mark, 1)
+            encoder = parts.literal_encoder
+            return encoder.marked([*pieces[: here[0]], before]), encoder.marked([behind, *pieces[here[0] + 1 :]])
 
     def render_chat(
         self,

@@ -22,7 +22,7 @@ ROOMS = ("export", "quant", "runtime", "apps")
 
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {
-    *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.drafting", "edgeinfer.searching"),
+    *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
     *("edgeinfer.device_options", "edgeinfer.load_replies", "edgeinfer.remote_options", "edgeinfer.reply_options"),
 }
 CORE = {

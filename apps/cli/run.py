@@ -61,6 +61,8 @@ def _add_prompt_options(parser: Parser) -> None:
     group.add_argument("words", nargs="*", metavar="PROMPT", help="prompt to answer")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="prompt as an option")
     group.add_argument("-f", "--file", metavar="FILE", help="UTF-8 file to add to the prompt; - reads stdin")
+    context = "text file to read before the prompt, kept read for the next time; may be given again for others"
+    group.add_argument("--context-file", metavar="FILE", action="append", help=context)
     group.add_argument("--system", metavar="TEXT", help="system message that tells the model how to behave")
     form = group.add_mutually_exclusive_group()
     text = "continue the prompt instead of answering it, as models without a chat template always do"
@@ -82,7 +84,8 @@ def execute(args: argparse.Namespace) -> int:
     with load_model(args.model, loading) as model:
         answers = _answers(args, model)
         options.setdefault("max_tokens", _ANSWER if answers else _CONTINUATION)
-        source = model.chat(system=system) if answers else model
+        behind = model.with_contexts(args.context_file) if args.context_file else model
+        source = behind.chat(system=system) if answers else behind
         stream = source.stream(prompt, **options)
         end_start()
         before = "" if answers else prompt
@@ -202,7 +205,9 @@ def _summary(result: Result) -> str:
 
 def _lossy(result: Result) -> str:
     """Says what was left out of the reply, if anything."""
-    use = result.compute
+    use, contexts = result.compute, result.contexts
+    if contexts is not None and not contexts.lossless:
+        return f", lossy ({contexts.contexts} contexts evaluated apart)"
     if use is None or use.lossless:
         return ""
     what = f"{use.reduced / use.tokens:.0%} of them by {use.compute}"

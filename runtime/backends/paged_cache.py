@@ -49,6 +49,8 @@ class PagedCache:
         pool, capacity: the same.
         state: of recurrent layers; None where there are none.
         length: rows in use.
+        shift: by how much the position of a further row is less than its place, as contexts before it lie side by side;
+            0 again where all rows are dropped.
         adapter: of the rows that passes append; -1 where they have none.
         table: the page of each 64 slots, -1 behind the last; it stays where it is. (P,)
         observe_keep: called with the arguments of every `keep`.
@@ -73,7 +75,7 @@ class PagedCache:
         self.state = None if states is None else SequenceState(states)
         self._spare = spare
         self._reserves = reserves
-        self.length = 0
+        self.length = self.shift = 0
         self.adapter = -1
         self.table: NDArray[np.int32] = np.full(pages_for(capacity + spare), _NONE, np.int32)
         self.observe_keep: Callable[[int, Sequence[int]], None] | None = None
@@ -129,7 +131,7 @@ class PagedCache:
         pages = self._pages[: pages_for(self.length)]
         self.pool.share(pages)
         forked._extend(pages)
-        forked.length, forked.adapter = self.length, self.adapter
+        forked.length, forked.adapter, forked.shift = self.length, self.adapter, self.shift
         forked._shared = len(pages)
         self._shared = max(self._shared, len(pages))
         if self.state is not None and forked.state is not None and (found := self.state.at(self.length)) is not None:
@@ -167,6 +169,8 @@ class PagedCache:
         if self.state is not None:
             self.state.trim(length)
         self.length = length
+        if not length:
+            self.shift = 0
 
     def clear(self) -> None:
         """Forgets all rows and lets go of their pages."""

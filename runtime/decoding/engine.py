@@ -8,17 +8,19 @@ from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
+from edgeinfer.errors import BudgetError, CapabilityError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
+from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.decoding.prompt_check import check_prompt
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step, until_stop
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
+from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed
-from edgeinfer.wording import Setting
 
 __all__ = ["Engine"]
 
@@ -59,6 +61,7 @@ class Engine:
         self.lost = Lost()
         self.chunk = chunk
         self.adapter: str | None = None
+        self.contexts: JoinedContexts | None = None
         self._tokens: list[int] = []
         self._cancelled = threading.Event()
 
@@ -72,14 +75,14 @@ class Engine:
         self._cancelled.set()
         self.backend.cancel()
 
-    def use_adapter(self, name: str | None) -> None:
-        """Evaluates texts with an adapter from now on, or with none; rows of others are kept apart. Errors as
-        `choose_adapter`."""
-        if name != self.adapter:
+    def use_adapter(self, name: str | None, contexts: JoinedContexts | None = None) -> None:
+        """Evaluates texts with an adapter from now on, or with none, and behind these contexts, or none; rows of others
+        are kept apart. Errors as `choose_adapter`."""
+        if name != self.adapter or contexts is not self.contexts:
             choose_adapter(self.backend, name)
             self._keep(0, ())
             self.forget()
-            self.adapter = name
+            self.adapter, self.contexts = name, contexts
 
     def generate(
         self,
@@ -140,7 +143,7 @@ class Engine:
         try:
             logits = self._evaluate_prompt(prompt)
             # Drafters evaluate the prompt too, which belongs to the first token's time.
-            tokens = _until(strategy.first(prompt, logits, left), stop_ids)
+            tokens = until_stop(strategy.first(prompt, logits, left), stop_ids)
             with keeping_freed():
                 ahead = list(tokens)  # of what the cache holds
                 while True:
@@ -153,7 +156,7 @@ class Engine:
                     if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                         return
                     self._make_room()
-                    tokens = _until(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
+                    tokens = until_stop(strategy.next(min(left, self._until_border()), self.lost.tokens), stop_ids)
                     ahead += tokens
                     fed = max(0, self.backend.cache.length + self.lost.tokens - len(self._tokens))
                     self._tokens += ahead[:fed]
@@ -213,17 +216,7 @@ class Engine:
         Raises:
             PromptError, ContextLengthError: as `generate`.
         """
-        if not prompt:
-            raise PromptError("The prompt is empty.", "Write at least one token of text.")
-        if len(prompt) > self.backend.cache.capacity and self.context_shift is None:
-            message = f"The prompt has {len(prompt)} tokens, but the context holds {self.backend.cache.capacity}."
-            hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget with "
-            hint += Setting("overflow", "window")
-            raise ContextLengthError(message, hint)
-        vocabulary = self.backend.geometry.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            message = f"The prompt contains a token id outside the model's vocabulary of {vocabulary}."
-            raise PromptError(message, f"Ids range from 0 to {vocabulary - 1}.")
+        check_prompt(self.backend, prompt, forgets=self.context_shift is not None)
 
     def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
@@ -289,9 +282,9 @@ class Engine:
     @property
     def cached_tokens(self) -> tuple[int, ...]:
         """Tokens whose rows the cache holds, one for one; none where a context shift has changed the rows, or where a
-        text of that length would be rotated otherwise."""
+        text of that length would be rotated otherwise, or begins with contexts that were evaluated apart."""
         odd = self._rotating is not None and self._rotating.rotates_long != (len(self._tokens) > self._border)
-        return () if self.lost.tokens or odd else tuple(self._tokens)
+        return () if self.lost.tokens or odd or self.contexts is not None else tuple(self._tokens)
 
     def adopt(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
         """Puts rows that were kept elsewhere in place of those in the cache, which are kept as others' are.
@@ -303,14 +296,14 @@ class Engine:
         self.forget()
         self.begin(len(tokens))
         try:
-            self._append(tokens, pieces)
+            self.append(tokens, pieces)
         except BaseException:
             self.forget()
             raise
 
     def borrow(self, other: Engine, tokens: Sequence[int]) -> None:
         """Takes over what another engine of the model holds of these tokens, where it is more than this one has."""
-        if other.adapter != self.adapter:
+        if other.adapter != self.adapter or self.contexts is not None:
             return
         shared = min(other.shared(tokens), len(other.cached_tokens), len(tokens) - 1)
         if shared > max(self.shared(tokens), self.prefixes.match(tokens, self.adapter)):
@@ -346,14 +339,27 @@ class Engine:
         cached = self._resumable(min(self.shared(prompt), len(prompt) - 1))
         if cached < self.lost.since:
             cached = 0
+        if self.contexts is not None:
+            self._enter_contexts(self.contexts, cached)
+            return len(self._tokens)
         self._keep(cached, prompt)
         kept = self.prefixes.match(prompt[:most], self.adapter)
         if cached == 0:
             self.forget()
         self.truncate(cached)
         if kept > cached and not self.lost.tokens:
-            self._append(prompt, self.prefixes.take(prompt, cached, kept, self.adapter))
+            self.append(prompt, self.prefixes.take(prompt, cached, kept, self.adapter))
         return len(self._tokens)
+
+    def _enter_contexts(self, contexts: JoinedContexts, cached: int) -> None:
+        """Cuts the cache to `cached` tokens of the text, or puts the contexts in place of all."""
+        if cached >= len(contexts.tokens):
+            self.truncate(cached)
+            return
+        self.forget()
+        assert isinstance(self.backend.cache, PagedCache), "who made them has looked"
+        contexts.enter(self.backend.cache)
+        self._tokens += contexts.tokens
 
     def _keep(self, cached: int, prompt: Sequence[int]) -> None:
         """Keeps what the cache holds if more than a few tokens of it are about to be cut off."""
@@ -362,11 +368,12 @@ class Engine:
             for end in (cache.marked, len(cached_tokens)) if cache.marked else (len(cached_tokens),):
                 self.prefixes.offer(cached_tokens[:end], cache.snapshot, prompt, self.adapter)
 
-    def _append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot]) -> None:
-        """Adds rows of the tokens that follow the cached ones."""
+    def append(self, tokens: Sequence[int], pieces: Iterable[CacheSnapshot], of: int = 0) -> None:
+        """Adds rows of the tokens that follow the cached ones, `tokens` being those of the text from `-of` on."""
         for piece in pieces:
             self.backend.cache.append(piece)
-            self._tokens += tokens[len(self._tokens) : len(self._tokens) + piece.length]
+            start = len(self._tokens) + of
+            self._tokens += tokens[start : start + piece.length]
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Counts the first tokens that are those that were fed."""
@@ -386,11 +393,3 @@ class Engine:
         length = self._resumable(length)
         del self._tokens[length:]
         self.backend.cache.trim(length - self.lost.tokens)
-
-
-def _until(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
-    """Cuts tokens behind the first stop id."""
-    for place, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: place + 1]
-    return tokens

@@ -28,6 +28,7 @@ __all__ = [
     "SearchStatistics",
     "SpeculationStatistics",
     "Step",
+    "until_stop",
 ]
 
 
@@ -294,3 +295,11 @@ class DecodingStrategy:
         self._sampler.accept(token, logits)
         self._root = token
         return (token,)
+
+
+def until_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> Sequence[int]:
+    """Cuts tokens behind the first stop id."""
+    for place, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: place + 1]
+    return tokens

@@ -76,6 +76,7 @@ FIELDS: dict[str, set[str] | None] = {
     "search": None,
     "remote": None,
     "stop_string": None,
+    "contexts": None,
     "model": {
         "name",
         "architecture",

@@ -27,7 +27,7 @@ from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
 from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
-from edgeinfer.runtime.backends.onnx.together import joined, tables_of
+from edgeinfer.runtime.backends.onnx.together import joined, placed, tables_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
@@ -129,7 +129,9 @@ class PagedBackend(GraphBackend):
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
-        cache, size = self.cache, len(batch.tokens)
+        cache, size, asked = self.cache, len(batch.tokens), batch
+        if cache.shift:
+            batch = placed(cache, batch)
         if batch.block is not None:
             step = self._run_block(batch, batch.block)
         elif batch.tree is None and size >= self._least:
@@ -146,7 +148,7 @@ class PagedBackend(GraphBackend):
         cache.advance(size)
         output = self._output(step, size, len(batch.rows))
         if self.observe_pass is not None:
-            self.observe_pass(start, batch, output)
+            self.observe_pass(start, asked, output)
         return output
 
     def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
@@ -164,7 +166,7 @@ class PagedBackend(GraphBackend):
         """See `contract.TogetherBackend.forward_checked`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
-        own: Sequences = [(c, b) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
+        own: Sequences = [(c, placed(c, b)) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
         if len(own) < len(sequences):
             raise BackendError("A sequence of another model cannot be in this pass.")
         batch_of_all = joined([batch for _, batch in own])

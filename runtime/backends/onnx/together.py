@@ -1,4 +1,4 @@
-"""Several sequences in one pass: one input of all their rows, and their pages side by side."""
+"""Several sequences in one pass: one input of all their rows, at their positions, and their pages side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 
-__all__ = ["joined", "tables_of"]
+__all__ = ["joined", "placed", "tables_of"]
+
+
+def placed(cache: PagedCache, batch: ForwardInput) -> ForwardInput:
+    """An input with the positions that its rows have where contexts before them lie side by side."""
+    return dataclasses.replace(batch, positions=batch.positions - cache.shift) if cache.shift else batch
 
 
 def joined(batches: Sequence[ForwardInput]) -> ForwardInput:

@@ -406,3 +406,23 @@ def test_garbage_is_looked_for_once_the_prompt_is_read(model: FakeModel, monkeyp
     monkeypatch.setattr(sys, "argv", ["edgeinfer", "run", "--raw", "-p", "Once"])
     assert main() == main(["run", "-p", "Once"]) == 0
     assert seen == [False, True] and gc.isenabled()
+
+
+@pytest.mark.slow
+@needs_builtin
+def test_context_files_are_read_before_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = [tmp_path / f"{name}.txt" for name in ("dog", "cat")]
+    for file in files:
+        file.write_text(f"Tom had a {file.stem}. It was very old.", "utf-8")
+    given = [part for file in files for part in ("--context-file", str(file))]
+    evaluated = []
+    for _ in range(2):
+        result = run("run", "--raw", *given, "-p", "One day,", "-n", "4", "--json")
+        assert result.returncode == 0, result.stderr
+        contexts = json.loads(result.stdout)["contexts"]
+        assert contexts["contexts"] == 2
+        assert not contexts["lossless"]
+        evaluated.append(contexts["evaluated"])
+    assert evaluated[0] > evaluated[1] == 0
+    refuses(2, "is not a file", run("run", "--context-file", str(tmp_path / "none"), "-p", "One day,"))

@@ -1,0 +1,245 @@
+"""A model that has read contexts: replies go on behind them, and only what is new to the model is evaluated."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
+
+from edgeinfer.chat import Chat
+from edgeinfer.config import GenerationConfig
+from edgeinfer.contexts import Context, ContextUse, Placement
+from edgeinfer.errors import PromptError, StorageError, UsageError
+from edgeinfer.generation import TokenStream
+from edgeinfer.model_parts import ModelParts
+from edgeinfer.option_types import GenerationOptions
+from edgeinfer.options import require
+from edgeinfer.reply_thread import ReplyThread
+from edgeinfer.results import ModelInfo, Result
+from edgeinfer.runtime.backends.adapting import adapters_of
+from edgeinfer.runtime.decoding.contexts import ContextMaker
+from edgeinfer.runtime.kv_cache.contexts.files import KeptRows, Making, keep_rows, kept_place, read_rows
+from edgeinfer.runtime.kv_cache.contexts.joined import PLACEMENTS, ContextRows, JoinedContexts, RowsInMemory
+from edgeinfer.runtime.kv_cache.session_file import SessionFile
+
+if TYPE_CHECKING:
+    from edgeinfer.replying import Replying
+
+__all__ = ["ContextModel"]
+
+_log = logging.getLogger("edgeinfer")
+
+# Contexts of one request; their files are open one after the other.
+_MOST = 256
+_APART = "\n\n"
+
+
+class StartReply(Protocol):
+    """Begins a reply to tokens that begin with those of contexts."""
+
+    def __call__(
+        self,
+        prompt: list[int],
+        config: GenerationConfig,
+        started: float,
+        *,
+        continues: bool,
+        on_finish: Callable[[Result], None] | None = None,
+        contexts: JoinedContexts | None = None,
+    ) -> TokenStream: ...
+
+
+class ContextModel:
+    """What `Model.with_contexts` gives: continues texts and answers messages with contexts before them.
+
+    A context is evaluated when it is first used, and its rows are kept in a file. Several contexts do not see each
+    other, so replies are not those to one text with all of them: `Result.contexts` says so.
+
+    Args:
+        model: that replies.
+        start: begins its replies.
+        idle: gives the parts while no reply is running.
+        contexts: texts, in the order in which they stand before the prompt.
+        placement: "parallel" has all begin at one position (APE), "sequence" one behind the other.
+        temperature: that scores of their keys are divided by.
+
+    Raises:
+        UsageError: there are no contexts, or too many; an option is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Replying,
+        start: StartReply,
+        idle: Callable[[], AbstractContextManager[ModelParts]],
+        contexts: Sequence[Context | str | Path],
+        placement: Placement,
+        temperature: float,
+    ) -> None:
+        self.contexts = tuple(each if isinstance(each, Context) else Context(each) for each in contexts)
+        require(0 < len(self.contexts) <= _MOST, "contexts", len(self.contexts), f"1 to {_MOST} texts")
+        require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
+        require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
+        self._model, self._start, self._idle = model, start, idle
+        self._placement: Placement = placement
+        self._temperature = temperature
+        self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        """Which model it is."""
+        return self._model.info
+
+    @property
+    def reply_thread(self) -> ReplyThread:
+        """Where replies for event loops are made."""
+        return self._model.reply_thread
+
+    def generate(self, prompt: str, **options: Unpack[GenerationOptions]) -> Result:
+        """Continues a text behind the contexts; options and errors as of `Model.generate`."""
+        return self.stream(prompt, **options).complete()
+
+    def stream(self, prompt: str, **options: Unpack[GenerationOptions]) -> TokenStream:
+        """The same, chunk by chunk; options and errors as of `Model.stream`."""
+        started = time.perf_counter()
+        config = GenerationConfig.of(**options)
+        ids = self._model.tokenize_prompt(prompt, parse_special=config.parses_prompt)
+        prefix = self._model.begin_ids
+        if prefix and ids[: len(prefix)] == prefix:
+            del ids[: len(prefix)]
+        else:
+            # Attention rests on a first token, which is to be one that all contexts share.
+            prefix = self._model.tokenize_data("\n")
+        contexts = self._made(tuple(prefix), config.adapter)
+        return self._start([*contexts.tokens, *ids], config, started, continues=True, contexts=contexts)
+
+    def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
+        """A conversation with the contexts before its first message; as `Model.chat`."""
+        return Chat(self, system, history)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        on_finish: Callable[[Result], None] | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> TokenStream:
+        """Answers OpenAI-style messages, chunk by chunk; as `Model.stream_chat`."""
+        started = time.perf_counter()
+        config = GenerationConfig.of(**options)
+        prefix, rest = self._model.split_chat(messages)
+        contexts = self._made(tuple(prefix), config.adapter)
+        tokens = [*contexts.tokens, *rest]
+        return self._start(tokens, config, started, continues=False, on_finish=on_finish, contexts=contexts)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of messages without the contexts."""
+        return self._model.tokenize_chat(messages)
+
+    def save_session(self, path: str | Path, tokens: Sequence[int] | None = None, text: str = "") -> None:
+        """Refuses, as rows of contexts have files of their own."""
+        raise UsageError(
+            "A conversation with contexts is saved without its cache.", "Give it a name that ends in .json."
+        )
+
+    def resume(self, session: SessionFile) -> bool:
+        """Takes nothing over."""
+        return False
+
+    def _made(self, prefix: tuple[int, ...], adapter: str | None) -> JoinedContexts:
+        """The contexts behind a prefix, of which those are evaluated that no file keeps as they are now."""
+        texts = [self._tokens(context) for context in self.contexts]
+        known = self._joined.get((prefix, adapter))
+        whole = (*prefix, *(token for text in texts for token in text))
+        if known is not None and known.tokens == whole and known.there:
+            known.use = replace(known.use, evaluated=0)
+            return known
+        with self._idle() as parts:
+            parts.engine.use_adapter(adapter)
+            reader = _Reader(parts, prefix, adapter)
+            rows = [reader.read(context, text) for context, text in zip(self.contexts, texts, strict=True)]
+            reader.finish()
+            edited = sum(each.edits > 0 for each in rows)
+            lossless = len(rows) == 1 and not edited and self._temperature == 1
+            tokens = sum(map(len, texts))
+            use = ContextUse(len(rows), tokens, reader.evaluated, edited, self._placement, self._temperature, lossless)
+            assert parts.decoder is not None, "the reader has looked"
+            joined = JoinedContexts(parts.decoder, reader.prefix, rows, use)
+        self._joined[prefix, adapter] = joined
+        return joined
+
+    def _tokens(self, context: Context) -> tuple[int, ...]:
+        text = context.text() + _APART
+        ids = self._model.tokenize_data(text)
+        if not ids:
+            raise PromptError(f"{context.path} has no tokens.", "Leave it out.")
+        return tuple(ids)
+
+
+class _Reader:
+    """Finds or makes the rows of contexts behind one prefix.
+
+    Attributes:
+        prefix: rows of the prefix.
+        evaluated: tokens of contexts that were evaluated.
+    """
+
+    def __init__(self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None) -> None:
+        self._maker = ContextMaker(parts.engine, parts.decoder, prefix)
+        kind = parts.engine.backend.cache.snapshot(0, 0)
+        origin = parts.origin.with_adapter(adapters_of(parts.engine.backend)[adapter] if adapter else "")
+        self._making = Making(origin, parts.vocabulary_digest, prefix, kind.kv, kind.scales)
+        self.prefix = RowsInMemory.of(prefix, self._maker.prefix())
+        self.evaluated = 0
+        self._engine = parts.engine
+
+    def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
+        """Rows of a context.
+
+        Raises:
+            UsageError: the file that the context names for them is damaged, or keeps something else.
+            ModelError: it is another model's.
+            ContextLengthError: the context does not fit.
+        """
+        path, kept = self._kept(context)
+        if kept is not None and kept.tokens == tokens and (context.edits == "turn" or not kept.edits):
+            return kept
+        edits = 0
+        if kept is not None and context.edits == "turn":
+            rows, evaluated = self._maker.edited(tokens, kept)
+            edits = kept.edits + 1
+        else:
+            rows, evaluated = self._maker.whole(tokens), len(tokens)
+        self.evaluated += evaluated
+        try:
+            if path is not None:
+                return keep_rows(path, self._making, tokens, rows, edits)
+        except StorageError as error:
+            if context.rows is not None:
+                raise
+            _log.warning("The rows of %s cannot be kept: %s", context.path, error.message)
+        return RowsInMemory.of(tokens, rows, edits)
+
+    def finish(self) -> None:
+        """Leaves the cache to replies."""
+        self._engine.restart()
+
+    def _kept(self, context: Context) -> tuple[Path | None, KeptRows | None]:
+        """Where rows are to be kept, and those that are."""
+        if context.rows is not None:
+            path = Path(context.rows)
+            return path, read_rows(path, self._making)
+        try:
+            path = kept_place(self._making, str(Path(context.path).resolve()))
+        except StorageError as error:
+            _log.warning("Rows of contexts cannot be kept: %s", error.message)
+            return None, None
+        try:
+            return path, read_rows(path, self._making)
+        except UsageError as error:
+            _log.warning("%s The context is evaluated again.", error.message)
+            return path, None

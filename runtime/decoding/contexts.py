@@ -1,0 +1,133 @@
+"""Makes the rows of contexts: each behind the same prefix, whole, or of an earlier version of its text by its edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from edgeinfer.bundle import DecoderSpec
+from edgeinfer.bundle.spec import later_fields
+from edgeinfer.errors import CapabilityError, ContextLengthError
+from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.contract import RotatingBackend
+from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.kv_cache.contexts.edits import Part, parts_of_edit
+from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
+from edgeinfer.wording import Setting
+
+__all__ = ["ContextMaker"]
+
+# Parts of decoders whose keys cannot be turned, or are none of the layer's own.
+_UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")
+
+
+class ContextMaker:
+    """Evaluates contexts in the cache of an engine, whose text is forgotten.
+
+    Args:
+        engine: of a model.
+        spec: of the model, where its bundle says it.
+        prefix: that contexts are evaluated behind, one token at least.
+
+    Raises:
+        CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
+    """
+
+    def __init__(self, engine: Engine, spec: DecoderSpec | None, prefix: Sequence[int]) -> None:
+        cache = engine.backend.cache
+        if not isinstance(cache, PagedCache) or spec is None:
+            hint = "Load a bundle where the native kernel works, or put the texts into the prompt."
+            raise CapabilityError(f"The {engine.backend.name} backend cannot put contexts together.", hint)
+        if odd := _odd(engine, spec):
+            message = f"This model has {odd}, so contexts cannot be evaluated apart."
+            raise CapabilityError(message, "Put the texts into the prompt.")
+        if engine.context_shift is not None:
+            message = "Contexts do not go with a context that forgets."
+            raise CapabilityError(message, "Load the model with " + Setting("overflow", "stop"))
+        self._engine, self._cache, self._spec = engine, cache, spec
+        self._prefix = tuple(prefix)
+
+    def prefix(self) -> CacheSnapshot:
+        """Rows of the prefix."""
+        self._begin()
+        return self._cache.snapshot(0, len(self._prefix))
+
+    def whole(self, tokens: Sequence[int]) -> CacheSnapshot:
+        """Rows of a context, all of which is evaluated.
+
+        Raises:
+            ContextLengthError: it does not fit behind the prefix.
+        """
+        self._check(tokens)
+        self._begin()
+        self._feed(tokens)
+        return self._made()
+
+    def edited(self, tokens: Sequence[int], before: ContextRows) -> tuple[CacheSnapshot, int]:
+        """Rows of a context of which an earlier version was evaluated, and how many of its tokens were evaluated now.
+
+        Raises:
+            ContextLengthError: as `whole`.
+            UsageError: the file with the earlier version cannot be read.
+        """
+        self._check(tokens)
+        self._begin()
+        evaluated = 0
+        for part in parts_of_edit(before.tokens, tokens):
+            if part.before is None:
+                self._feed(tokens[part.start : part.stop])
+                evaluated += part.stop - part.start
+                continue
+            first, behind = self._cache.length, len(self._prefix)
+            self._engine.append(tokens, _rows_of(before, part), of=-behind)
+            if part.before != part.start:
+                turn(self._cache, self._spec, first, behind + part.before, behind + part.start)
+        return self._made(), evaluated
+
+    def _begin(self) -> None:
+        """Empties the cache of all but the prefix."""
+        engine, size = self._engine, len(self._prefix)
+        if engine.cached_tokens[:size] == self._prefix:
+            engine.truncate(size)
+        else:
+            engine.restart()
+            self._feed(self._prefix)
+
+    def _feed(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), self._engine.chunk):
+            self._engine.feed(tokens[start : start + self._engine.chunk], np.zeros(0, np.int64))
+
+    def _made(self) -> CacheSnapshot:
+        return self._cache.snapshot(len(self._prefix))
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        wanted, capacity = len(self._prefix) + len(tokens), self._cache.capacity
+        if wanted > capacity:
+            message = f"A context of {len(tokens)} tokens does not fit: the model was loaded for {capacity} in all."
+            raise ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
+
+
+def _rows_of(before: ContextRows, part: Part) -> Iterator[CacheSnapshot]:
+    """Rows of a part where it was before."""
+    assert part.before is not None
+    first, last, at = part.before, part.before + part.stop - part.start, 0
+    for piece in before.pieces():
+        low, high = max(first - at, 0), min(last - at, piece.length)
+        if low < high:
+            yield piece.part(low, high)
+        at += piece.length
+
+
+def _odd(engine: Engine, spec: DecoderSpec) -> str:
+    """What keeps a model's contexts from being evaluated apart; empty where nothing does."""
+    backend = engine.backend
+    if spec.mixers:
+        return "recurrent layers"
+    if spec.window_size:
+        return "sliding windows"
+    if isinstance(backend, RotatingBackend) and backend.rotation_border is not None:
+        return "other rotations for long texts"
+    unknown = [name for name in _UNKNOWN if name in later_fields(spec)]
+    return f"{unknown[0]}={getattr(spec, unknown[0])!r}" if unknown else ""

@@ -1,0 +1,49 @@
+"""What an edit leaves of a text: runs of tokens whose rows stay, with their keys turned to where they are now.
+
+PIE (He et al. 2024): an edit inside a text evaluates what is new alone. Rows behind it keep what they know of the text
+before the edit, so they are not those that evaluating the text again would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+
+from edgeinfer.records import dataclass
+
+__all__ = ["Part", "parts_of_edit"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of tokens of the edited text.
+
+    Attributes:
+        start, stop: where it is now.
+        before: where it was; None where it is new.
+    """
+
+    start: int
+    stop: int
+    before: int | None
+
+
+def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[Part]:
+    """The edited text in order, in parts that were there before and parts that were not."""
+    start = _common(old, new)
+    same = _common(old[start:][::-1], new[start:][::-1])
+    if start:
+        yield Part(0, start, 0)
+    # What lies between the first and the last difference is compared alone: comparing takes more than its length.
+    matcher = SequenceMatcher(None, old[start : len(old) - same], new[start : len(new) - same], autojunk=False)
+    for kind, before, _, first, last in matcher.get_opcodes():
+        if first < last:
+            yield Part(start + first, start + last, start + before if kind == "equal" else None)
+    if same:
+        yield Part(len(new) - same, len(new), len(old) - same)
+
+
+def _common(old: Sequence[int], new: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    size = min(len(old), len(new))
+    return next((place for place in range(size) if old[place] != new[place]), size)
