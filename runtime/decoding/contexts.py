@@ -74,14 +74,14 @@ class ContextMaker:
         """
         self._check(tokens)
         self._begin()
-        evaluated = 0
+        evaluated, rows = 0, _Reading(before)
         for part in parts_of_edit(before.tokens, tokens):
             if part.before is None:
                 self._feed(tokens[part.start : part.stop])
                 evaluated += part.stop - part.start
                 continue
             first, behind = self._cache.length, len(self._prefix)
-            self._engine.append(tokens, _rows_of(before, part), of=-behind)
+            self._engine.append(tokens, rows.of(part), of=-behind)
             if part.before != part.start:
                 turn(self._cache, self._spec, first, behind + part.before, behind + part.start)
         return self._made(), evaluated
@@ -109,15 +109,26 @@ class ContextMaker:
             raise ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
 
 
-def _rows_of(before: ContextRows, part: Part) -> Iterator[CacheSnapshot]:
-    """Rows of a part where it was before."""
-    assert part.before is not None
-    first, last, at = part.before, part.before + part.stop - part.start, 0
-    for piece in before.pieces():
-        low, high = max(first - at, 0), min(last - at, piece.length)
-        if low < high:
-            yield piece.part(low, high)
-        at += piece.length
+class _Reading:
+    """Rows of an earlier version, read once from its beginning to its end."""
+
+    def __init__(self, before: ContextRows) -> None:
+        self._pieces = before.pieces()
+        self._piece: CacheSnapshot | None = None
+        self._start = self._stop = 0  # of the piece
+
+    def of(self, part: Part) -> Iterator[CacheSnapshot]:
+        """Rows of a part where it was before, which is behind all parts that were asked for."""
+        assert part.before is not None
+        first, last = part.before, part.before + part.stop - part.start
+        while first < last:
+            while self._stop <= first:
+                self._piece = next(self._pieces)
+                self._start, self._stop = self._stop, self._stop + self._piece.length
+            assert self._piece is not None
+            stop = min(last, self._stop)
+            yield self._piece.part(first - self._start, stop - self._start)
+            first = stop
 
 
 def _odd(engine: Engine, spec: DecoderSpec) -> str:

@@ -47,7 +47,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 from edgeinfer.version import SAMPLING, VERSION
 
-__all__ = ["Origin", "SessionFile", "is_session", "open_session", "origin_of", "write_session"]
+__all__ = ["Origin", "SessionFile", "Stamp", "is_session", "open_session", "origin_of", "write_session"]
 
 _FORMAT = "edgeinfer-session"
 _VERSION = "2"
@@ -151,6 +151,21 @@ def write_session(
         file.write(digest.hexdigest().encode())
 
 
+class Stamp(NamedTuple):
+    """Which file it is, and when it was last written."""
+
+    device: int
+    inode: int
+    bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, file: BufferedReader) -> Stamp:
+        """That of an open file."""
+        status = os.fstat(file.fileno())
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class SessionFile:
     """An open session file, whose digest is right.
 
@@ -159,11 +174,13 @@ class SessionFile:
         kv, scales: the type of cache the rows come from, as `CacheSnapshot` names it.
         text: what was kept with them.
         sampling: version of how a seed made text when it was written.
+        stamp: of the file, by which it need not be read again for its digest.
     """
 
-    def __init__(self, path: Path, file: BufferedReader) -> None:
+    def __init__(self, path: Path, file: BufferedReader, known: Stamp | None = None) -> None:
         self.path = path
         self._file = file
+        self.stamp = Stamp.of(file)
         index = self._read_index(os.fstat(file.fileno()).st_size)
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])
@@ -174,7 +191,8 @@ class SessionFile:
         self._state = self._tensors[-2] if self._tensors[-2].name == _STATE else None
         self._rows = self._tensors[1 : -1 if self._state is None else -2]
         self._layers = self._told_layers(metadata)
-        self._check_digest(index.header, metadata["sha256"])
+        if self.stamp != known:
+            self._check_digest(index.header, metadata["sha256"])
         ids = self._array(self._tensors[0])
         self._require(ids.size == 0 or int(ids.min()) >= 0, "it holds negative token ids")
         self.tokens: tuple[int, ...] = tuple(ids.tolist())
@@ -323,14 +341,17 @@ def is_session(path: Path) -> bool:
 
 
 @contextmanager
-def open_session(path: Path) -> Iterator[SessionFile]:
+def open_session(path: Path, known: Stamp | None = None) -> Iterator[SessionFile]:
     """Opens and checks a session file.
+
+    Args:
+        known: of the file when its digest was checked before, which is not done again where it is the same.
 
     Raises:
         UsageError: it is missing, no session file, of another version, truncated or damaged.
     """
     with _reading(path) as file:
-        yield SessionFile(path, file)
+        yield SessionFile(path, file, known)
 
 
 @contextmanager

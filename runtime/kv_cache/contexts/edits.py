@@ -14,6 +14,10 @@ from edgeinfer.records import dataclass
 __all__ = ["Part", "parts_of_edit"]
 
 
+# Runs that stay inside an edit have this many tokens at least: fewer are sooner evaluated than turned.
+_LEAST = 16
+
+
 @dataclass(frozen=True)
 class Part:
     """A run of tokens of the edited text.
@@ -35,12 +39,20 @@ def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[Part]:
     if start:
         yield Part(0, start, 0)
     # What lies between the first and the last difference is compared alone: comparing takes more than its length.
-    matcher = SequenceMatcher(None, old[start : len(old) - same], new[start : len(new) - same], autojunk=False)
-    for kind, before, _, first, last in matcher.get_opcodes():
-        if first < last:
-            yield Part(start + first, start + last, start + before if kind == "equal" else None)
+    last = len(new) - same
+    matcher = SequenceMatcher(None, old[start : len(old) - same], new[start:last], autojunk=False)
+    done = start
+    for run in matcher.get_matching_blocks():
+        if run.size < _LEAST:
+            continue
+        if done < start + run.b:
+            yield Part(done, start + run.b, None)
+        done = start + run.b + run.size
+        yield Part(start + run.b, done, start + run.a)
+    if done < last:
+        yield Part(done, last, None)
     if same:
-        yield Part(len(new) - same, len(new), len(old) - same)
+        yield Part(last, len(new), len(old) - same)
 
 
 def _common(old: Sequence[int], new: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot
-from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, open_session, write_session
+from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, Stamp, open_session, write_session
 from edgeinfer.user_folders import make_private, user_cache, written
 
 __all__ = ["KeptRows", "Making", "keep_rows", "kept_place", "read_rows"]
@@ -57,12 +57,14 @@ class KeptRows:
 
     Attributes:
         edits: how often rows were made of an earlier version by its edits.
+        stamp: of the file when all of it was checked; None where it has not been.
     """
 
     path: Path
     making: Making
     tokens: tuple[int, ...]
     edits: int
+    stamp: Stamp | None = None
 
     @property
     def there(self) -> bool:
@@ -71,7 +73,7 @@ class KeptRows:
 
     def pieces(self) -> Iterator[CacheSnapshot]:
         """The rows, a few megabytes at a time."""
-        with _saying_what_to_do(), open_session(self.path) as file:
+        with _saying_what_to_do(), open_session(self.path, self.stamp) as file:
             yield from file.pieces()
 
 
@@ -116,7 +118,7 @@ def read_rows(path: Path, making: Making) -> KeptRows | None:
         found = Making(file.origin, told["tokenizer"], prefix, file.kv, file.scales)
         if (found.origin.model, found.tokenizer) != (making.origin.model, making.tokenizer):
             raise ModelError(f"{path} is a context of another model.", "Name another file, or remove this one.")
-        return KeptRows(path, found, file.tokens, told["edits"]) if found == making else None
+        return KeptRows(path, found, file.tokens, told["edits"], file.stamp) if found == making else None
 
 
 def _told(file: SessionFile) -> dict[str, Any]:
