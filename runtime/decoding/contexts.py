@@ -13,7 +13,7 @@ from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.kv_cache.contexts.edits import Part, parts_of_edit
+from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
 from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
 from edgeinfer.wording import Setting
 
@@ -117,7 +117,7 @@ class _Reading:
         self._piece: CacheSnapshot | None = None
         self._start = self._stop = 0  # of the piece
 
-    def of(self, part: Part) -> Iterator[CacheSnapshot]:
+    def of(self, part: EditPart) -> Iterator[CacheSnapshot]:
         """Rows of a part where it was before, which is behind all parts that were asked for."""
         assert part.before is not None
         first, last = part.before, part.before + part.stop - part.start

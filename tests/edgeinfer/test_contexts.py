@@ -14,7 +14,7 @@ from edgeinfer.contexts import Placement
 from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.kv_cache.contexts.edits import Part, parts_of_edit
+from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
 from tests.edgeinfer.conftest import TEMPLATE
 from tests.speculation import load_eager, random_bundle
 
@@ -176,15 +176,15 @@ def test_parts_of_an_edit_make_the_new_text() -> None:
     parts = list(parts_of_edit(old, new))
     assert [token for part in parts for token in new[part.start : part.stop]] == new
     assert parts == [
-        Part(0, 10, 0),
-        Part(10, 12, None),
-        Part(12, 52, 20),
-        Part(52, 58, None),  # four tokens in it are too few to be turned
-        Part(58, 88, 70),
+        EditPart(0, 10, 0),
+        EditPart(10, 12, None),
+        EditPart(12, 52, 20),
+        EditPart(52, 58, None),  # four tokens in it are too few to be turned
+        EditPart(58, 88, 70),
     ]
-    assert list(parts_of_edit([1, 2], [1, 2])) == [Part(0, 2, 0)]
-    assert list(parts_of_edit([1, 1], [1, 1, 1])) == [Part(0, 2, 0), Part(2, 3, None)]
-    assert list(parts_of_edit([1, 2, 3], [4])) == [Part(0, 1, None)]
+    assert list(parts_of_edit([1, 2], [1, 2])) == [EditPart(0, 2, 0)]
+    assert list(parts_of_edit([1, 1], [1, 1, 1])) == [EditPart(0, 2, 0), EditPart(2, 3, None)]
+    assert list(parts_of_edit([1, 2, 3], [4])) == [EditPart(0, 1, None)]
 
 
 def test_other_replies_know_nothing_of_contexts(model: edgeinfer.Model, files: list[Path]) -> None:

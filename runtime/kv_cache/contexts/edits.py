@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 
 from edgeinfer.records import dataclass
 
-__all__ = ["Part", "parts_of_edit"]
+__all__ = ["EditPart", "parts_of_edit"]
 
 
 # Runs that stay inside an edit have this many tokens at least: fewer are sooner evaluated than turned.
@@ -19,7 +19,7 @@ _LEAST = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class EditPart:
     """A run of tokens of the edited text.
 
     Attributes:
@@ -32,12 +32,12 @@ class Part:
     before: int | None
 
 
-def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[Part]:
+def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[EditPart]:
     """The edited text in order, in parts that were there before and parts that were not."""
     start = _common(old, new)
     same = _common(old[start:][::-1], new[start:][::-1])
     if start:
-        yield Part(0, start, 0)
+        yield EditPart(0, start, 0)
     # What lies between the first and the last difference is compared alone: comparing takes more than its length.
     last = len(new) - same
     matcher = SequenceMatcher(None, old[start : len(old) - same], new[start:last], autojunk=False)
@@ -46,13 +46,13 @@ def parts_of_edit(old: Sequence[int], new: Sequence[int]) -> Iterator[Part]:
         if run.size < _LEAST:
             continue
         if done < start + run.b:
-            yield Part(done, start + run.b, None)
+            yield EditPart(done, start + run.b, None)
         done = start + run.b + run.size
-        yield Part(start + run.b, done, start + run.a)
+        yield EditPart(start + run.b, done, start + run.a)
     if done < last:
-        yield Part(done, last, None)
+        yield EditPart(done, last, None)
     if same:
-        yield Part(last, len(new), len(old) - same)
+        yield EditPart(last, len(new), len(old) - same)
 
 
 def _common(old: Sequence[int], new: Sequence[int]) -> int:
