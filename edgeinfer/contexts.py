@@ -9,7 +9,7 @@ from edgeinfer.errors import PromptError
 from edgeinfer.options import require
 from edgeinfer.records import dataclass
 
-__all__ = ["Context", "ContextFile", "ContextUse", "Edits", "Placement"]
+__all__ = ["Context", "ContextUse", "Edits", "Placement"]
 
 Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
@@ -18,7 +18,7 @@ _MOST_BYTES = 64 * 1000**2
 
 
 @dataclass(frozen=True)
-class ContextFile:
+class Context:
     """A text file that is evaluated once, and can then stand before any prompt, beside others in any order.
 
     Attributes:
@@ -65,10 +65,6 @@ class ContextFile:
         if not text:
             raise PromptError(f"{path} is empty.", "Leave it out.")
         return text
-
-
-# Its name for users; what drafters start a round from has this one inside.
-Context = ContextFile
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _middle(depth: int, draw: int) -> float:
 
 
 @dataclass(frozen=True)
-class Context:
+class DraftContext:
     """What a round starts from.
 
     Attributes:
@@ -101,6 +101,10 @@ class Context:
     def root_row(self) -> int:
         """The row of the target's cache that the root will take."""
         return len(self.tokens) - 1 - self.lost()
+
+
+# As drafters call it among themselves; for users a context is a text (edgeinfer.contexts).
+Context = DraftContext
 
 
 @dataclass(frozen=True, slots=True)
