@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
 __all__ = ["mended"]
@@ -87,6 +88,7 @@ class _Document:
             schema = self._waiting.pop()
             if isinstance(schema, dict) and id(schema) not in self._seen:
                 self._seen.add(id(schema))
+                decide_alternatives(schema)
                 self._waiting.extend(_inner(schema))
                 self._mend(schema)
         if self._refers and self._moves_base:

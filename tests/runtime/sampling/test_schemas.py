@@ -34,6 +34,14 @@ VERDICTS: list[tuple[Schema, list[str], list[str]]] = [
     ({"patternProperties": {"^x": {"type": "null"}}}, ['{"x": null}', '{"y": 1}'], ['{"x": 1}', '{"\\u0078": 1}']),
     ({"patternProperties": {"^🐲*$": {"type": "null"}}}, ['{"🐲": null}'], ['{"🐲🐲": 1}', '{"\\ud83d\\udc32": 1}']),
     ({"patternProperties": {"\\d": False}}, ['{"x": 1}'], ['{"a1": 1}', '{"a\\u0031": 1}']),
+    ({"not": {"type": ["string", "object"]}}, ["1", "null", "[]"], ['"a"', "{}"]),
+    ({"type": "object", "not": {"required": ["a", "b"]}}, ['{"a": 1}', '{"b": 1, "c": 2}', "{}"], ['{"a": 1, "b": 2}']),
+    ({"type": "object", "not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"a": 1}', '{"b": 2, "\\u0061": 1}']),
+    ({"not": {"properties": {"a": {"type": "string"}}}}, ['{"a": 1}'], ['{"a": "x"}', "{}", "3"]),
+    ({"type": "number", "not": {"minimum": 2}}, ["1", "1.98", "-7"], ["2", "3"]),
+    ({"type": "string", "oneOf": [{"minLength": 2}, {"maxLength": 4}]}, ['"a"', '"abcde"'], ['"abc"', '"abcd"', "3"]),
+    ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a": 1}', '{"b": 1, "c": 1}'],
+     ["{}", '{"a": 1, "b": 2}']),
     ({"required": ["a"]}, ['{"a": 1}'], ['{"\\u0061": 1}', "{}"]),
     ({"properties": {"a": {}}, "allOf": [{"type": "object"}], "additionalProperties": False}, ["{}"], ['{"b": 1}']),
     ({"items": [{"type": "null"}], "allOf": [True], "additionalItems": False}, ["[null]"], ["[null, 1]", "[1]"]),
@@ -343,6 +351,43 @@ SCHEMAS = st.recursive(
     ),
     max_leaves=6,
 )  # fmt: skip
+
+
+REQUIRED = st.lists(st.sampled_from("ab"), min_size=1, max_size=2, unique=True)
+DECIDABLE = st.recursive(
+    st.one_of(
+        st.sampled_from([True, False, {"minimum": 2}, {"maxLength": 1}, {"minItems": 1}, {"exclusiveMaximum": 1.5}]),
+        st.lists(st.sampled_from(["null", "boolean", "object", "array", "string", "number"]), min_size=1, max_size=3)
+        .map(lambda kinds: {"type": sorted(set(kinds))}),
+        REQUIRED.map(lambda names: {"required": names}),
+    ),
+    lambda inner: st.one_of(
+        inner.map(lambda part: {"not": part}),
+        st.lists(inner, min_size=1, max_size=3).flatmap(
+            lambda parts: st.sampled_from(["anyOf", "oneOf", "allOf", "oneOf"]).map(lambda word: {word: parts})
+        ),
+        inner.map(lambda part: {"properties": {"a": part}}),
+        st.tuples(inner, REQUIRED).map(lambda both: {"not": both[0], "required": both[1]}),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+DOCUMENTS: list[Any] = [None, True, -3, 1, 1.5, 2, 7, "", "x", "xy", [], [1], [None, "x"], {}, {"a": 1}, {"a": "x"}]
+DOCUMENTS += [{"a": None}, {"a": []}, {"b": 1}, {"b": "xy", "c": 2}, {"a": 3, "b": 1}, {"a": {"a": 1}}, {"a": {"b": 0}}]
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(schema=st.one_of(DECIDABLE.map(lambda part: {"not": part}), st.lists(DECIDABLE, max_size=3).map(
+    lambda parts: {"oneOf": parts or [True]})))  # fmt: skip
+def test_what_is_left_by_not_and_one_of_is_what_a_validator_takes(schema: Schema) -> None:
+    """Neither a document too many nor one too few, wherever the schema is followed."""
+    with contextlib.suppress(GrammarError):  # by name, or nothing satisfies it
+        constraint, validator = follow(schema), jsonschema.Draft202012Validator(schema)
+        for document in DOCUMENTS:
+            texts = [json.dumps(document)]
+            if isinstance(document, dict):
+                texts.append(json.dumps(dict(reversed(document.items()))))
+            assert any(accepts(constraint, text) for text in texts) == validator.is_valid(document), document
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
