@@ -25,7 +25,7 @@ from edgeinfer.results import Result
 __all__ = ["JOBS", "FilledContext", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
 
 # A form whose reply goes on for as long as it may.
-_FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 1000}
+_FORM = {"type": "array", "items": {"type": "string", "maxLength": 40}, "minItems": 900}
 # Words of a text, said again and again, so that drafts are made and some are right.
 _REPEATED_WORDS = 24
 _REPLY_TOKENS, _SAMPLED_TOKENS, _LAST_TOKENS = 24, 8, 40

@@ -34,8 +34,6 @@ _LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
 _PIECE_BYTES = 2 << 20
 # Milliseconds of a pass that runs no layer, besides what its weights take: 0.3 with 24 layers on 2.4 GHz.
 _WINDOW_MS = 0.3
-# Read to measure a rate, in so many pieces all over the file: how fast they come depends on how they were written.
-_SAMPLE_BYTES, _PIECES = 64 << 20, 16
 
 
 def mapped_bytes(tensors: Iterable[TensorEntry]) -> int:

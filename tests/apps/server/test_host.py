@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost
+from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, with_room
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
@@ -229,3 +229,16 @@ def test_numbers_of_replies() -> None:
                 ModelHost(**options)
 
     asyncio.run(work())
+
+
+@needs_builtin
+@pytest.mark.slow
+def test_a_budget_keeps_room_for_replies_by_a_schema_where_there_is_some() -> None:
+    pytest.importorskip("llguidance")
+    options: dict[str, Any] = {"context": 256, "kv": "int8", "threads": 1, "speculation": "off", "remember": False}
+    options["counted"] = "anonymous"
+    least = edgeinfer.plan(None, **options).minimum_bytes
+    ample, tight = (with_room(None, options | {"memory": least + spare}, 2) for spare in (60_000_000, 5_000_000))
+    assert ample["structured"] and edgeinfer.plan(None, **ample).terms["grammars"] > 0
+    assert not tight.get("structured")
+    assert "structured" not in with_room(None, options, 2)
