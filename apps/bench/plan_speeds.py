@@ -24,7 +24,7 @@ from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.prompts import Prompt, builtin_prompts, load_prompts, tokenize_prompts
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, UsageError
 
 __all__ = ["BudgetChoice", "PlanSpeed", "PlanTimer", "choices_within", "draw_ways", "enumerated_ways", "main"]
 
@@ -102,6 +102,14 @@ class PlanTimer:
         for _ in range(rounds):
             self._replies({})
         self._first = self._plain()
+
+    def has(self, options: Mapping[str, Any]) -> bool:
+        """Whether the model can run this way: it may have no draft model, or not this type of cache."""
+        try:
+            edgeinfer.plan(self._model, **self._common | dict(options))
+        except UsageError:
+            return False
+        return True
 
     def timed(self, options: Mapping[str, Any]) -> PlanSpeed:
         """A way to run: planned by what is known so far, then timed."""
@@ -205,8 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         common = {"threads": options.threads} | ({"draft_model": options.draft_model} if options.draft_model else {})
         watch = PlanTimer(options.model, prompts, options.max_tokens, common)
         watch.learn(_WARM)
-        drawn = [watch.timed(way) for way in draw_ways(options.plans, options.seed)]
-        every = [watch.timed(way) for way in enumerated_ways()] if options.budgets else []
+        drawn = [watch.timed(way) for way in draw_ways(options.plans, options.seed) if watch.has(way)]
+        every = [watch.timed(way) for way in enumerated_ways() if watch.has(way)] if options.budgets else []
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code
