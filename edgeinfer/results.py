@@ -236,17 +236,16 @@ class DeviceFacts:
 
     Attributes:
         name: as `--device` takes it.
-        provider: onnxruntime's name of it.
-        package: of pip that brings the provider.
-        beside: whether the package is installed beside onnxruntime; else in its place.
-        installed: whether the provider is there.
-        hardware: whether it sees hardware; None where it is not installed.
-        bundles: "all", or "static": those exported with --static.
+        provider: onnxruntime's name of it, or "llama.cpp".
+        package, beside: of pip that brings the provider; whether it is installed beside onnxruntime, else in its place.
+        installed, hardware: whether the provider is there; whether it sees hardware, None where it is not installed.
+        bundles: "all"; "static", those exported with --static; or "gguf", GGUF files alone.
         traits: what its kernels can do with other bundles than static ones, by name.
         memory: where its arrays live; "cpu" is ordinary memory.
         check: "ok" where small models gave on it what they give on the CPU, else why not; empty where it was not tried.
         tried: where edgeinfer was run on it before it was released.
         kernels: instruction sets that the native kernel can use there, the best first; empty without the kernel.
+        description: of the hardware, where the provider has one.
     """
 
     name: str
@@ -261,6 +260,7 @@ class DeviceFacts:
     check: str
     tried: str
     kernels: tuple[str, ...] = ()
+    description: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ _LEAST_AGREEMENT = 0.95
 _SLACK = 1.2
 # Seconds for a driver to compile, run, or hang.
 _PATIENCE = 900.0
+# Files for what a device runs.
+_FILES_OF = {"all": "bundle", "static": "static", "gguf": "gguf"}
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _targets() -> Iterator[DeviceTarget]:
             )
             yield DeviceTarget("cpu:onnxruntime", "cpu", environment={"EDGEINFER_NATIVE": "0"})
         elif facts.installed and facts.hardware:
-            yield DeviceTarget(facts.name, facts.name, "bundle" if facts.bundles == "all" else "static")
+            yield DeviceTarget(facts.name, facts.name, _FILES_OF[facts.bundles])
     if find_spec("llama_cpp") is not None:
         yield DeviceTarget("llama.cpp", "cpu", "gguf")
 

@@ -29,6 +29,8 @@ _WORDS = {
     "custom_ops": "native kernel",
 }
 
+_RUNS = {"all": "all bundles", "static": "static bundles", "gguf": "GGUF files"}
+
 
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
@@ -45,14 +47,14 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"devices": [dataclasses.asdict(device) for device in devices]})
         return 0
-    rows = [(d.name, _here(d), d.check, f"{d.bundles} bundles", _traits(d), d.tried) for d in devices]
+    rows = [(d.name, _here(d), d.check, _RUNS[d.bundles], _traits(d), d.tried) for d in devices]
     print_table(rows, header=("device", "here", "check", "runs", "with", "tried"))
     return 0
 
 
 def _here(device: DeviceFacts) -> str:
     if device.installed:
-        return "yes" if device.hardware else "no hardware"
+        return (device.description or "yes") if device.hardware else "no hardware"
     return f"needs {device.package}" + ("" if device.beside else " in place of onnxruntime")
 
 

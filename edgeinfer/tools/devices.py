@@ -17,6 +17,12 @@ from edgeinfer.loading import Bundles, digest_of, fingerprint_for, profiles_of
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
 from edgeinfer.results import DeviceFacts, DeviceLimits
+from edgeinfer.runtime.backends.llamacpp.graphics import (
+    GraphicsProcessor,
+    check_processor,
+    graphics_device,
+    listed_processors,
+)
 from edgeinfer.runtime.backends.onnx.selfcheck import check_device
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.devices.contract import Device, DeviceEntry
@@ -51,6 +57,7 @@ __all__ = [
 Progress = Callable[[str, int, int], None]
 
 _CHUNKS = (16, 32, 64, 128, 256)
+_GRAPHICS_TRIED = "Vulkan on a graphics processor in software; CUDA, Metal and ROCm not run"
 
 
 @dataclass(frozen=True)
@@ -242,10 +249,14 @@ def measure_device(threads: int = 1) -> DeviceLimits:
 def list_devices(*, check: bool = True) -> tuple[DeviceFacts, ...]:
     """The devices that models may run on, installed or not, in the order in which "auto" looks for one.
 
+    Behind them are the graphics processors that the installed llama.cpp finds, which run GGUF files where they are
+    asked for.
+
     Args:
         check: run small models on those that are there and have hardware.
     """
-    return tuple(_facts(entry, device, check) for entry in ENTRIES for device in entry.devices)
+    own = (_facts(entry, device, check) for entry in ENTRIES for device in entry.devices)
+    return (*own, *(_graphics_facts(processor, check) for processor in listed_processors()))
 
 
 def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
@@ -272,6 +283,32 @@ def _facts(entry: DeviceEntry, device: Device, check: bool) -> DeviceFacts:
         check=outcome,
         tried=entry.tried,
         kernels=_kernels() if device.traits.custom_ops else (),
+    )
+
+
+def _graphics_facts(processor: GraphicsProcessor, check: bool) -> DeviceFacts:
+    device, outcome = graphics_device(processor), ""
+    if check:
+        try:
+            check_processor(processor)
+            outcome = "ok"
+        except DeviceError as error:
+            outcome = error.message
+    traits = dataclasses.asdict(device.traits)
+    del traits["dynamic_shapes"]
+    return DeviceFacts(
+        name=device.name,
+        provider=device.provider,
+        package="llama-cpp-python",
+        beside=True,
+        installed=True,
+        hardware=True,
+        bundles="gguf",
+        traits=traits,
+        memory=device.memory,
+        check=outcome,
+        tried=_GRAPHICS_TRIED,
+        description=processor.description,
     )
 
 

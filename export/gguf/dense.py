@@ -28,6 +28,7 @@ GRANITE = (
 _PACKED_MLP = {"mlp.gate_up": ("ffn_up.weight",)}
 _SANDWICH = {"attn_post_norm": ("post_attention_norm.weight",), "mlp_post_norm": ("post_ffw_norm.weight",)}
 _LAYER_NORMS = ("norm", "norm_bias")
+_GRANITE_MIXTURE = GgufMixture(True, length=False)
 _PLAIN_MIXTURE = GgufMixture(True, length=False, shared="")
 
 # Source: transformers' XIELUActivation.
@@ -57,6 +58,19 @@ def _ministral_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Te
 def _bitnet_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
     writer.add_string("bitnet.rope.scaling.type", "linear")
     writer.add_rope_scaling_factor(1.0)
+
+
+def _granite_swa_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
+    """Which layers rotate; and where none has a window, one that hides nothing in all, as its graph needs some."""
+    rotates = [which >= 0 for which in spec.rope_layers or (0,) * spec.num_layers]
+    writer.add_array("granite_swa.attention.rope_pattern", rotates)
+    if not spec.windows:
+        writer.add_sliding_window_pattern([True] * spec.num_layers)
+
+
+def _granite_swa_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if spec.more_ropes:
+        yield "rotations of several bases"
 
 
 def _apertus_rewrite(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> Iterator[TensorPlan]:
@@ -95,13 +109,28 @@ _OLMO = GgufArchitecture(
     always_slides=False,
     lacks=_olmo_lacks,
 )
-# By transformers' name of the family. Phi-3.5-MoE is missing, as llama.cpp weights its experts otherwise, and BlockFFN,
-# as it has no rectified router.
+_GRANITE_SWA = GgufArchitecture(
+    "granite_swa",
+    neighbours=True,
+    ropes=("default", "linear"),
+    free_heads=True,
+    output_bias=True,
+    mlp_bias=True,
+    tensors={"mlp.shared.gate_up": ("ffn_up_shexp.weight",)},
+    parts=("attention_scale", "sinks", "rope_layers"),
+    full_every=-1,
+    mixture=_GRANITE_MIXTURE,
+    multipliers=GRANITE,
+    keys=_granite_swa_keys,
+    lacks=_granite_swa_lacks,
+)
+# By transformers' name of the family.
 DENSE = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
     "ministral": _LLAMA,
+    "helium": dataclasses.replace(_LLAMA, parts=("interleaved",)),
     "qwen2": GgufArchitecture("qwen2"),
     "qwen3": GgufArchitecture("qwen3", free_heads=True),
     "phi3": GgufArchitecture(
@@ -121,9 +150,11 @@ DENSE = {
         ropes=_EVERY_ROPE,
         free_heads=True,
         output_bias=True,
-        mixture=GgufMixture(True, length=False),
+        mixture=_GRANITE_MIXTURE,
         multipliers=GRANITE,
     ),
+    "granite_swa": _GRANITE_SWA,
+    "granitemoe_swa": _GRANITE_SWA,
     "gemma": GgufArchitecture("gemma", free_heads=True, qkv_bias=False, activation="gelu_tanh", norm_offset=1.0),
     "gemma2": GgufArchitecture(
         "gemma2",

@@ -15,10 +15,16 @@ from edgeinfer.export.gguf.mamba import MAMBA
 from edgeinfer.export.gguf.shared_mixtures import SHARED_MIXTURES
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["GGUF_ARCHITECTURES", "find_gguf_architecture"]
+__all__ = ["GGUF_ARCHITECTURES", "WITHOUT_GGUF", "find_gguf_architecture"]
 
-# Phi-3.5-MoE is missing, as llama.cpp weights its experts otherwise, and BlockFFN, as it has no rectified router.
 GGUF_ARCHITECTURES = DENSE | GEMMAS | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
+# Families that no graph of llama.cpp computes, and what it lacks of them.
+WITHOUT_GGUF = {
+    "flex_olmo": "a mixture of experts whose norms stand behind attention and experts",
+    "lfm3": "convolutions beside attention with windows and gates",
+    "minicpm": "a router that chooses by a ReLU",
+    "phimoe": "the weights of Phi-3.5-MoE's experts, each a softmax over those near it",
+}
 
 
 def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:
@@ -29,7 +35,10 @@ def find_gguf_architecture(family: Architecture, config: HFConfig, spec: Decoder
     """
     found = GGUF_ARCHITECTURES.get(family.model_types[0])
     if found is None:
-        raise UnsupportedArchitectureError(f"llama.cpp has no architecture for {family.classes[0]}.", ONNX_HINT)
+        lacking = WITHOUT_GGUF[family.model_types[0]]
+        raise UnsupportedArchitectureError(
+            f"There are no GGUF files of {family.classes[0]}: llama.cpp has no graph with {lacking}.", ONNX_HINT
+        )
     found = (found.instead and found.instead(spec)) or found
     require_plain(spec, "GGUF files", ONNX_HINT, found.known)
     found.check(config, spec)

@@ -20,6 +20,7 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 2.5,
 }
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+ROUTED_SWA: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5}
 YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 GROWING: dict[str, Any] = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}
 # llama.cpp takes LongRoPE's factors by the size of its context, of 256 tokens here, and transformers by the text's.
@@ -130,6 +131,12 @@ GGUF_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Exaone4", {"sliding_window": 5, **layers(4, 64)}),
     ("Granite", GRANITE),
     ("Granite", GRANITE | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("GraniteSWA", GRANITE | TIED | layers(2, 3) | {"sliding_window": 5, "layer_rope_theta": [1e3, 0, 1e3]}),
+    ("GraniteSWA", GRANITE | layers(1, 3) | {"attention_bias": True, "mlp_bias": True, "sliding_window": 5}),
+    ("GraniteMoeSWA", GRANITE | ROUTED_SWA | layers(3, 3) | {"shared_intermediate_size": 64}),
+    ("GraniteMoeSWA", GRANITE | TIED | ROUTED_SWA | layers(2, 3) | {"shared_intermediate_size": 0}),
+    ("Helium", {"head_dim": 16}),
+    ("Helium", TIED | {"head_dim": 16, "num_key_value_heads": 4}),
     ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     ("Ministral", {"sliding_window": 5, "head_dim": 32, **layers(2, 3)}),
     ("Ministral3", {"rope_parameters": YARN | GROWING | {"beta_fast": 8.0}}),

@@ -9,7 +9,8 @@ import pytest
 
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
-from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.architectures import ARCHITECTURES, find_architecture
+from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES, WITHOUT_GGUF
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.tables import each_row
 
@@ -105,3 +106,25 @@ def test_architectures_are_found_by_class_then_by_type() -> None:
         find_architecture(config(architectures=["MambaForCausalLM"], model_type="llama"))
     with pytest.raises(UnsupportedArchitectureError):
         find_architecture(config())
+
+
+@each_row(
+    ("name", "kind", "says", "hint"),
+    [
+        ("JambaForCausalLM", "jamba", "supported (recurrent layers of the first Mamba).", "-m OWNER/NAME:Q4_K_M"),
+        ("Qwen3VLForConditionalGeneration", "qwen3_vl", "supported.", "-m OWNER/NAME:Q4_K_M"),
+        ("Zamba2ForCausalLM", "zamba2", "share their weights), and llama.cpp does not have them", "models --catalog"),
+        (None, "xlstm", "class xlstm are not supported (recurrent layers of xLSTM).", "models --catalog"),
+    ],
+)
+def test_refusals_say_why_and_whether_gguf_files_run(name: str | None, kind: str, says: str, hint: str) -> None:
+    named = {} if name is None else {"architectures": [name]}
+    with pytest.raises(UnsupportedArchitectureError) as refused:
+        find_architecture(config(model_type=kind, **named))
+    assert says in refused.value.message and hint in refused.value.hint
+
+
+def test_every_family_has_gguf_files_or_a_reason() -> None:
+    kinds = {family.model_types[0] for family in ARCHITECTURES}
+    assert kinds == GGUF_ARCHITECTURES.keys() | WITHOUT_GGUF.keys()
+    assert not GGUF_ARCHITECTURES.keys() & WITHOUT_GGUF.keys()

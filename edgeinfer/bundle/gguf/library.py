@@ -24,6 +24,7 @@ __all__ = [
     "extra_buffer_types",
     "functions",
     "installed_version",
+    "is_installed",
     "listening",
     "llama_library",
     "logged_error",
@@ -166,6 +167,11 @@ def _imported() -> Any:
     finally:
         # Whoever imports the package later gets all of it.
         sys.modules.pop(_PACKAGE, None)
+
+
+def is_installed() -> bool:
+    """Whether llama-cpp-python is there, which is not loaded to find out."""
+    return find_spec(_PACKAGE) is not None
 
 
 def installed_version() -> str:

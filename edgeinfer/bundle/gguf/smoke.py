@@ -1,4 +1,4 @@
-"""A model of one layer, made in memory, that shows whether llama.cpp computes what it should."""
+"""A model of one layer, made in memory, that shows whether llama.cpp and its devices compute what they should."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import ctypes
 import math
 import struct
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["smoke_test", "tiny_gguf"]
+__all__ = ["device_fault", "smoke_test", "tiny_gguf"]
 
 _WIDTH, _VOCABULARY, _ALIGNMENT = 32, 16, 32
+_LAYERS = 2  # with the head, as llama.cpp counts them
 _TOKENS = (3, 7, 1)
 # Of logits near 1, between passes of different sizes: float32 sums in another order.
 _NEAR = 1e-4
+# Between a graphics processor, which may multiply in half precision, and the CPU.
+_NEAR_ELSEWHERE = 0.02
 
 
 def tiny_gguf() -> bytes:
@@ -58,34 +61,70 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
+_Feed = Callable[[int, int], "NDArray[np.float32] | None"]
+
+
+class _FaultError(Exception):
+    """What the library cannot do."""
+
+
 def smoke_test(lib: Any) -> str:
     """What is wrong with the library, empty where nothing is.
 
     Tokens fed at once must give what they give one after the other, and a cache that was copied out and back must
     give the same next token.
     """
+    try:
+        with _model(lib, None) as (context, feed):
+            return _compare(lib, context, feed)
+    except _FaultError as fault:
+        return str(fault)
+
+
+def device_fault(lib: Any, device: int) -> str:
+    """What is wrong with one of llama.cpp's devices, empty where nothing is: it must give the CPU's logits."""
+    try:
+        with _model(lib, None) as (_, feed):
+            wanted = feed(0, len(_TOKENS))
+        with _model(lib, device) as (_, feed):
+            found = feed(0, len(_TOKENS))
+    except _FaultError as fault:
+        return str(fault)
+    return "" if _near(found, wanted, _NEAR_ELSEWHERE) else "it computes something else than the CPU"
+
+
+@contextmanager
+def _model(lib: Any, device: int | None) -> Iterator[tuple[Any, _Feed]]:
+    """A context of the model, and what gives the logits behind some of the tokens.
+
+    Args:
+        device: that has all layers; None is the CPU.
+    """
     with tempfile.TemporaryDirectory(prefix="edgeinfer-") as folder, ExitStack() as stack:
         path = Path(folder) / "smoke.gguf"
         path.write_bytes(tiny_gguf())
         params = lib.llama_model_default_params()
-        params.n_gpu_layers = 0
+        # Without a list llama.cpp takes all graphics processors.
+        devices = (ctypes.c_void_p * 2)(device)
+        params.devices = ctypes.addressof(devices)
+        params.n_gpu_layers = 0 if device is None else _LAYERS
         model = lib.llama_model_load_from_file(str(path).encode(), params)
         if not model:
-            return "it cannot load a model of one layer"
+            raise _FaultError("it cannot load a model of one layer")
         stack.callback(lib.llama_model_free, model)
         options = lib.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = 64
         options.n_threads = options.n_threads_batch = 1
         context = lib.llama_init_from_model(model, options)
         if not context:
-            return "it cannot make a context"
+            raise _FaultError("it cannot make a context")
         stack.callback(lib.llama_free, context)
         batch = lib.llama_batch_init(len(_TOKENS), 0, 1)
         stack.callback(lib.llama_batch_free, batch)
-        return _compare(lib, context, lambda start, stop: _feed(lib, context, batch, start, stop))
+        yield context, lambda start, stop: _feed(lib, context, batch, start, stop)
 
 
-def _compare(lib: Any, context: Any, feed: Callable[[int, int], NDArray[np.float32] | None]) -> str:
+def _compare(lib: Any, context: Any, feed: _Feed) -> str:
     memory = lib.llama_get_memory(context)
     last = len(_TOKENS) - 1
     single = [feed(place, place + 1) for place in range(last)]
@@ -107,8 +146,8 @@ def _compare(lib: Any, context: Any, feed: Callable[[int, int], NDArray[np.float
     return ""
 
 
-def _near(one: NDArray[np.float32] | None, other: NDArray[np.float32] | None) -> bool:
-    return one is not None and other is not None and np.allclose(one, other, atol=_NEAR)
+def _near(one: NDArray[np.float32] | None, other: NDArray[np.float32] | None, tolerance: float = _NEAR) -> bool:
+    return one is not None and other is not None and np.allclose(one, other, atol=tolerance)
 
 
 def _feed(lib: Any, context: Any, batch: Any, start: int, stop: int) -> NDArray[np.float32] | None:  # (1, V)

@@ -6,12 +6,22 @@ import ctypes
 import re
 from typing import Any
 
-from edgeinfer.bundle.gguf.library import SUPPORTED, functions, llama_library
-from edgeinfer.errors import DeviceError
+from edgeinfer.bundle.gguf.library import SUPPORTED, functions, is_installed, llama_library, logged_error
+from edgeinfer.bundle.gguf.smoke import device_fault
+from edgeinfer.errors import DeviceError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.devices.contract import CPU_MEMORY, Device, Traits
+from edgeinfer.runtime.devices.providers import device_error
 
-__all__ = ["GraphicsProcessor", "Offload", "find_processor", "graphics_device", "graphics_processors"]
+__all__ = [
+    "GraphicsProcessor",
+    "Offload",
+    "check_processor",
+    "find_processor",
+    "graphics_device",
+    "graphics_processors",
+    "listed_processors",
+]
 
 # ggml_backend_dev_type.
 _DISCRETE, _INTEGRATED = 1, 2
@@ -68,6 +78,29 @@ def graphics_processors() -> tuple[GraphicsProcessor, ...]:
     devices = (ggml.ggml_backend_dev_get(ctypes.c_size_t(index)) for index in range(ggml.ggml_backend_dev_count()))
     found = [_described(ggml, device) for device in devices if _type(ggml, device) in (_DISCRETE, _INTEGRATED)]
     return tuple(sorted(found, key=lambda each: each.shared))
+
+
+def listed_processors() -> tuple[GraphicsProcessor, ...]:
+    """As `graphics_processors`; none where llama.cpp is not installed or not usable, as loading a GGUF file tells."""
+    if not is_installed():
+        return ()
+    try:
+        return graphics_processors()
+    except UsageError:
+        return ()
+
+
+def check_processor(processor: GraphicsProcessor) -> None:
+    """Runs a model of one layer on it.
+
+    Raises:
+        DeviceError: it fails, or computes something else than the CPU.
+    """
+    logged_error()
+    fault = device_fault(llama_library(), processor.pointer)
+    if fault:
+        reason = logged_error()
+        raise device_error(graphics_device(processor), f"{fault}: {reason}" if reason else fault)
 
 
 def _type(ggml: Any, device: int) -> int:

@@ -14,7 +14,8 @@ from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.bundle import open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.architectures import ARCHITECTURES
-from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES
+from edgeinfer.export.architectures.refused import REFUSED
+from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES, WITHOUT_GGUF
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import ROOT, backends, branches, chunks, run
 from tests.export.passes import TOKENS, expected_logits
@@ -33,6 +34,26 @@ GGUF files are written as, where there is one; llama.cpp's logits of them are he
 `python -m tests.export.families.page` writes this page, and the tests hold every family to 1e-4.
 
 """
+
+_REFUSED_LEAD = """
+## What is refused
+
+GGUF files of some families are not written, since llama.cpp has no graph with
+
+"""
+_OTHERS_LEAD = """
+Checkpoints of other classes are refused by name, and the message says whether llama.cpp has them, so that a GGUF file
+runs. These would need parts that edgeinfer's decoders do not have:
+
+"""
+
+
+def _refused() -> str:
+    """Families without GGUF files and models that are not converted, with the reasons."""
+    of = {family.model_types[0]: family.classes[0] for family in ARCHITECTURES}
+    without = "".join(f"- {lacking} (`{of[kind]}`)\n" for kind, lacking in sorted(WITHOUT_GGUF.items()))
+    others = "".join(f"- `{kind}`: {why}\n" for kind, why in sorted(REFUSED.items()))
+    return _REFUSED_LEAD + without + _OTHERS_LEAD + others
 
 
 def _differences(family: Family) -> tuple[str, ...]:
@@ -66,7 +87,7 @@ def main() -> None:
         for family in FAMILIES
     ]
     header = ("family", "native", "portable", "GGUF", "configurations", "class")
-    text = _LEAD + markdown_table(header, rows, left=(0, 3, 5))
+    text = _LEAD + markdown_table(header, rows, left=(0, 3, 5)) + _refused()
     (ROOT / "docs" / "families.md").write_text(text, "utf-8")
 
 

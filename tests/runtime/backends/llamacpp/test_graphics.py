@@ -18,6 +18,7 @@ pytest.importorskip("gguf", reason="the gguf package is not installed")
 
 import edgeinfer
 from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.gguf import library
 from edgeinfer.bundle.gguf.library import cpu_device, functions, llama_library
 from edgeinfer.device_options import DeviceOptions
 from edgeinfer.errors import DeviceError, UsageError
@@ -51,9 +52,8 @@ def install(patch: pytest.MonkeyPatch, *devices: tuple[str, int, int]) -> None:
         ggml_backend_dev_description=lambda device: b"A processor",
         ggml_backend_dev_memory=memory,
     )
-    lib = types.SimpleNamespace(llama_supports_gpu_offload=lambda: True, _lib=types.SimpleNamespace(_name=""))
     patch.setattr(graphics, "functions", lambda name: ggml)
-    patch.setattr(graphics, "llama_library", lambda: lib)
+    patch.setattr(llama_library(), "llama_supports_gpu_offload", lambda: True)
 
 
 def test_a_build_for_the_cpu_refuses_and_tells_how_to_build_another() -> None:
@@ -126,6 +126,45 @@ def test_texts_are_the_same_with_layers_on_a_device(monkeypatch: pytest.MonkeyPa
         assert device == ("Vulkan0" if len(options) and options.keys() != {"kv"} else "cpu")
     assert replies[0] == replies[1] and replies[2] == replies[3]
     assert [(device != 0, layers) for device, layers in asked] == [(False, 0), (True, 2), (True, 7), (False, 0)]
+
+
+def failing(patch: pytest.MonkeyPatch, lines: str) -> None:
+    """Makes llama.cpp log an error of these lines, and load nothing, where layers are to lie on a device."""
+    lib = llama_library()
+    load = lib.llama_model_load_from_file
+
+    def refused(path: bytes, params: Any) -> Any:
+        if not ctypes.c_void_p.from_address(params.devices).value:
+            return load(path, params)
+        library._remember(4, lines.encode(), None)
+        return None
+
+    patch.setattr(lib, "llama_model_load_from_file", refused)
+
+
+def test_processors_are_listed_behind_the_devices_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "llama.cpp" not in {device.provider for device in edgeinfer.list_devices(check=False)}
+    install(monkeypatch, ("Vulkan0", DISCRETE, GIB))
+    *_, cpu, found = edgeinfer.list_devices()
+    assert (cpu.name, found.name) == ("cpu", "Vulkan0")
+    assert (found.provider, found.bundles, found.description) == ("llama.cpp", "gguf", "A processor")
+    assert found.hardware and found.check == "ok" and not found.traits["custom_ops"]
+    failing(monkeypatch, "ErrorOutOfDeviceMemory\nsecond line")
+    refused = edgeinfer.list_devices()[-1].check
+    assert "Vulkan0" in refused and refused.endswith("ErrorOutOfDeviceMemory.") and "\n" not in refused
+    line = run("devices").stdout.decode().splitlines()[-1]
+    assert line.startswith("Vulkan0") and "A processor" in line and "GGUF files" in line
+    assert edgeinfer.list_devices(check=False)[-1].check == ""
+
+
+def test_a_processor_that_fails_while_loading_is_one_line_and_the_cpu_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ("Vulkan0", DISCRETE, 8 * GIB))
+    failing(monkeypatch, "llama_model_load: error loading model: unable to allocate Vulkan0 buffer\nanother line\n")
+    result = run("run", "-m", str(builtin_gguf()), "-p", PROMPT, "-n", "2", "--device", "vulkan")
+    assert result.returncode == 0 and result.stdout
+    [line] = [line for line in result.stderr.decode().splitlines() if "Vulkan0" in line]
+    assert "The device Vulkan0 (llama.cpp) fails" in line and "unable to allocate Vulkan0 buffer. The CPU runs" in line
+    assert b"another line" not in result.stderr
 
 
 @each_row(
