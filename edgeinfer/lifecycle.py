@@ -288,14 +288,15 @@ def save(parts: ModelParts, path: Path, tokens: Sequence[int] | None = None, tex
     """Writes the tokens and rows that the cache holds.
 
     Args:
-        tokens: only as far as both begin alike; None writes all.
+        tokens: only as far as both begin alike; None writes all. Where layers keep states, to where one is.
         text: kept with them.
 
     Raises:
         StorageError: the place cannot be written, or the disk is full.
     """
     engine = parts.engine
-    cached = engine.cached_tokens if tokens is None else engine.cached_tokens[: engine.shared(tokens)]
+    shared = len(engine.cached_tokens) if tokens is None else engine.shared(tokens)
+    cached = engine.cached_tokens[: engine.backend.cache.resumable(shared)]
     origin = parts.origin.with_adapter(_digests(engine)[engine.adapter])
     write_session(path, origin, cached, engine.backend.cache.snapshot, text)
 

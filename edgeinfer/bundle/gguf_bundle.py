@@ -21,7 +21,17 @@ from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 
-__all__ = ["BACKEND", "KV_TYPES", "check_model", "geometry_of", "kv_bytes_per_token", "manifest_of", "open_gguf"]
+__all__ = [
+    "BACKEND",
+    "KV_TYPES",
+    "check_model",
+    "geometry_of",
+    "head_sizes",
+    "key_heads",
+    "kv_bytes_per_token",
+    "manifest_of",
+    "open_gguf",
+]
 
 BACKEND = "llamacpp"
 # Names that edgeinfer gives llama.cpp's types of cache.
@@ -109,9 +119,14 @@ def geometry_of(gguf: GgufFile) -> Geometry:
         hidden_size=hidden,
         num_layers=layers,
         num_kv_heads=max(kv_heads),
-        head_dim=max(_head_sizes(gguf)),
+        head_dim=max(head_sizes(gguf)),
         max_positions=context,
     )
+
+
+def key_heads(gguf: GgufFile) -> list[int]:
+    """Heads of keys in each layer; 0 where the file says that it has no attention."""
+    return _heads(gguf)[1]
 
 
 def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
@@ -124,7 +139,7 @@ def kv_bytes_per_token(gguf: GgufFile, kv: str) -> int | None:
     """
     kind = ggml_type(KV_TYPES[kv])
     _, kv_heads = _heads(gguf)
-    sizes = _head_sizes(gguf)
+    sizes = head_sizes(gguf)
     if any(size % kind.block_values for size in sizes):
         return None
     return sum(kv_heads) * sum(map(kind.row_bytes, sizes))
@@ -199,7 +214,7 @@ def _at_most(gguf: GgufFile, key: str, value: int) -> int:
     return value
 
 
-def _head_sizes(gguf: GgufFile) -> tuple[int, int]:
+def head_sizes(gguf: GgufFile) -> tuple[int, int]:
     """Channels of a head's key and of its value."""
     architecture = _architecture(gguf)
     heads, _ = _heads(gguf)

@@ -208,7 +208,7 @@ class Capabilities:
         row_multiple: passes whose row count is a multiple of this, and at least 2, give bit-identical rows.
         elastic: layers can be read by their high 4-bit plane alone (`planes`).
         exact: rows can be bit-identical at all.
-        copies: rows of the cache can be copied out and in.
+        copies: rows of the cache can be copied out and in anywhere, without a state behind them.
         expert_counts: numbers of experts that a pass may give to each token, ascending; the last is the whole model.
             Empty for models without experts.
         paged: the graph's attention reads pages of a pool (edgeinfer.bundle.graph), so a row depends on its own path

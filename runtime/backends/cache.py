@@ -89,7 +89,7 @@ class CopiedRows:
         keys, values: of each layer, of the type's dtype and width, see edgeinfer.bundle.kv_types. (kv_heads, length,
             width)
         state: as `CacheSnapshot` has it.
-        stateful: whether there are recurrent layers that need one.
+        state_bytes: what one takes; 0 where there are no recurrent layers, which need one.
     """
 
     length: int
@@ -98,7 +98,7 @@ class CopiedRows:
     kv: str = FLOAT32
     scales: str = ""
     state: NDArray[np.uint8] | None = None
-    stateful: bool = False
+    state_bytes: int = 0
     in_place: ClassVar[bool] = False
 
     @property
@@ -110,23 +110,23 @@ class CopiedRows:
         """Rows start..stop-1, as views."""
         keys, values = ([a[:, start:stop] for a in arrays] for arrays in (self.keys, self.values))
         state = self.state if stop == self.length else None
-        return CopiedRows(stop - start, keys, values, self.kv, self.scales, state, self.stateful)
+        return CopiedRows(stop - start, keys, values, self.kv, self.scales, state, self.state_bytes)
 
     def cut(self, at: int) -> CopiedRows:
         """Both are copied, array by array, so that neither keeps the other's rows alive."""
         keys, values = list(self.keys), list(self.values)
         self.keys, self.values, length, self.length = keys, values, self.length, at
         state, self.state = self.state, None
-        return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.stateful)
+        return CopiedRows(length - at, _cut(keys, at), _cut(values, at), self.kv, self.scales, state, self.state_bytes)
 
     def resumable(self, rows: int) -> int:
         """All of them, or where there are recurrent layers those before their state."""
-        there = not self.stateful or (self.state is not None and rows == self.length)
+        there = not self.state_bytes or (self.state is not None and rows == self.length)
         return rows if there else 0
 
     def bytes_for(self, rows: int) -> int:
-        """Bytes of a copy of so many rows."""
-        state = 0 if self.state is None or not rows else self.state.nbytes
+        """Bytes of a copy of so many rows, and of a state behind them."""
+        state = self.state_bytes if rows else 0
         return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
 
 

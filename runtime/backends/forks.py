@@ -113,7 +113,8 @@ class TurnTaking:
 
 def can_fork(backend: Backend) -> bool:
     """Whether a text can go on in several ways."""
-    return isinstance(uncounted(backend), TogetherBackend) or backend.cache.copyable
+    whole = backend.cache.copyable and backend.capabilities.copies
+    return isinstance(uncounted(backend), TogetherBackend) or whole
 
 
 def copied_bytes(backend: Backend, rows: int) -> int:

@@ -207,7 +207,8 @@ class PagedCache:
             rows, places, layout = self.pool.rows, self._places(start, stop), self.pool.layout
             keys, values = rows.stored_keys(places), rows.stored_values(places)
             copied = None if state is None else state.copy()
-            return CopiedRows(stop - start, keys, values, layout.kv, layout.scales, copied, self.state is not None)
+            size = 0 if self._states is None else self._states.layout.slot_bytes
+            return CopiedRows(stop - start, keys, values, layout.kv, layout.scales, copied, size)
         self._shared = max(self._shared, last)
         return PageSnapshot(self.pool, self._pages[start // PAGE : last], start % PAGE, stop - start, **further)
 

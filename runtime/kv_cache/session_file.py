@@ -201,12 +201,13 @@ class SessionFile:
     def pieces(self) -> Iterator[CacheSnapshot]:
         """The rows of all tokens, a few megabytes at a time."""
         state = None if self._state is None else self._array(self._state)
+        state_bytes = 0 if state is None else state.nbytes
         for tensor in self._rows:
             stored = self._array(tensor)
             arrays = tuple(stored) if self._layers is None else _apart(stored, self._layers)
             half, length = len(arrays) // 2, tensor.shape[2 if self._layers is None else 0]
             last = state if tensor is self._rows[-1] else None
-            yield CopiedRows(length, arrays[:half], arrays[half:], self.kv, self.scales, last, state is not None)
+            yield CopiedRows(length, arrays[:half], arrays[half:], self.kv, self.scales, last, state_bytes)
 
     def _decoded(self, text: bytes) -> str:
         try:

@@ -100,7 +100,7 @@ def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
 
 def _fill(backend: Backend, length: int) -> None:
     """Puts rows into an empty cache, for passes to attend to."""
-    if backend.cache.copyable and not backend.geometry.states:
+    if backend.cache.copyable and backend.capabilities.copies and not backend.geometry.states:
         backend.cache.restore(_blank(backend, length))
     elif length:
         backend.forward(ForwardInput(filler_tokens(backend, length), np.arange(length), np.zeros(0, np.int64)))

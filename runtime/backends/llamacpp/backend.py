@@ -27,9 +27,10 @@ from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
 from edgeinfer.runtime.backends.llamacpp.cache import LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import ABORTED, ContextOptions, LlamaContext
 from edgeinfer.runtime.backends.llamacpp.graphics import Offload
-from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, drafted_at_once
+from edgeinfer.runtime.backends.llamacpp.memory import PADDING, SEQUENCES, cell_rows, drafted_at_once
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel, features
 from edgeinfer.runtime.backends.llamacpp.recurrent_cache import RecurrentCache
+from edgeinfer.runtime.backends.llamacpp.state import StateCodec
 
 __all__ = ["LlamaCppBackend"]
 
@@ -119,11 +120,11 @@ class LlamaCppBackend:
         # Rows that only fill a pass up would have a state too, and save nothing on a graphics processor.
         self._row_steps = RowSteps(0.0, 0.0) if recurrent or offload else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
-        whole = not self.vocabulary.windowed
+        codec = StateCodec(cell_rows(bundle.gguf), kv, placed=self.vocabulary.placed, recurrent=recurrent)
         self.cache = (
-            RecurrentCache(self._context, self.geometry, capacity, kv)
+            RecurrentCache(self._context, codec, capacity)
             if recurrent
-            else LlamaCache(self._context, self.geometry, capacity, kv, copyable=whole)
+            else LlamaCache(self._context, codec, capacity, copyable=not self.vocabulary.windowed)
         )
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from edgeinfer.bundle import Geometry
-from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.bundle import KVLayer
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
@@ -22,7 +19,6 @@ from edgeinfer.runtime.backends.cache import (
     TrimmedCache,
     check_edit,
     check_length,
-    check_snapshot,
     row_range,
 )
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
@@ -83,8 +79,8 @@ class LlamaCache(TrimmedCache):
     """Implements `KVCache` over the cells of a context.
 
     Args:
+        codec: of copies of its cells.
         capacity: tokens it may hold.
-        kv: type of the cells, one of `kv_types.LLAMA_KV`.
         copyable: the cells are one plain cache; those of a sliding window lie in a cache of their own.
 
     Attributes:
@@ -92,11 +88,9 @@ class LlamaCache(TrimmedCache):
         pending: the draft tree of which no rows were kept yet.
     """
 
-    def __init__(self, context: LlamaContext, geometry: Geometry, capacity: int, kv: str, *, copyable: bool) -> None:
+    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, *, copyable: bool) -> None:
         self._context = context
-        self._geometry = geometry
-        self._codec = StateCodec(geometry, kv)
-        self._kv = kv
+        self._codec = codec
         self.capacity = capacity
         self.copyable = copyable
         self.length = 0
@@ -178,7 +172,7 @@ class LlamaCache(TrimmedCache):
             self._context.cut(other, 0)
         self.pending, self.length = None, stop
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
         """Copies all rows, or rows start..stop-1.
 
         Raises:
@@ -187,37 +181,35 @@ class LlamaCache(TrimmedCache):
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         if start == stop:
-            shape = (self._geometry.num_kv_heads, 0, LLAMA_KV[self._kv].width(self._geometry.head_dim))
-            nothing = (np.empty(shape, LLAMA_KV[self._kv].dtype),) * self._geometry.num_layers
-            return CopiedRows(0, nothing, nothing, self._kv)
+            return self._codec.nothing()
         if not self.copyable:
             raise CapabilityError(
                 "The cache of a model with sliding windows cannot be copied.",
                 "Load it without a prefix cache, and do not save its sessions.",
             )
         if (start, stop) == (0, self.length):
-            return self._codec.decode(self._context.state(TEXT), stop)
+            return self._codec.decode(self._context.state(TEXT), 0, stop)
         spare = self._context.options.spare
         self._context.copy(TEXT, spare, start, stop)
         try:
-            return self._codec.decode(self._context.state(spare), stop - start)
+            return self._codec.decode(self._context.state(spare), 0, stop - start)
         finally:
             self._context.cut(spare, 0)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy in the place of all rows."""
-        check_snapshot(snapshot, self._geometry, self.capacity, self._kv)
+        self._codec.check(snapshot, self.capacity)
         self.trim(0)
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         """Adds copied rows behind those in use."""
         self.check_kept()
-        check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kv)
+        self._codec.check(snapshot, self.capacity - self.length)
         if snapshot.length == 0:
             return
         stop, spare = self.length + snapshot.length, self._context.options.spare
-        self._context.set_state(spare, self._codec.encode(snapshot, self.length, spare))
+        self._context.set_state(spare, self._codec.encode([snapshot], self.length, spare))
         self._context.copy(spare, TEXT, self.length, stop)
         self._context.cut(spare, 0)
         self.length = stop
@@ -227,13 +219,13 @@ class LlamaCache(TrimmedCache):
         copied = self.snapshot()
         self.trim(0)
         keys, values, left = [], [], None
-        for layer in range(self._geometry.num_layers):
+        for layer, each in enumerate(self._codec.layers):
             floats = (
                 self._codec.load(copied.keys[layer], keys=True),
                 self._codec.load(copied.values[layer], keys=False),
             )
             edited = edit(layer, *floats)
-            left = check_edit(self._geometry.kept[layer], layer, edited, copied.length, left)
+            left = check_edit(KVLayer(*each), layer, edited, copied.length, left)
             keys.append(self._codec.store(edited[0], keys=True))
             values.append(self._codec.store(edited[1], keys=False))
-        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), self._kv))
+        self.append(CopiedRows(left or 0, tuple(keys), tuple(values), copied.kv))

@@ -175,12 +175,15 @@ class LlamaContext:
         Raises:
             BackendError: llama.cpp cannot copy it.
         """
-        lib, flags = self._lib, self._flags(partial)
-        size = int(lib.llama_state_seq_get_size_ext(self.pointer, sequence, flags))
+        lib, flags, size = self._lib, self._flags(partial), self.state_bytes(sequence, partial=partial)
         blob = np.empty(size, np.uint8)
         if size == 0 or lib.llama_state_seq_get_data_ext(self.pointer, _bytes(blob), size, sequence, flags) != size:
             raise BackendError(f"llama.cpp cannot copy its cache: {logged_error()}.")
         return blob
+
+    def state_bytes(self, sequence: int, *, partial: bool = False) -> int:
+        """Length of what `state` gives."""
+        return int(self._lib.llama_state_seq_get_size_ext(self.pointer, sequence, self._flags(partial)))
 
     def set_state(self, sequence: int, blob: NDArray[np.uint8], *, partial: bool = False) -> None:
         """Replaces a sequence, or what recurrent layers keep of it, by what `state` gave.

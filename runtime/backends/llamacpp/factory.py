@@ -77,7 +77,8 @@ class LlamaCppFactory(BackendFactory):
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a context."""
-        return GgufMemory(choice.bundle, not choice.device.on_cpu and find_processor(choice.device.name).shared)
+        shared = not choice.device.on_cpu and find_processor(choice.device.name).shared
+        return GgufMemory(choice.bundle, shared, keeps=bool(config.prefix_cache))
 
     def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
         """As many layers as are asked for, or as fit into the memory that is free now."""

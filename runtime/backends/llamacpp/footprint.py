@@ -12,6 +12,7 @@ from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
 from edgeinfer.runtime.backends.llamacpp.memory import (
     CODE_BYTES,
     compute_bytes,
+    copied_bytes,
     device_bytes,
     device_cache_bytes,
     kv_bytes,
@@ -73,10 +74,12 @@ class GgufMemory:
 
     Attributes:
         shared: the memory of the graphics processor, where layers run on one, is the system's, and counts.
+        keeps: other conversations, by a prefix cache.
     """
 
     bundle: Bundle
     shared: bool = False
+    keeps: bool = False
 
     def import_libraries(self) -> None:
         """Imports what loading will import."""
@@ -95,7 +98,8 @@ class GgufMemory:
         """Context, cache and passes; all of them are taken when the model is loaded."""
         gguf, there = self.bundle.gguf, _running_there(self.bundle.gguf, configuration, configuration.gpu_layers)
         cache = kv_bytes(gguf, configuration.kv, configuration.context) + state_bytes(gguf, configuration.draft_max)
-        here = {"session": session_bytes(gguf), "kv": cache - there.get("kv", 0)}
+        copied = copied_bytes(gguf, configuration.kv, configuration.context, keeps=self.keeps)
+        here = {"session": session_bytes(gguf), "kv": cache - there.get("kv", 0) + copied}
         return self._placed(here | {"activations": _activations(gguf, configuration)}, {"code": CODE_BYTES}, there)
 
     def _placed(self, anonymous: dict[str, int], file: dict[str, int], device: dict[str, int]) -> Footprint:

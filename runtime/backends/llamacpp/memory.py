@@ -15,16 +15,19 @@ import numpy as np
 
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile, GgufTensor
-from edgeinfer.bundle.gguf_bundle import geometry_of
+from edgeinfer.bundle.gguf_bundle import geometry_of, head_sizes, key_heads
 from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.runtime.backends.llamacpp.placement import EXPERTS, Division
+from edgeinfer.runtime.backends.llamacpp.state import CellRows
 
 __all__ = [
     "CODE_BYTES",
     "PADDING",
     "SEQUENCES",
+    "cell_rows",
     "cells",
     "compute_bytes",
+    "copied_bytes",
     "device_bytes",
     "device_cache_bytes",
     "drafted_at_once",
@@ -72,7 +75,7 @@ _DRAFTED_BYTES = 128 * 1024**2
 _RECURRENT = re.compile(r"blk\.\d+\.(ssm_conv1d|shortconv\.conv)\.weight")
 # What a recurrent layer reads of the hidden state.
 _MIXES = re.compile(r"(ssm_in|shortconv\.in_proj|attn_qkv)\.weight$")
-_ATTENDS = re.compile(r"blk\.\d+\.(attn_k|attn_kv_a_mqa)\.weight")
+_ATTENDS = re.compile(r"blk\.(\d+)\.(attn_k|attn_kv_a_mqa)\.weight")
 
 
 def is_recurrent(gguf: GgufFile) -> bool:
@@ -94,6 +97,17 @@ def state_bytes(gguf: GgufFile, draft_max: int) -> int:
     return _state_bytes(gguf) * (1 + drafted_at_once(gguf, draft_max))
 
 
+def copied_bytes(gguf: GgufFile, kv: str, capacity: int, *, keeps: bool) -> int:
+    """Of copies of a cache with recurrent layers: two of the states, and all of it where parts of it are kept.
+
+    Args:
+        keeps: other conversations, by a prefix cache.
+    """
+    if not is_recurrent(gguf):
+        return 0
+    return 2 * _state_bytes(gguf) + (kv_bytes(gguf, kv, capacity) if keeps else 0)
+
+
 def _state_bytes(gguf: GgufFile) -> int:
     """What all recurrent layers keep of a sequence in float32: the last inputs of a convolution, and a matrix."""
     data, arch = gguf.metadata, gguf.metadata.text("general.architecture")
@@ -113,6 +127,20 @@ def fits_blocks(gguf: GgufFile) -> bool:
 def cells(capacity: int) -> int:
     """Tokens that a cache for so many has room for."""
     return -(-capacity // _CELLS) * _CELLS
+
+
+def cell_rows(gguf: GgufFile) -> tuple[CellRows, ...]:
+    """What each layer keeps of a token in a cache without sliding windows; nothing, where it has a recurrence alone."""
+    heads, (key_size, value_size) = key_heads(gguf), head_sizes(gguf)
+    if f"{gguf.metadata.text('general.architecture')}.attention.key_length_mla" in gguf.metadata:
+        value_size = 0
+    attends = set(range(len(heads)))
+    if is_recurrent(gguf):
+        attends = {int(found[1]) for tensor in gguf.tensors if (found := _ATTENDS.fullmatch(tensor.name))}
+    return tuple(
+        CellRows(each, key_size, value_size) if layer in attends and each else CellRows(0, 0, 0)
+        for layer, each in enumerate(heads)
+    )
 
 
 def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.backends.cache import CacheSnapshot, check_length
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, Edit, check_length, row_range
 from edgeinfer.runtime.backends.llamacpp.cache import TEXT, LlamaCache, TreePaths
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
+from edgeinfer.runtime.backends.llamacpp.state import StateCodec, state_of
+from edgeinfer.wording import Setting
 
 __all__ = ["RecurrentCache"]
 
@@ -36,16 +37,23 @@ class RecurrentCache(LlamaCache):
     back further takes a copy of the states: that of the mark, and that of `hold`.
 
     Args:
-        context, geometry, capacity, kv: as of `LlamaCache`.
+        context, codec, capacity: as of `LlamaCache`.
     """
 
-    def __init__(self, context: LlamaContext, geometry: Geometry, capacity: int, kv: str) -> None:
-        super().__init__(context, geometry, capacity, kv, copyable=False)
+    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int) -> None:
+        super().__init__(context, codec, capacity, copyable=True)
         self._mark: _States | None = None
         self._base: _States | None = None
         self._wanted: int | None = None
         self._lowest = 0  # that the states can be cut to without a copy
         self._lost = self._cut = False
+        self._joined: list[CacheSnapshot] = []  # rows that wait for a state behind them
+        self._whole: NDArray[np.uint8] | None = None  # a copy of all, while parts of it are asked for
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, as llama.cpp says, and those of copied states."""
+        return super().nbytes + sum(each.blob.nbytes for each in self._copies)
 
     def begin(self, start: int, size: int) -> int:
         """How many rows of a pass behind `start` can be evaluated at once.
@@ -55,6 +63,7 @@ class RecurrentCache(LlamaCache):
         """
         if self._lost:
             raise BackendError(f"The state of recurrent layers is not there after {start} tokens.")
+        self._whole = None
         if self._cut:
             # Only now, as llama.cpp goes back once behind a pass, and a round may go back twice.
             self._context.cut(TEXT, start)
@@ -71,7 +80,7 @@ class RecurrentCache(LlamaCache):
 
     def drop_pass(self, start: int, tree: TreePaths | None) -> None:
         """Has what a failed pass left be lost, to the last copy."""
-        self.length, self._lost = start, True
+        self.length, self._lost, self._whole = start, True, None
 
     def resumable(self, length: int) -> int:
         """See `KVCache.resumable`."""
@@ -87,6 +96,7 @@ class RecurrentCache(LlamaCache):
             BackendError: there are fewer rows, or no states to go on from.
         """
         check_length(length, self.length)
+        self._whole = None
         if length == self.length and not self._lost:
             return
         found = next((each for each in self._copies if each.position == length), None)
@@ -103,6 +113,7 @@ class RecurrentCache(LlamaCache):
             raise BackendError(f"The state of recurrent layers cannot go back to {length} tokens.")
         self.length, self._lowest = length, min(self._lowest, length)
         self._lost = False
+        self._joined.clear()
         self._mark, self._base = (
             None if each is None or each.position > length else each for each in (self._mark, self._base)
         )
@@ -121,7 +132,8 @@ class RecurrentCache(LlamaCache):
         """Drops all rows; their memory was taken at the beginning."""
         super().clear()
         self._mark = self._base = self._wanted = None
-        self._lowest, self._lost, self._cut = 0, False, False
+        self._lowest, self._lost, self._cut, self._whole = 0, False, False, None
+        self._joined.clear()
 
     def mark(self) -> None:
         """See `KVCache.mark`."""
@@ -141,25 +153,72 @@ class RecurrentCache(LlamaCache):
         elif self._wanted == self.length and not self._lost:
             self._base = self._copied()
 
-    def snapshot(self, start: int = 0, stop: int | None = None) -> CacheSnapshot:
-        """See `KVCache.snapshot`.
+    def snapshot(self, start: int = 0, stop: int | None = None) -> CopiedRows:
+        """Copies all rows, or rows start..stop-1, and the state behind them where there is one.
 
         Raises:
-            CapabilityError: always, as the states behind other rows than the last are not there.
+            CapabilityError: llama.cpp's copies have parts that edgeinfer does not know.
+        """
+        start, stop = row_range(start, stop, self.length)
+        if start == stop:
+            kind = self._codec.nothing()
+            kind.state_bytes = self._context.state_bytes(TEXT, partial=True)
+            return kind
+        if self._whole is None:
+            self._cut_now()
+            self._whole = self._context.state(TEXT)
+        rows = self._codec.decode(self._whole, start, stop)
+        found = next((each for each in self._copies if each.position == stop), None)
+        if found is not None:
+            rows.state = state_of(found.blob)
+        elif stop == self.length and not self._lost:
+            rows.state = self._codec.state(self._whole)
+        if stop == self.length:
+            # Whoever copies part after part has come to the end.
+            self._whole = None
+        return rows
+
+    def append(self, snapshot: CacheSnapshot) -> None:
+        """Adds copied rows behind those in use; a text goes on once rows with a state were added."""
+        self._codec.check(snapshot, self.capacity - self.length)
+        if snapshot.length == 0:
+            return
+        before = self.length - sum(piece.length for piece in self._joined)
+        self._joined.append(snapshot)
+        self.length, self._lost, self._whole = self.length + snapshot.length, True, None
+        if snapshot.state is None:
+            return
+        self._codec.check_state(snapshot.state, self.length)
+        self._cut_now()
+        # llama.cpp replaces a sequence as a whole.
+        pieces = [self._codec.decode(self._context.state(TEXT), 0, before)] if before else []
+        blob = self._codec.encode([*pieces, *self._joined], 0, TEXT, snapshot.state)
+        self._context.set_state(TEXT, blob)
+        self._joined.clear()
+        self._lowest, self._lost = self.length, False
+
+    def rewrite(self, edit: Edit) -> None:
+        """See `KVCache.rewrite`.
+
+        Raises:
+            CapabilityError: always, as a state cannot be edited.
         """
         raise CapabilityError(
-            "The cache of a GGUF model with recurrent layers cannot be copied.",
-            "Load it without a prefix cache, and do not save its sessions; or export the checkpoint to ONNX.",
+            "The states of recurrent layers cannot forget tokens.", "Load it with " + Setting("overflow", "stop") + "."
         )
 
     @property
     def _copies(self) -> tuple[_States, ...]:
         return tuple(each for each in (self._mark, self._base) if each is not None)
 
-    def _copied(self) -> _States:
-        if self._base is not None and self._base.position == self.length:
-            return self._base
+    def _cut_now(self) -> None:
+        """Makes a cut that was put off, so that what is copied is where the text ends."""
         if self._cut:
             self._context.cut(TEXT, self.length)
             self._cut, self._lowest = False, self.length
+
+    def _copied(self) -> _States:
+        if self._base is not None and self._base.position == self.length:
+            return self._base
+        self._cut_now()
         return _States(self.length, self._context.state(TEXT, partial=True))

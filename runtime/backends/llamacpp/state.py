@@ -1,10 +1,13 @@
 """llama.cpp's copies of a sequence's cache as snapshots and back; knows the format of the bytes, no context.
 
-A copy is: a magic number, the sequence, the number of streams, the number of cells; of each cell its position and the
-sequences it belongs to; whether values are transposed, the number of layers; of each layer the type of its keys, the
-length of a row and the rows, one for each cell; then the same of the values, or where they are transposed their type,
-the bytes of one, their number in a row and rows that each hold one channel of all cells. Cells come in the order of
-the cache, which need not be that of their positions.
+A copy is a magic number and the sequence; then of layers that attend, if there are any: the number of streams, the
+number of cells; of each cell its position, the number of sequences it belongs to, where positions have sections also
+its place in a picture and its token, and the sequences; whether values are transposed, the number of layers; of each
+layer the type of its keys, the length of a row and the rows, one for each cell; then the same of the values, or where
+they are transposed their type, the bytes of one, their number in a row and rows that each hold one channel of all
+cells; latent attention has no values. Cells come in the order of the cache, which need not be that of their positions.
+What is behind that is of recurrent layers: the number of states, which is 1, its position, the number of sequences,
+which is 0, and what is kept.
 
 Keys and values of quantized caches whose heads are a multiple of 64 wide are stored turned by a Hadamard matrix, which
 spreads outliers; the matrix is its own inverse.
@@ -13,141 +16,238 @@ spreads outliers; the matrix is its own inverse.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry
-from edgeinfer.bundle.kv_types import KVType, find_kv_type
+from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.kv_types import load as load_rows
 from edgeinfer.bundle.kv_types import store as store_rows
-from edgeinfer.errors import CapabilityError
+from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows, check_rows, check_type
 from edgeinfer.wording import Setting
 
-__all__ = ["StateCodec", "copied_bytes"]
+__all__ = ["CellRows", "StateCodec", "state_of"]
 
 _MAGIC = 0xAF143CD8
-_HEAD = struct.Struct("<IiII")  # magic, sequence, streams, cells
-_CELL_BYTES = 12  # position, number of sequences, sequence
+_HEAD = struct.Struct("<Ii")  # magic, sequence
+_CELLS = struct.Struct("<II")  # streams, cells
+_CELL, _PLACED_CELL = 3, 6  # int32 numbers
 _LAYERS = struct.Struct("<II")  # whether values are transposed, layers
 _ROWS = struct.Struct("<iQ")  # ggml type, bytes of a row
 _COLUMNS = struct.Struct("<iII")  # ggml type, bytes of a number, channels
+_TOKEN, _NO_TOKEN = 4, -1  # where a placed cell has its token, which text does not need
+_BEHIND = struct.Struct("<IiI")  # states, position, sequences
 _TYPES = {"float32": 0, "float16": 1, "q8_0": 8, "q4_0": 2}
 _HADAMARD = 64  # heads whose width is a multiple of this are turned in quantized caches
+
+
+class CellRows(NamedTuple):
+    """What a layer keeps of a token.
+
+    Attributes:
+        heads: of keys and values; 0 where it keeps nothing.
+        key_size, value_size: channels of one; no values where attention is latent.
+    """
+
+    heads: int
+    key_size: int
+    value_size: int
 
 
 class StateCodec:
     """Reads and writes copies of one model's cache.
 
     Args:
-        geometry: of the model.
+        layers: what each of the model's layers keeps of a token.
         kv: type of the cache.
+        placed: positions have sections, so that cells hold a place in a picture too.
+        recurrent: some layers, or all, keep a state.
+
+    Attributes:
+        layers: the same.
     """
 
-    def __init__(self, geometry: Geometry, kv: str) -> None:
-        self._geometry = geometry
+    def __init__(self, layers: Sequence[CellRows], kv: str, *, placed: bool = False, recurrent: bool = False) -> None:
         self._kind = find_kv_type(kv)
+        self._dtype = np.dtype(self._kind.dtype)
+        self._recurrent = recurrent
+        self._cell = _PLACED_CELL if placed else _CELL
         # Where attention is computed step by step, which a cache of blocks does not allow.
         self._transposed = not self._kind.blocks
-        self._row = geometry.num_kv_heads * self._kind.row_bytes(geometry.head_dim)
+        self.layers = tuple(layers)
+        self._half, self._attending = len(layers), sum(each.heads > 0 for each in layers)
+        keys = [(each.heads, each.key_size) for each in layers]
+        values = [(each.heads if each.value_size else 0, each.value_size) for each in layers]
+        # Of each array of a snapshot, keys of all layers and then values: heads, and items of one.
+        self._arrays = [(heads, self._kind.width(size) if heads else 0) for heads, size in (*keys, *values)]
 
-    def blob_bytes(self, rows: int) -> int:
-        """Length of a copy of so many rows."""
-        # The two kinds of matrices have heads of the same length.
-        per_matrix = _ROWS.size + rows * self._row
-        return _HEAD.size + rows * _CELL_BYTES + _LAYERS.size + 2 * self._geometry.num_layers * per_matrix
+    def nothing(self) -> CopiedRows:
+        """A snapshot of no rows."""
+        return self._snapshot([np.empty((heads, 0, width), self._dtype) for heads, width in self._arrays], 0)
 
-    def decode(self, blob: NDArray[np.uint8], length: int) -> CopiedRows:  # (bytes,)
-        """The rows of a copy in the order of their positions.
+    def check(self, snapshot: CacheSnapshot, capacity: int) -> None:
+        """Refuses rows that are not those of such a cache, and more than it has room for.
 
         Raises:
-            CapabilityError: the bytes are not those of one plain cache with so many rows.
+            BackendError: they are.
         """
-        layers, at = self._geometry.num_layers, _HEAD.size + length * _CELL_BYTES
-        if len(blob) != self.blob_bytes(length) or _HEAD.unpack_from(blob.data)[0::2] != (_MAGIC, 1):
-            raise _foreign()
-        if _HEAD.unpack_from(blob.data)[3] != length or _LAYERS.unpack_from(blob.data, at) != (
-            self._transposed,
-            layers,
-        ):
-            raise _foreign()
-        cells = blob[_HEAD.size : at].view("<i4").reshape(length, 3)
-        order = np.argsort(cells[:, 0], kind="stable")
-        at += _LAYERS.size
-        matrices = []
-        for index in range(2 * layers):
-            columns = self._transposed and index >= layers
-            if self._head(columns) != bytes(blob[at : at + _ROWS.size]):
-                raise _foreign()
-            at += _ROWS.size
-            items = blob[at : at + length * self._row].view(self._kind.dtype)
-            rows = items.reshape(-1, length).T if columns else items.reshape(length, -1)  # (n, H width)
-            heads = rows[order].reshape(length, self._geometry.num_kv_heads, -1).transpose(1, 0, 2)
-            matrices.append(np.ascontiguousarray(heads))
-            at += length * self._row
-        return CopiedRows(length, tuple(matrices[:layers]), tuple(matrices[layers:]), self._kind.name)
+        check_type(snapshot, capacity, self._kind.name, "")
+        check_rows(snapshot, [(heads, width, self._kind.dtype) for heads, width in self._arrays])
 
-    def encode(self, snapshot: CacheSnapshot, start: int, sequence: int) -> NDArray[np.uint8]:  # (bytes,)
-        """The copy that puts a snapshot's rows at the positions from `start` on; the snapshot fits the model."""
-        length, layers = snapshot.length, self._geometry.num_layers
-        blob = np.empty(self.blob_bytes(length), np.uint8)
-        _HEAD.pack_into(blob.data, 0, _MAGIC, sequence, 1, length)
-        at = _HEAD.size + length * _CELL_BYTES
-        cells = blob[_HEAD.size : at].view("<i4").reshape(length, 3)
-        cells[:, 0] = np.arange(start, start + length)
-        cells[:, 1:] = 1, sequence
-        _LAYERS.pack_into(blob.data, at, self._transposed, layers)
+    def check_state(self, state: NDArray[np.uint8], length: int) -> None:  # (bytes,)
+        """Refuses bytes that are no state of recurrent layers behind so many tokens.
+
+        Raises:
+            BackendError: they are not; what else is in them llama.cpp compares with the model.
+        """
+        if len(state) < _BEHIND.size or _BEHIND.unpack_from(state.data) != (1, length - 1, 0):
+            raise BackendError("The state of recurrent layers belongs to another model or text.")
+
+    def decode(self, blob: NDArray[np.uint8], start: int, stop: int) -> CopiedRows:  # (bytes,)
+        """Rows start..stop-1 of a copy in the order of their positions, without the state behind the last of all.
+
+        Raises:
+            CapabilityError: the bytes are not those of such a cache with so many rows.
+        """
+        at, end = _HEAD.size, self._attention_end(blob)
+        if end > len(blob) or (end < len(blob)) != self._recurrent:
+            raise _foreign()
+        if not self._attending:
+            return self._snapshot([np.empty((0, stop - start, 0), self._dtype) for _ in self._arrays], len(blob) - at)
+        streams, count = _CELLS.unpack_from(blob.data, at)
+        if streams != 1 or count < stop:
+            raise _foreign()
+        at += _CELLS.size
+        cells = blob[at : at + self._cell_bytes(count)].view("<i4").reshape(-1, self._cell)
+        order = np.argsort(cells[:, 0], kind="stable")[start:stop]
+        at += self._cell_bytes(count)
+        if _LAYERS.unpack_from(blob.data, at) != (self._transposed, self._attending):
+            raise _foreign()
+        at, arrays = at + _LAYERS.size, []
+        for place, (heads, width) in enumerate(self._arrays):
+            if not heads:
+                arrays.append(np.empty((0, stop - start, 0), self._dtype))
+                continue
+            head = self._head(place, heads * width)
+            if head != bytes(blob[at : at + _ROWS.size]):
+                raise _foreign()
+            stored = blob[at + _ROWS.size : at + _ROWS.size + count * heads * width * self._dtype.itemsize]
+            rows = self._rows(stored, place, count)
+            arrays.append(np.ascontiguousarray(rows[:, order]))
+            at += _ROWS.size + len(stored)
+        return self._snapshot(arrays, len(blob) - end)
+
+    def state(self, blob: NDArray[np.uint8]) -> NDArray[np.uint8]:  # (bytes,) -> (bytes,)
+        """The state in a copy, which is one itself."""
+        return blob[self._attention_end(blob) :].copy()
+
+    def encode(
+        self,
+        pieces: Sequence[CacheSnapshot],
+        start: int,
+        sequence: int,
+        state: NDArray[np.uint8] | None = None,  # (bytes,)
+    ) -> NDArray[np.uint8]:  # (bytes,)
+        """The copy that puts rows at the positions from `start` on, piece behind piece; they fit the model.
+
+        Args:
+            state: of recurrent layers, behind the last row.
+        """
+        count, at = sum(piece.length for piece in pieces), _HEAD.size
+        end = at + self._attention_bytes(count)
+        blob = np.empty(end + (0 if state is None else len(state)), np.uint8)
+        _HEAD.pack_into(blob.data, 0, _MAGIC, sequence)
+        if state is not None:
+            blob[end:] = state
+        if not self._attending:
+            return blob
+        _CELLS.pack_into(blob.data, at, 1, count)
+        at += _CELLS.size
+        cells = blob[at : at + self._cell_bytes(count)].view("<i4").reshape(count, self._cell)
+        # Where positions have sections, all of those of a text are its position.
+        cells[...] = np.arange(start, start + count)[:, None]
+        cells[:, 1], cells[:, -1] = 1, sequence
+        cells[:, _TOKEN:-1] = _NO_TOKEN
+        at += self._cell_bytes(count)
+        _LAYERS.pack_into(blob.data, at, self._transposed, self._attending)
         at += _LAYERS.size
-        for index, matrix in enumerate((*snapshot.keys, *snapshot.values)):
-            columns = self._transposed and index >= layers
-            blob[at : at + _ROWS.size] = np.frombuffer(self._head(columns), np.uint8)
-            at += _ROWS.size
-            items = blob[at : at + length * self._row].view(self._kind.dtype)
-            heads = (self._geometry.num_kv_heads, -1)
-            if columns:
-                items.reshape(*heads, length)[...] = matrix.transpose(0, 2, 1)
-            else:
-                items.reshape(length, *heads)[...] = matrix.transpose(1, 0, 2)
-            at += length * self._row
+        parts = [(*piece.keys, *piece.values) for piece in pieces]
+        for place, (heads, width) in enumerate(self._arrays):
+            if not heads:
+                continue
+            blob[at : at + _ROWS.size] = np.frombuffer(self._head(place, heads * width), np.uint8)
+            stored = blob[at + _ROWS.size : at + _ROWS.size + count * heads * width * self._dtype.itemsize]
+            rows, row = self._rows(stored, place, count), 0
+            for arrays in parts:
+                rows[:, row : row + arrays[place].shape[1]] = arrays[place]
+                row += arrays[place].shape[1]
+            at += _ROWS.size + len(stored)
         return blob
 
-    def _head(self, columns: bool) -> bytes:
-        """What stands before the rows of a layer's matrix."""
-        kind = _TYPES[self._kind.name]
-        if not columns:
-            return _ROWS.pack(kind, self._row)
-        width = np.dtype(self._kind.dtype).itemsize
-        return _COLUMNS.pack(kind, width, self._row // width)
+    def _snapshot(self, arrays: Sequence[NDArray[Any]], state_bytes: int) -> CopiedRows:  # 2 L of (H, n, width)
+        keys, values = arrays[: self._half], arrays[self._half :]
+        return CopiedRows(arrays[0].shape[1], keys, values, self._kind.name, state_bytes=state_bytes)
+
+    def _attention_end(self, blob: NDArray[np.uint8]) -> int:
+        """Where in a copy that ends what layers have that attend."""
+        if not self._attending or len(blob) < _HEAD.size + _CELLS.size:
+            return _HEAD.size
+        return _HEAD.size + self._attention_bytes(int(_CELLS.unpack_from(blob.data, _HEAD.size)[1]))
+
+    def _attention_bytes(self, rows: int) -> int:
+        """Of what a copy of so many rows has of layers that attend."""
+        if not self._attending:
+            return 0
+        matrices = [heads * width * self._dtype.itemsize for heads, width in self._arrays if heads]
+        cells = _CELLS.size + self._cell_bytes(rows) + _LAYERS.size
+        return cells + len(matrices) * _ROWS.size + rows * sum(matrices)
+
+    def _cell_bytes(self, cells: int) -> int:
+        return 4 * self._cell * cells
+
+    def _head(self, place: int, items: int) -> bytes:
+        """What stands before the rows of an array, so many items of each."""
+        kind, size = _TYPES[self._kind.name], self._dtype.itemsize
+        return _COLUMNS.pack(kind, size, items) if self._in_columns(place) else _ROWS.pack(kind, items * size)
+
+    def _in_columns(self, place: int) -> bool:
+        return self._transposed and place >= self._half
+
+    def _rows(self, stored: NDArray[np.uint8], place: int, count: int) -> NDArray[Any]:  # (bytes,) -> (H, n, width)
+        """An array of so many cells as a view of its bytes."""
+        heads, items = self._arrays[place][0], stored.view(self._dtype)
+        if self._in_columns(place):
+            return items.reshape(heads, -1, count).transpose(0, 2, 1)
+        return items.reshape(count, heads, -1).transpose(1, 0, 2)
 
     def load(self, rows: NDArray[Any], *, keys: bool) -> Floats:  # (H, n, width) -> (H, n, h), a copy
         """The numbers that rows stand for, as they were before the cache turned them."""
         floats = load_rows(self._kind, rows, None)
-        return self._turn(floats, keys) if self._turns else np.array(floats, np.float32)
+        return self._turn(np.array(floats, np.float32), keys)
 
     def store(self, floats: Floats, *, keys: bool) -> NDArray[Any]:  # (H, n, h) -> (H, n, width)
         """Rows as the cache holds them."""
         floats = np.ascontiguousarray(floats, np.float32)
-        return store_rows(self._kind, self._turn(floats, keys) if self._turns else floats, None)
-
-    @property
-    def _turns(self) -> bool:
-        return self._kind.blocks and self._geometry.head_dim % _HADAMARD == 0
+        return store_rows(self._kind, self._turn(floats, keys), None)
 
     def _turn(self, floats: Floats, keys: bool) -> Floats:  # (H, n, h) -> (H, n, h)
+        width = floats.shape[-1]
+        if not self._kind.blocks or width % _HADAMARD:
+            return floats
         # Keys by the largest power of two that divides the width, values by 64.
-        width = self._geometry.head_dim
         size = width & -width if keys else _HADAMARD
         turned: Floats = (floats.reshape(-1, size) @ _hadamard(size)).reshape(floats.shape)
         return turned
 
 
-def copied_bytes(kind: KVType, geometry: Geometry, rows: int) -> int:
-    """Memory beside the snapshot while so many rows are copied out or in."""
-    return StateCodec(geometry, kind.name).blob_bytes(rows)
+def state_of(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:  # (bytes,) -> (bytes,)
+    """The state in a copy that has nothing of layers that attend."""
+    return blob[_HEAD.size :]
 
 
 def _foreign() -> CapabilityError:

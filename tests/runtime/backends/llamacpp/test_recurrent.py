@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,10 @@ from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import PassCancelledError
-from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, MAMBA, MIXED, NEMOTRON, SCAN, TIED
+from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
 from tests.factories import make_checkpoint
 from tests.speculation import load_eager
+from tests.tables import each_row
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -36,8 +38,10 @@ FORWARD: dict[str, Any] = {
     "FalconH1": FALCON,
 }
 ALL = BACK | FORWARD
+LATENT_ALONE = {"DeepseekV2": LATENT | ROUTED | {"topk_method": "greedy"}}
 TEXT = np.random.default_rng(1).integers(2, 300, 40)
 CAPACITY, DRAFTED, NEAR = 64, 6, 1e-4
+Make = Callable[..., LlamaCppBackend]
 PROMPT = "Once upon a time there was a little dog."
 
 
@@ -48,7 +52,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]
     @cache
     def make(name: str) -> Bundle:
         folder = tmp_path_factory.mktemp(name)
-        make_checkpoint(folder / "checkpoint", name, **ALL[name])
+        make_checkpoint(folder / "checkpoint", name, **(ALL | LATENT_ALONE)[name])
         config = ExportConfig(format="gguf", gguf_type="F32")
         return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
 
@@ -56,20 +60,17 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]
 
 
 @pytest.fixture
-def make_backend(bundles: Callable[[str], Bundle]) -> Iterator[Callable[[str], LlamaCppBackend]]:
+def make_backend(bundles: Callable[[str], Bundle]) -> Iterator[Make]:
     """Makes backends that are closed after the test."""
     made: list[LlamaCppBackend] = []
 
-    def make(name: str) -> LlamaCppBackend:
-        made.append(LlamaCppBackend(bundles(name), CAPACITY, kv="float32", draft_rows=DRAFTED + 1))
+    def make(name: str, kv: str = "float32") -> LlamaCppBackend:
+        made.append(LlamaCppBackend(bundles(name), CAPACITY, kv=kv, draft_rows=DRAFTED + 1))
         return made[-1]
 
     yield make
     for backend in made:
         backend.close()
-
-
-Make = Callable[[str], LlamaCppBackend]
 
 
 @pytest.mark.parametrize("name", BACK)
@@ -119,9 +120,60 @@ def test_where_no_state_is_nothing_is_cut_or_evaluated(make_backend: Make) -> No
     assert backend.cache.resumable(5) == 0
     with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
         backend.cache.trim(5)
-    with pytest.raises(CapabilityError, match="recurrent layers cannot be copied"):
-        backend.cache.snapshot()
-    assert not backend.cache.copyable and not backend.capabilities.tree
+    with pytest.raises(CapabilityError, match="cannot forget tokens"):
+        backend.cache.rewrite(lambda _, keys, values: (keys, values))
+    assert not backend.capabilities.tree
+
+
+@pytest.mark.parametrize("name", ALL)
+@each_row("kv", ["float32", "float16"])
+def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_backend: Make) -> None:
+    backend, other = make_backend(name, kv), make_backend(name, kv)
+    feed(backend, TEXT[:9])
+    backend.cache.mark()
+    feed(backend, [*TEXT[9:20], *([7] * 3 if name in BACK else [])])
+    backend.cache.trim(20)  # which llama.cpp is told when it must
+    parts = [backend.cache.snapshot(*ends) for ends in ((0, 5), (5, 9), (9, 20))]
+    assert [part.resumable(part.length) for part in parts] == [0, 4, 11]
+    expected = feed(backend, TEXT[20:])
+    for part in parts:
+        other.cache.append(part)
+    assert np.array_equal(feed(other, TEXT[20:]), expected)
+    other.cache.clear()
+    feed(other, TEXT[:5])  # and copies that follow what was evaluated
+    for part in parts[1:]:
+        other.cache.append(part)
+    assert np.array_equal(feed(other, TEXT[20:]), expected)
+
+
+def test_copies_of_latent_attention_have_no_values(make_backend: Make) -> None:
+    backend, other = make_backend("DeepseekV2"), make_backend("DeepseekV2")
+    feed(backend, TEXT[:20])
+    rows = backend.cache.snapshot(3)
+    expected = feed(backend, TEXT[20:])
+    feed(other, TEXT[:3])
+    other.cache.append(rows)
+    assert np.array_equal(feed(other, TEXT[20:]), expected)
+
+
+def test_copies_without_their_state_are_not_gone_on_from(make_backend: Make) -> None:
+    backend, other = make_backend("NemotronH"), make_backend("Qwen3_5")
+    feed(backend, TEXT[:9])
+    rows = backend.cache.snapshot()
+    with pytest.raises(BackendError, match="another model"):
+        other.cache.restore(rows)
+    backend.cache.restore(rows.part(0, 5))
+    with pytest.raises(BackendError, match="is not there after 5 tokens"):
+        feed(backend, TEXT[5:6])
+    assert backend.cache.resumable(5) == 0
+    assert rows.state is not None
+    for state in (rows.state[:8], np.roll(rows.state, 4)):
+        with pytest.raises(BackendError, match="state of recurrent layers"):
+            backend.cache.restore(dataclasses.replace(rows, state=state))
+    with pytest.raises(BackendError, match="refuses the copied cache"):
+        backend.cache.restore(dataclasses.replace(rows, state=rows.state[:-4]))
+    backend.cache.clear()
+    feed(backend, TEXT[:9])
 
 
 def test_a_cancelled_pass_leaves_the_mark(make_backend: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +224,35 @@ def test_a_conversation_goes_on_from_its_states(bundles: Callable[[str], Bundle]
         first = model.generate(PROMPT, max_tokens=8, temperature=0)
         longer = model.generate(PROMPT + first.text, max_tokens=4, temperature=0)
     assert longer.timings.cached_prompt_tokens > 0
+
+
+@each_row("name", ["Mamba2", "Qwen3_5"])
+def test_conversations_are_saved_and_kept_with_their_states(
+    name: str, bundles: Callable[[str], Bundle], tmp_path: Path
+) -> None:
+    path = bundles(name).path
+    options: dict[str, Any] = {"context": 128, "kv": "float32", "speculation": "off"}
+    file, other = tmp_path / "talk.session", "A cat sat on the mat, and looked out of the window."
+    with edgeinfer.load(path, **options) as model:
+        ids = model.tokenize(PROMPT)
+        ids += model.generate(ids, max_tokens=20).token_ids
+        model.save_session(file)
+        expected = model.generate(ids, max_tokens=20).token_ids
+    with edgeinfer.load(path, **options, prefix_cache="4MB") as model:
+        assert model.load_session(file) == ids[:-1]
+        again = model.generate(ids, max_tokens=20)
+        assert (again.token_ids, again.timings.cached_prompt_tokens) == (expected, len(ids) - 1)
+        # What a conversation had evaluated is kept when another comes in between, to the end of its prompt and of all.
+        first = model.generate(other, max_tokens=20)
+        model.generate(PROMPT, max_tokens=5)
+        kept = model.generate(other, max_tokens=20)
+        assert kept.token_ids == first.token_ids
+        longer = model.generate([*model.tokenize(other), *first.token_ids, 5], max_tokens=1)
+        assert longer.timings.cached_prompt_tokens == len(model.tokenize(other)) + 19
+
+
+def test_searches_that_copy_rows_are_refused(bundles: Callable[[str], Bundle]) -> None:
+    with edgeinfer.load(bundles("Lfm2").path, context=64) as model:
+        with pytest.raises(CapabilityError, match="cannot copy what"):
+            model.generate(PROMPT, max_tokens=4, search="beam")
+        assert len(model.generate(PROMPT, max_tokens=4, temperature=0).token_ids) == 4
