@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.array_file import encode_arrays
 from edgeinfer.errors import AdapterError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import ForwardInput
@@ -185,6 +186,18 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match=message) as caught:
             pack_adapters(manifest, {"a": str(folder)})
         assert caught.value.hint
+
+
+def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["gate_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    name = "base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_"
+    factors = {f"{name}A.weight": np.ones((2, 64), np.float32), f"{name}B.weight": np.ones((32, 2), np.float32)}
+    (folder / "adapter_model.safetensors").write_bytes(encode_arrays(factors, {}))
+    with pytest.raises(AdapterError, match=r"mlp\.experts\.3\.gate_proj, and adapters of experts are not supported"):
+        pack_adapters(bundle_of("qwen3-moe", LOW).manifest, {"a": str(folder)})
 
 
 def test_adapters_of_another_model_are_refused() -> None:

@@ -33,6 +33,7 @@ _FLOAT32, _INT32, _INT64 = 1, 6, 7
 _FUSED = {"LinearLowBit": (6, 9), "LinearFloat": (3, 5)}
 _PLAIN = ("Gemm", "MatMul")
 _HEAD = "head"
+_EXPERTS = ".experts."  # in the names of their modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +125,8 @@ def _check(manifest: Manifest, adapter: AdapterFile, places: Mapping[str, list[_
             message = (
                 f"{adapter.path} changes {change.module}, which is no linear module of {manifest.name} that can be."
             )
+            if _EXPERTS in key:
+                message = f"{adapter.path} changes {change.module}, and adapters of experts are not supported."
             raise AdapterError(message, "Load the model that the adapter was trained on, or train it on other modules.")
         _check_shapes(manifest, adapter, change, of_module[0])
 
