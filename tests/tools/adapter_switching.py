@@ -26,8 +26,10 @@ def _measured(switches: int, prefix_cache: bool) -> tuple[list[float], list[floa
     processor, clock = [], []
     with tempfile.TemporaryDirectory() as folder:
         adapters = {name: write_adapter(Path(folder) / name, seed, 16) for seed, name in enumerate("ab")}
-        options: LoadOptions = {"prefix_cache": "20MB"} if prefix_cache else {}
-        with edgeinfer.load(adapters=adapters, context=256, threads=1, **options) as model:
+        options: LoadOptions = {"adapters": adapters, "context": 256, "threads": 1}
+        if prefix_cache:
+            options["prefix_cache"] = "20MB"
+        with edgeinfer.load(**options) as model:
             engine = model._parts.engine
             for turn in range(switches):
                 engine.feed([(7 * place + turn) % 300 for place in range(_CACHED)], np.zeros(0, np.int64))
