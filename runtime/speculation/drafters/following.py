@@ -124,7 +124,7 @@ class Follower:
     def explore(
         self, head: Sequence[int], drafted: Sequence[int], tokens: Sequence[int], parents: Sequence[int], run: TreePass
     ) -> Floats:
-        """Feeds what the cache lacks of a path and, in the pass of its end, a tree behind it; `settle` has to follow.
+        """Feeds what the cache lacks of a path and, in the pass of its end, a tree behind it; `keep` has to follow.
 
         Args:
             head, drafted: as `follow`.
@@ -165,7 +165,7 @@ class Follower:
         self._fed.extend(last)
         return logits
 
-    def settle(self, nodes: Sequence[int]) -> None:
+    def keep(self, nodes: Sequence[int]) -> None:
         """Of the tree that was explored these nodes stay, a path from its root; its other rows go."""
         assert self._tree is not None, "a tree was explored"
         (first, tokens, before), self._tree = self._tree, None

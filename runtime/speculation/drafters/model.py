@@ -154,7 +154,7 @@ class ModelDrafter(LogitDrafter):
             if node is not None:
                 kept.append(node)
                 path = (*path, first.token)
-        self._follower.settle(kept)
+        self._follower.keep(kept)
 
     def nbytes(self) -> int:
         """Bytes that its backend allocated, and its own."""
