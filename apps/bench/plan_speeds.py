@@ -106,10 +106,10 @@ class PlanTimer:
     def has(self, options: Mapping[str, Any]) -> bool:
         """Whether the model can run this way: it may have no draft model, or not this type of cache."""
         try:
-            edgeinfer.plan(self._model, **self._common | dict(options))
+            plan = edgeinfer.plan(self._model, **self._common | dict(options))
         except UsageError:
             return False
-        return True
+        return plan.configuration.draft_model or "model" not in options["speculation"]
 
     def timed(self, options: Mapping[str, Any]) -> PlanSpeed:
         """A way to run: planned by what is known so far, then timed."""
