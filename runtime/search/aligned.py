@@ -30,31 +30,39 @@ class Beginning:
     """A beginning of replies that were drawn.
 
     Attributes:
-        allowed: probability of all tokens that may follow; None before that was looked at, and behind an end.
+        allowed: how many tokens may follow.
+        unseen: probability of those that were not drawn; None before that was looked at, and behind an end.
         behind: the tokens that were drawn behind it, each with its probability.
+        estimate: of the probability that the model ends a reply that begins so as it must.
     """
 
-    allowed: float | None = None
+    allowed: int = 0
+    unseen: float | None = None
     behind: dict[int, tuple[float, Beginning]] = field(default_factory=dict)
     estimate: float = 1.0
 
     def weights(self, probabilities: NDArray[np.float64], ids: Ints) -> NDArray[np.float64]:  # (V,), (A,) -> (A,)
         """What tokens are drawn by: their probability times the estimate behind them."""
-        weights = probabilities[ids]
-        self.allowed = float(weights.sum())
-        for token, (_, beginning) in self.behind.items():
-            weights[ids.searchsorted(token)] *= beginning.estimate
+        weights, self.allowed = probabilities[ids], len(ids)
+        drawn = ids.searchsorted(list(self.behind))
+        known = weights[drawn] * [beginning.estimate for _, beginning in self.behind.values()]
+        weights[drawn] = 0
+        self.unseen = float(weights.sum())
+        weights[drawn] = known
         return weights
 
     def after(self, token: int, probability: float) -> Beginning:
         """The beginning that is one token longer."""
-        return self.behind.setdefault(token, (probability, Beginning()))[1]
+        if token not in self.behind:
+            assert self.unseen is not None, "tokens are drawn by their weights"
+            self.behind[token] = probability, Beginning()
+            self.unseen = max(self.unseen - probability, 0.0) if len(self.behind) < self.allowed else 0.0
+        return self.behind[token][1]
 
     def learn(self) -> None:
-        """Makes the estimate what those behind add up to."""
-        if self.allowed is not None:
-            lost = sum(probability * (1 - longer.estimate) for probability, longer in self.behind.values())
-            self.estimate = max(self.allowed - lost, 0.0)
+        """Makes the estimate what those behind add up to: a sum, so that the least likely forms keep their digits."""
+        if self.unseen is not None:
+            self.estimate = self.unseen + sum(p * longer.estimate for p, longer in self.behind.values())
 
 
 @dataclass(eq=False)

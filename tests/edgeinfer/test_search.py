@@ -29,6 +29,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lookahead": {},
     "contrast": {"lame_prompt": "A dog. The"},
     "momentum": {},
+    "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
+    # Truncation may leave nothing of a form.
+    "aligned": WARM | {"top_p": 1.0, "choices": ("He met a dog.", "She met a cat.", "They went home.")},
     "beam": {"beams": 4, "beam_groups": 2},
 }
 

@@ -86,7 +86,10 @@ def test_real_entries() -> None:
 
 @needs_builtin
 def test_what_cannot_be_used_is_counted() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"type": "string"}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 2}}},
+    }
     with edgeinfer.load(threads=1, context=256) as model:
         found = run_entry(model, Entry("a", [{"role": "user", "content": "Go"}], [tool], [("f", {})]))
         assert found.compiled.total() == 0 and found.refused.total() == 3

@@ -101,7 +101,7 @@ def test_refused(tales: edgeinfer.Model, param: str, body: dict[str, Any]) -> No
 
 def test_an_unsupported_schema_names_its_field(tales: edgeinfer.Model) -> None:
     pytest.importorskip("llguidance")
-    form = {"type": "json_schema", "name": "x", "schema": {"not": {"type": "string"}}}
+    form = {"type": "json_schema", "name": "x", "schema": {"not": {"pattern": "a+"}}}
     completion = make_completion("response", {"input": "Hi", "text": {"format": form}}, tales)
     with pytest.raises(RequestError, match="not") as caught:
         completion.start(tales, 0)

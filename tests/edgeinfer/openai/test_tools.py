@@ -151,7 +151,7 @@ def test_refused(tales: edgeinfer.Model, param: str, request_: dict[str, Any]) -
 
 
 def test_an_unsupported_schema_names_the_tools(tales: edgeinfer.Model) -> None:
-    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    parameters = {"type": "object", "properties": {"a": {"not": {"pattern": "a+"}}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(RequestError, match="not") as caught:
         ask(tales, tools=[tool])
