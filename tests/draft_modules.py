@@ -17,7 +17,7 @@ import edgeinfer
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from tests.factories import make_checkpoint
 
@@ -68,7 +68,7 @@ def drafter_of(model: edgeinfer.Model, name: str) -> ModuleDrafter:
 
 def drafted_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[int]) -> NDArray[Any] | None:  # (V,)
     """What it drafts with after a path behind a text that it has begun; None where that is too long."""
-    context = Context([*text], lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
+    context = DraftContext([*text], lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
     logits = drafter._logits(context, path)
     return None if logits is None else logits.copy()
 

@@ -16,8 +16,8 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import (
-    Context,
     Draft,
+    DraftContext,
     Drafter,
     Probabilities,
     ProbingDrafter,
@@ -113,7 +113,9 @@ class SpeculativeDecoding(DecodingStrategy):
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
         self._lost = 0
-        self._context = Context([], self._draw, sampler.forced, self._draw_further, lambda: self._lost, self._chance)
+        self._context = DraftContext(
+            [], self._draw, sampler.forced, self._draw_further, lambda: self._lost, self._chance
+        )
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The token after a prompt, of which no more is drafted."""
@@ -360,7 +362,7 @@ class SpeculativeDecoding(DecodingStrategy):
         """The reply is over: statistics are complete afterwards."""
         self._count_plain_steps()
         # It leads back here: what the reply was asked with would wait for a collection of cycles.
-        self._context = Context([], _over, lambda _: ())
+        self._context = DraftContext([], _over, lambda _: ())
 
     def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
         position = len(self._context.tokens) + len(drafted)

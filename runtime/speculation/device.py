@@ -23,7 +23,7 @@ from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.following import TimedPass, following, pace
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 from edgeinfer.runtime.system.memory import release_code
@@ -228,7 +228,7 @@ class DeviceCosts:
             tokens = tokens[: backend.cache.capacity]
             rest = np.array(tokens[base:-1], np.int64)
             backend.forward(ForwardInput(rest, np.arange(base, base + len(rest)), np.zeros(0, np.int64)))
-        context = Context(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
+        context = DraftContext(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
         drafter.begin(tokens)
         drafter.observe(self._shown(tokens[-1]))
         try:

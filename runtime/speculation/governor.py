@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
 from edgeinfer.runtime.speculation.account import LossAccount
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.probing import choose_probe_rows
 
 __all__ = ["Asked", "Governor", "RoundCosts"]
@@ -211,7 +211,7 @@ class Governor:
         """Tokens per millisecond that decoding achieves, by the costs' reckoning."""
         return self._tokens / self._ms
 
-    def draft(self, context: Context, room: int) -> Draft:
+    def draft(self, context: DraftContext, room: int) -> Draft:
         """Builds the draft to verify next; empty where nothing pays.
 
         Args:
@@ -316,7 +316,9 @@ class Governor:
         """What a drafter's next guess costs."""
         return 0.0 if name in self._paid else self._guess_ms[name]
 
-    def _paid_guesses(self, drafter: Drafter, context: Context, path: Sequence[int], width: int) -> Sequence[Guess]:
+    def _paid_guesses(
+        self, drafter: Drafter, context: DraftContext, path: Sequence[int], width: int
+    ) -> Sequence[Guess]:
         """Guesses behind a path, which the draft pays for."""
         price = self._price(drafter.name)
         self._spent += price
@@ -339,7 +341,7 @@ class Governor:
         most = min(_AHEAD, self._most - size)
         return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 
-    def _children(self, context: Context, tree: _Tree, node: int) -> list[_Candidate]:
+    def _children(self, context: DraftContext, tree: _Tree, node: int) -> list[_Candidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
         path = tree.path(node)
         likely, main_branch = (tree.likely[node], tree.main_branch[node]) if node >= 0 else (1.0, True)
@@ -359,7 +361,7 @@ class Governor:
             tree.found += 1
         return candidates
 
-    def _ask(self, context: Context, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
+    def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[tuple[str, int, Guess]] = []
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)

@@ -15,7 +15,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter
 
 __all__ = ["filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
 
@@ -116,7 +116,7 @@ def _blank(backend: Backend, length: int) -> CopiedRows:
     return CopiedRows(length, keys, values, empty.kv, empty.scales)
 
 
-def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) -> float:
+def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0.05) -> float:
     """Milliseconds of one guess: the median over chains of guesses after different first tokens; or of a round's first
     one, of drafters that guess `at_once`.
 
@@ -139,7 +139,7 @@ def measure_guesses(drafter: Drafter, context: Context, budget_s: float = 0.05) 
     return median(each)
 
 
-def _chain_ms(drafter: Drafter, context: Context, drafted: Sequence[int]) -> float:
+def _chain_ms(drafter: Drafter, context: DraftContext, drafted: Sequence[int]) -> float:
     """Milliseconds per guess of a chain that goes on after these tokens; a drafter with none to give ends it."""
     path, given = list(drafted), 0
     drafter.repeat()

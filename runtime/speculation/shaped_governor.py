@@ -23,7 +23,7 @@ from functools import partial
 from edgeinfer.config import GenerationConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import Acceptance
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter
 from edgeinfer.runtime.speculation.governor import Asked, Governor, RoundCosts
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import VerificationRule
@@ -76,7 +76,7 @@ class _Runner:
 class _ShapedGovernor(StochasticGovernor):
     """Draws a tree depth by depth from the most promising drafter; drafters without distributions are its base's."""
 
-    def draft(self, context: Context, room: int) -> Draft:
+    def draft(self, context: DraftContext, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
         most = min(room, self._most)
@@ -98,7 +98,7 @@ class _ShapedGovernor(StochasticGovernor):
         """How many tokens are drawn behind so many nodes of a depth, the root's being 0."""
 
     @abstractmethod
-    def _grown(self, context: Context, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
+    def _grown(self, context: DraftContext, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
         """Draws behind the nodes of a depth of a draft of so many tokens: of each node's children the eldest first."""
 
     def _depth_pays(self, drafter: Drafter, level: Sequence[_Node], size: int, most: int) -> bool:
@@ -124,7 +124,7 @@ class _ShapedGovernor(StochasticGovernor):
         estimates = (self._estimates[name], *self._siblings[name])
         return min(1.0, sum(share * min(1.0, max(0.0, siblings - rank)) for rank, share in enumerate(estimates)))
 
-    def _draw(self, context: Context, drafter: Drafter, node: _Node, rank: int) -> Asked | None:
+    def _draw(self, context: DraftContext, drafter: Drafter, node: _Node, rank: int) -> Asked | None:
         """The next sibling behind a node, after `rank` of them; None where nothing is left."""
         if rank == 0:
             guesses = self._paid_guesses(drafter, context, node.path, 1)
@@ -160,7 +160,7 @@ class BranchingGovernor(_ShapedGovernor):
     def _rows(self, depth: int, nodes: int) -> int:
         return nodes * self._branching[depth] if depth < len(self._branching) else 0
 
-    def _grown(self, context: Context, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
+    def _grown(self, context: DraftContext, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
         for node in level:
             left = 1.0
             for rank in range(self._branching[len(node.path)]):
@@ -179,7 +179,7 @@ class BeamGovernor(_ShapedGovernor):
     def _rows(self, depth: int, nodes: int) -> int:
         return self.width
 
-    def _grown(self, context: Context, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
+    def _grown(self, context: DraftContext, drafter: Drafter, level: Sequence[_Node], size: int) -> Iterator[_Drawn]:
         depth, draws = len(level[0].path), 0
         race = [_Runner(node.arrives, order, node, 0, 1.0) for order, node in enumerate(level)]
         heapq.heapify(race)

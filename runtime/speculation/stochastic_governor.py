@@ -16,7 +16,7 @@ from itertools import count
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import ALONE, Acceptance
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.governor import Asked, Governor, RoundCosts
 
 __all__ = ["ChainsGovernor", "StochasticGovernor"]
@@ -73,7 +73,7 @@ class StochasticGovernor(Governor):
         ranks = range(1, width)
         self._siblings = {d.name: [acceptance.mean(d.name, rank) for rank in ranks] for d in drafters}
 
-    def draft(self, context: Context, room: int) -> Draft:
+    def draft(self, context: DraftContext, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
         most, order = min(room, self._most), count()
@@ -137,7 +137,7 @@ class StochasticGovernor(Governor):
         return self._account.affords(self._prices[size + 1] + self._spent + (0.0 if slot.rank else ms))
 
     def _most_promising(
-        self, context: Context, path: Sequence[int], likely: float, size: int
+        self, context: DraftContext, path: Sequence[int], likely: float, size: int
     ) -> tuple[Drafter | None, float]:
         """Whose guess is worth most as far as can be said before it is drawn, and its estimate; None: none pays."""
         best: Drafter | None = None
@@ -156,7 +156,7 @@ class StochasticGovernor(Governor):
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
 
-    def _ask_one(self, drafter: Drafter, context: Context, path: list[int], width: int) -> list[Asked]:
+    def _ask_one(self, drafter: Drafter, context: DraftContext, path: list[int], width: int) -> list[Asked]:
         guesses = self._paid_guesses(drafter, context, path, width)
         asked = [self._estimated(drafter.name, rank, guess, (), len(path)) for rank, guess in enumerate(guesses)]
         self._asked[tuple(path)] = asked
@@ -166,7 +166,7 @@ class StochasticGovernor(Governor):
 class ChainsGovernor(StochasticGovernor):
     """Builds `width` chains drawn independently from the most promising drafter; equal ones stay apart."""
 
-    def draft(self, context: Context, room: int) -> Draft:
+    def draft(self, context: DraftContext, room: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
         drafter, estimate = self._most_promising(context, (), 1.0, 0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from edgeinfer.bundle import open_bundle
 from edgeinfer.export import ExportConfig
 from edgeinfer.export import export_checkpoint as export_anew
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 from tests.cache import made
 from tests.factories import make_checkpoint
@@ -93,7 +93,7 @@ def test_it_drafts_what_the_published_code_drafts(name: str) -> None:
             text, drafter = [*PROMPT, *reply.token_ids], model._parts.speculator._drafter("mtp")
             assert isinstance(drafter, MtpDrafter)
             drafter.begin(text)
-            context = Context(text, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
+            context = DraftContext(text, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
             for path in ([], [7], [7, 9], [7, 9, 11], [7, 12], [5, 6, 7, 8]):
                 found = drafter._logits(context, path)
                 assert found is not None

@@ -17,8 +17,8 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 
 __all__ = [
-    "Context",
     "Draft",
+    "DraftContext",
     "Drafter",
     "Draw",
     "Further",
@@ -101,10 +101,6 @@ class DraftContext:
     def root_row(self) -> int:
         """The row of the target's cache that the root will take."""
         return len(self.tokens) - 1 - self.lost()
-
-
-# As drafters call it among themselves; for users a context is a text (edgeinfer.contexts).
-Context = DraftContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +267,7 @@ class Drafter:
         branches: whether `guesses` can give more than one.
         follows_passes: whether it guesses only behind rows that it has seen passes of the target over.
         at_once: whether the first guess of a round computes what all of them take; the others cost nothing.
-        draws: whether its guesses are drawn by `Context.draw`, so that they may carry distributions.
+        draws: whether its guesses are drawn by `DraftContext.draw`, so that they may carry distributions.
     """
 
     name: str
@@ -288,11 +284,11 @@ class Drafter:
         Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
         """
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
         raise NotImplementedError
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Called once before a chain is verified: how its pass can use what drafting computed; None is not at all.
 
         Called only on a drafter whose node is in the chain; the target's cache is then as the drafter left it.

@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from edgeinfer.runtime.speculation.drafters.alignment import Aligner, Cursor, Evidence
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.drafters.suffixes import NONE, SuffixIndex
 
 __all__ = ["CopyDrafter", "ForcedDrafter"]
@@ -23,7 +23,7 @@ class ForcedDrafter(Drafter):
     # but another spelling of the same text, and how often that comes is learnt.
     priors: Sequence[float] = (0.999,)
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The token that must follow, or spells what must; or nothing."""
         forced = context.forced(drafted)
         return (Guess(forced[0], 0),) if forced else ()
@@ -105,7 +105,7 @@ class CopyDrafter(Drafter):
         cursor = self._aligner.place(position, (), Evidence.of_match(length)) if length else None
         self._places = {(): _Place(position, length, cursor)}
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The source's next token or its replacement, then the exact match's, then the source's own."""
         path = tuple(drafted)
         place = self._places.get(path) or self._behind(path)

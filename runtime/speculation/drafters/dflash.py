@@ -12,7 +12,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
@@ -44,7 +44,7 @@ class DflashDrafter(ModuleDrafter):
         self._known.clear()
         self._logits_of = None
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base = context.root_row
         if len(drafted) >= self._size(base) - 1 or not self._catch_up(context, base):
             return None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
@@ -41,7 +41,7 @@ class EagleDrafter(ModuleDrafter):
         self._path: list[int] = []  # whose rows are in the module's cache
         super().__init__(target, module, width, tapped=tapped, tokens=tokens)
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base = context.root_row
         cache = self._module.cache
         if max(base, self._states.done) + 1 + len(drafted) > cache.capacity or not self._catch_up(context, base):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, require
-from edgeinfer.runtime.speculation.drafters.contract import Context, Round
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["Matrix", "OutputRows", "StateDrafter", "silu"]
@@ -130,11 +130,11 @@ class StateDrafter(LogitDrafter):
             self._normed = True
         return self._state
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         state = self._latest()
         return None if state is None else self._guessed(state, context, drafted)
 
-    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
         """Logits after the drafted tokens; None where there is no head for that place."""
         raise NotImplementedError
 

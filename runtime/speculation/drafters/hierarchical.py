@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["HierarchicalDrafter"]
@@ -47,14 +47,14 @@ class HierarchicalDrafter(Drafter):
         for drafter in self._members:
             drafter.begin(tokens)
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The model's guesses; where they are not known yet, one pass works out those of the cheap drafters' path."""
         if not self._model.knows(drafted):
             tokens, parents = self._tree(context, drafted)
             self._model.look_ahead(context, drafted, tokens, parents, width)
         return self._model.guesses(context, drafted, width)
 
-    def _tree(self, context: Context, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _tree(self, context: DraftContext, drafted: Sequence[int]) -> tuple[list[int], list[int]]:
         """The cheap drafters' likeliest paths, a node at a time: tokens and parents, -1 being the last drafted one."""
         tokens, parents, paths = list[int](), list[int](), [list[int](drafted)]
         # Of each place that may be added: how unlikely it is, when it was found, its parent and its token.
@@ -73,7 +73,7 @@ class HierarchicalDrafter(Drafter):
             paths.append([*paths[1 + parent], token])
         return tokens, parents
 
-    def _offers(self, context: Context, path: Sequence[int]) -> list[tuple[float, int]]:
+    def _offers(self, context: DraftContext, path: Sequence[int]) -> list[tuple[float, int]]:
         """What the cheap drafters say behind a path, each token once, the likeliest first."""
         offers: dict[int, float] = {}
         for drafter in self._cheap:

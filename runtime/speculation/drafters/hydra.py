@@ -13,7 +13,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
 
 __all__ = ["HydraDrafter"]
@@ -44,7 +44,7 @@ class HydraDrafter(StateDrafter):
         self._output = OutputRows(heads, target.geometry.vocab_size)
         self._input = np.empty((2 + count, len(self._norm)), np.float32)
 
-    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
         head, size = len(drafted), len(state)
         if head >= len(self._weights):
             return None

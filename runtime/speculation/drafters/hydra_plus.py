@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
@@ -50,7 +50,7 @@ class HydraPlusDrafter(ModuleDrafter):
         self._prefix = np.empty(geometry.hidden_size, np.float32)
         super().__init__(target, module, width, tapped=False, tokens=tokens)
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base, size, cache = context.root_row, 1 + len(drafted), self._module.cache
         if size > self._heads or max(base, self._states.done) + size > cache.capacity:
             return None

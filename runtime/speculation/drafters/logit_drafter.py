@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 
 __all__ = ["LogitDrafter", "best_tokens"]
 
@@ -43,7 +43,7 @@ class LogitDrafter(Drafter):
         self._powers = np.empty(vocabulary, np.float32)
 
     @abstractmethod
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         """After context and drafted tokens, valid until the next pass; None where the path does not fit the cache."""
 
     def _judged(self, path: tuple[int, ...]) -> float | None:
@@ -55,7 +55,7 @@ class LogitDrafter(Drafter):
         """Forgets the guesses of the last round."""
         self._known.clear()
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The token that `context.draw` chooses, then others; asked again within a round it costs nothing.
 
         Others are further draws from the same distribution, or, where there is none, the most likely tokens.
@@ -66,7 +66,7 @@ class LogitDrafter(Drafter):
             found = self._learn(context, path, logits, width)
         return found[:width]
 
-    def _learn(self, context: Context, path: tuple[int, ...], logits: Floats, width: int) -> tuple[Guess, ...]:
+    def _learn(self, context: DraftContext, path: tuple[int, ...], logits: Floats, width: int) -> tuple[Guess, ...]:
         """Guesses after a path from its logits (V,); those known before stay."""
         best = int(logits.argmax())
         top = float(logits[best])  # three times as fast as max

@@ -13,7 +13,7 @@ import numpy as np
 from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
-from edgeinfer.runtime.speculation.drafters.contract import Context, Round
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, OutputRows, StateDrafter, silu
 
 __all__ = ["MedusaDrafter"]
@@ -72,7 +72,7 @@ class MedusaDrafter(StateDrafter):
         super().observe(round)
         self._places = 0
 
-    def _guessed(self, state: Floats, context: Context, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
+    def _guessed(self, state: Floats, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (D,) -> (V,)
         if not self._places:
             self._compute(state)
         if len(drafted) >= self._places:

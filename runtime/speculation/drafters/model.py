@@ -11,7 +11,7 @@ from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.errors import ModelError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.heads import Matrix, silu
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
@@ -96,7 +96,7 @@ class ModelDrafter(LogitDrafter):
         super().begin(tokens)
         self._follower.doubt()
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(context.tokens) + len(drafted) > self._backend.cache.capacity:
             return None
         self._row = -1
@@ -130,7 +130,7 @@ class ModelDrafter(LogitDrafter):
         return self._backend.capabilities.tree
 
     def look_ahead(
-        self, context: Context, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
+        self, context: DraftContext, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
     ) -> None:
         """Works out in one pass the guesses after a path, and after each proposed token that is the first of such.
 

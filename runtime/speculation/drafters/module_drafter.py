@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardOutput, ObservedBackend
-from edgeinfer.runtime.speculation.drafters.contract import Context, Round
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
 
@@ -73,7 +73,7 @@ class ModuleDrafter(LogitDrafter):
         """A round is over: what was computed for it is of no use."""
         self._ready = False
 
-    def _catch_up(self, context: Context, base: int) -> bool:
+    def _catch_up(self, context: DraftContext, base: int) -> bool:
         """Reads the text up to the root; false where the row before it is not known."""
         if self._ready:
             return True

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 
 __all__ = ["NgramDrafter"]
 
@@ -109,7 +109,7 @@ class NgramDrafter(Drafter):
         self._length = min(len(new), _REMEMBERED)
         self._text[: self._length] = new[: self._length]
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """Successors of the longest known context, the most frequent first, then those of shorter ones."""
         known = self._known([*self._tail, *drafted[-_ORDERS:]][-_ORDERS:])
         if not known:

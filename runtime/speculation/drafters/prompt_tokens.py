@@ -15,7 +15,7 @@ import numpy as np
 from edgeinfer.bundle.heads import Heads
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
-from edgeinfer.runtime.speculation.drafters.contract import Context, ProbingDrafter, Round
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, ProbingDrafter, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 
 __all__ = ["PromptDrafter"]
@@ -110,7 +110,7 @@ class PromptDrafter(LogitDrafter, ProbingDrafter):
         if round.probed is not None:
             self._logits_after[: self._places] = round.probed[: self._places]
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(drafted) >= self._places:
             return None
         said: Floats = self._logits_after[len(drafted)]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 
 __all__ = ["RecycleDrafter"]
@@ -70,7 +70,7 @@ class RecycleDrafter(Drafter):
             self._move_first(token, follower)
         self._last = tokens[-1] if len(tokens) else _NONE
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The candidates behind the last token."""
         last = drafted[-1] if drafted else self._last
         if last == _NONE or self._best_at[last * _BEST] == _NONE:

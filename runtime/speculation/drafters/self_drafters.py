@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ExpertChoice, ForwardInput, require
-from edgeinfer.runtime.speculation.drafters.contract import Context, Resumption
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Resumption
 from edgeinfer.runtime.speculation.drafters.following import Follower
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.wording import Setting
@@ -56,13 +56,13 @@ class SelfDrafter(LogitDrafter):
         super().begin(tokens)
         self._follower.leave()
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if context.root_row + 1 + len(drafted) > self._target.cache.capacity:
             return None
         logits: Floats = self._follower.follow(self._head(context), drafted, 1)[0]
         return logits
 
-    def _head(self, context: Context) -> list[int]:
+    def _head(self, context: DraftContext) -> list[int]:
         """The root; the rows after it are this drafter's own of this round from here on."""
         base = context.root_row
         # Several self-drafters may take turns at one cache within a round.
@@ -115,7 +115,7 @@ class EarlyExitDrafter(SelfDrafter):
         self._hidden[start:end] = output.hidden
         return output.logits
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         """Runs the first layers for what they have not seen, cuts the cache to the context and hands over their states.
 
         None where no row of the chain was drafted here: a whole pass is cheaper then than one in two parts.

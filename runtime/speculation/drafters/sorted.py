@@ -13,7 +13,7 @@ import numpy as np
 
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 
 __all__ = ["SortedDrafter"]
@@ -53,7 +53,7 @@ class SortedDrafter(ModelDrafter):
         self.guessed = [0] * len(self._masks)
 
     def look_ahead(
-        self, context: Context, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
+        self, context: DraftContext, drafted: Sequence[int], proposed: Sequence[int], parents: Sequence[int], width: int
     ) -> None:
         """Nothing: how deep a guess goes is decided token by token."""
 
@@ -64,7 +64,7 @@ class SortedDrafter(ModelDrafter):
     def _run(self, tokens: Ints, positions: Ints, rows: Ints) -> Floats:
         return self._part(0, tokens, positions, rows)
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         total = len(context.tokens) + len(drafted)
         if total > self._backend.cache.capacity:
             return None

@@ -24,7 +24,7 @@ from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.following import following
 from edgeinfer.runtime.profile.following import pace as pace_of
 from edgeinfer.runtime.speculation import measuring as module
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Guess
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess
 from edgeinfer.runtime.speculation.measuring import measure_guesses, measure_passes
 
 CURVES = st.builds(
@@ -284,18 +284,18 @@ class TimedDrafter(Drafter):
         self.chains: list[tuple[int, ...]] = []
         self._clock, self._most, self._begun = clock, most, False
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> list[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> list[Guess]:
         self._clock.now += 0.001 if self._begun else 1.0
         self._begun = True
         self.chains.append(tuple(drafted))
         return [Guess(drafted[-1] + 1, 0)] if len(drafted) < self._most else []
 
 
-def make_context(tokens: list[int]) -> Context:
+def make_context(tokens: list[int]) -> DraftContext:
     def draw(logits: Any, drafted: Sequence[int]) -> Any:
         raise AssertionError("nothing draws here")
 
-    return Context(tokens, draw, lambda drafted: ())
+    return DraftContext(tokens, draw, lambda drafted: ())
 
 
 def test_a_guess_costs_what_chains_of_them_take(clock: Clock) -> None:

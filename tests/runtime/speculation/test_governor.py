@@ -18,8 +18,8 @@ from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.company import CompanyGovernor
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import (
-    Context,
     Draft,
+    DraftContext,
     Drafter,
     Guess,
     Resumption,
@@ -52,7 +52,7 @@ class Prophet(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         pass
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         self.asked += 1
         place = len(context.tokens) + len(drafted)
         if place >= len(self._text):
@@ -62,7 +62,7 @@ class Prophet(Drafter):
         first = self._text[place] if right else self._text[place] + 1
         return [Guess((first + other) % 100, int(self._right > 0.5)) for other in range(width)]
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         return None
 
     def observe(self, round: Round) -> None:
@@ -84,7 +84,7 @@ class Prophet(Drafter):
 class Coin(Prophet):
     """Knows two tokens for the first place of a draft, of which one is right, and does not know which."""
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         if drafted:
             return ()
         right, wrong = (Guess(self._text[len(context.tokens)] + other, 0) for other in (0, 1))
@@ -96,14 +96,14 @@ class Late(Prophet):
 
     place = 40
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         return super().guesses(context, drafted, width) if len(context.tokens) >= self.place else ()
 
 
 class Follower(Prophet):
     """Knows how a draft goes on that another began."""
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         return super().guesses(context, drafted, width) if drafted else ()
 
 
@@ -154,7 +154,7 @@ def decode(
     """Decodes a text with perfect verification; times by the prices, which the governor knows if it believes no others.
     Plain steps are taken where it rests, if `rests`."""
     governor = kind(drafters, believed or prices, learning(drafters), most, width)
-    context = Context(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
+    context = DraftContext(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
     run = Run(governor, [], 0.0, [], [])
     while len(context.tokens) < len(text):
         steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
@@ -253,7 +253,7 @@ def test_a_costly_drafter_that_is_always_wrong_is_given_up_and_tried_again_now_a
 
 def test_drafts_keep_to_the_room_there_is() -> None:
     text = text_of(100)
-    context = Context(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
+    context = DraftContext(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
     drafter = Prophet("copy", text, 1.0)
     governor = Governor([drafter], Prices(FLAT), learning([drafter]), 15)
     assert [len(governor.draft(context, room)) for room in (0, 1, 5)] == [0, 1, 5]

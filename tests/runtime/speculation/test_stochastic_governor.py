@@ -20,7 +20,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.shaped_governor import BeamGovernor, stochastic_governor
 from edgeinfer.runtime.speculation.verification import find_verification
@@ -71,7 +71,7 @@ class Drafter(LogitDrafter):
     name = "model"
     uses_target = False
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats:
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats:
         return drafter_logits([*context.tokens, *drafted])
 
 

@@ -17,8 +17,8 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.speculation.drafters.contract import (
-    Context,
     Draft,
+    DraftContext,
     Drafter,
     Draw,
     Guess,
@@ -89,9 +89,9 @@ def sampled(logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities 
     return int(np.random.default_rng([7, *drafted]).choice(len(probabilities), p=probabilities)), probabilities
 
 
-def context(tokens: Sequence[int], draw: Draw = greedy) -> Context:
+def context(tokens: Sequence[int], draw: Draw = greedy) -> DraftContext:
     """After these tokens, with a grammar that leaves everything open."""
-    return Context([*tokens], draw, lambda drafted: ())
+    return DraftContext([*tokens], draw, lambda drafted: ())
 
 
 def take_in(backend: Backend, tokens: Sequence[int], **how: Any) -> Floats:  # (S, V)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.drafters.contract import Context, Draft, Drafter, Guess, Round, Verdict
+from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round, Verdict
 
 __all__ = ["ask", "chain", "searched", "settled"]
 
@@ -21,7 +21,7 @@ def settled(committed: Sequence[int], fed: Sequence[int] = (0,), logits: Floats 
 
 def ask(drafter: Drafter, drafted: Sequence[int] = (), width: int = 1, forced: Sequence[int] = ()) -> list[Guess]:
     """The drafter's guesses behind a path."""
-    context = Context([], lambda logits, path: (0, None), lambda path: forced)
+    context = DraftContext([], lambda logits, path: (0, None), lambda path: forced)
     return list(drafter.guesses(context, list(drafted), width))
 
 

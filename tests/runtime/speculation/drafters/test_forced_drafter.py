@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgeinfer.runtime.speculation.drafters.contract import Context, Guess
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
 from edgeinfer.runtime.speculation.drafters.copy import ForcedDrafter
 from tests.runtime.speculation.drafters.rounds import ask, settled
 
@@ -18,7 +18,7 @@ def test_proposes_the_first_forced_token() -> None:
 
 def test_asks_behind_the_drafted_tokens() -> None:
     forced = {(): [4], (4,): [5], (4, 5): []}
-    context = Context([1], lambda logits, path: (0, None), lambda path: forced[tuple(path)])
+    context = DraftContext([1], lambda logits, path: (0, None), lambda path: forced[tuple(path)])
     drafter = ForcedDrafter()
     assert [drafter.guesses(context, path, 1) for path in ([], [4], [4, 5])] == [(Guess(4, 0),), (Guess(5, 0),), ()]
 

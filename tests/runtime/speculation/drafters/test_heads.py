@@ -20,8 +20,8 @@ from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import (
-    Context,
     Draft,
+    DraftContext,
     Drafter,
     Guess,
     ProbingDrafter,
@@ -86,7 +86,7 @@ class Resting(Governor):
         super().rested(steps)
         self.pause = 0
 
-    def draft(self, context: Context, room: int) -> Draft:
+    def draft(self, context: DraftContext, room: int) -> Draft:
         self.pause = 3
         return super().draft(context, room)
 
@@ -225,7 +225,7 @@ class Siblings(Drafter):
     def __init__(self, text: list[int]) -> None:
         self._text = text
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         place = len(context.tokens) + len(drafted)
         if [*context.tokens, *drafted] != self._text[:place] or place >= len(self._text):
             return ()

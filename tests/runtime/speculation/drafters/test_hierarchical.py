@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
-from edgeinfer.runtime.speculation.drafters.contract import Context, Drafter, Draw, Guess, Resumption, Round, State
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Draw, Guess, Resumption, Round, State
 from edgeinfer.runtime.speculation.drafters.hierarchical import HierarchicalDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.drafters.models import (
@@ -45,11 +45,11 @@ class Scripted(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         self.told.append("begin")
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         at = len(context.tokens) + len(drafted)
         return [Guess(self.text[at], 0)] if at < len(self.text) else []
 
-    def resume(self, context: Context, drafted: Sequence[int]) -> Resumption | None:
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
         return None
 
     def observe(self, round: Round) -> None:
@@ -161,7 +161,7 @@ def test_the_surest_cheap_drafter_leads(backends: tuple[Backend, Backend]) -> No
 class Branching(Scripted):
     """Knows the text by heart, and says a wrong token first."""
 
-    def guesses(self, context: Context, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         return [Guess(5, 0), *super().guesses(context, drafted, width)][:width]
 
 

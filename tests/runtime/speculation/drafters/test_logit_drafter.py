@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.speculation.drafters.contract import Context
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from tests.runtime.speculation.drafters.models import committed, context
 
@@ -22,7 +22,7 @@ class Given(LogitDrafter):
         self.logits = np.array(logits, np.float32)
         self.asked = 0
 
-    def _logits(self, context: Context, drafted: Sequence[int]) -> Floats | None:  # (V,)
+    def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         self.asked += 1
         return self.logits
 
