@@ -134,19 +134,19 @@ def _compare(lib: Any, context: Any, feed: _Feed) -> str:
     single.append(feed(last, last + 1))
     lib.llama_memory_clear(memory, True)
     together = feed(0, last)
-    if not _near(together, single[last - 1]):
+    if not _near(together, single[last - 1], _NEAR):
         return "tokens fed at once give other logits than one after the other"
     lib.llama_memory_clear(memory, True)
     if written != size or lib.llama_state_seq_set_data(context, state, size, 0) != size:
         return "its cache cannot be copied"
-    if not _near(feed(last, last + 1), single[last]):
+    if not _near(feed(last, last + 1), single[last], _NEAR):
         return "a cache that was copied gives other logits"
     if not lib.llama_memory_seq_rm(memory, 0, last, -1) or lib.llama_memory_seq_pos_max(memory, 0) != last - 1:
         return "its cache cannot be cut"
     return ""
 
 
-def _near(one: NDArray[np.float32] | None, other: NDArray[np.float32] | None, tolerance: float = _NEAR) -> bool:
+def _near(one: NDArray[np.float32] | None, other: NDArray[np.float32] | None, tolerance: float) -> bool:
     return one is not None and other is not None and np.allclose(one, other, atol=tolerance)
 
 

@@ -94,6 +94,9 @@ class LlamaCppBackend:
         self.capabilities = bundle.manifest.capabilities
         if recurrent:
             self.capabilities = dataclasses.replace(self.capabilities, tree=False, copies=False)
+        elif sequences < 2:
+            # Each path of a tree is a sequence.
+            self.capabilities = dataclasses.replace(self.capabilities, tree=False)
         options = ContextOptions(
             cells=capacity,
             kv=kv,

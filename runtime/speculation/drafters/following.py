@@ -145,8 +145,10 @@ class Follower:
             shared = self._cut(shared)
         self._backend.cache.hold(self.start + len(head) - 1)
         missing, at = [*head[shared:], *drafted[max(0, shared - len(head)) :]], 0
-        while len(missing) - at > self._chunk:
-            self._feed(missing[at : at + self._chunk], 0)
+        root = np.empty((0, 0), np.float32)
+        # A tree needs a row before it: where there is none, the path goes first, alone.
+        while len(missing) - at > (self._chunk if self.end or not tokens else 0):
+            root = self._feed(missing[at : at + self._chunk], 1).copy()
             at += self._chunk
         last, first = missing[at:], self.end
         above = [row - 1 for row in range(len(last))] + [len(last) + parent for parent in parents]
@@ -158,9 +160,11 @@ class Follower:
         logits = run(
             np.array([*last, *tokens], np.int64),
             np.array(depths) + first,
-            np.arange(len(last) - 1, len(above)),
+            np.arange(max(len(last) - 1, 0), len(above)),
             None if chain else np.array(above),
         )
+        if not last:
+            logits = np.concatenate([root, logits])
         self._tree = first, tokens, len(last)
         self._fed.extend(last)
         return logits
