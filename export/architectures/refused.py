@@ -73,7 +73,7 @@ def refusal(config: HFConfig) -> UnsupportedArchitectureError:
     reason = f" ({why})" if why else ""
     message = f"Models of the class {named} are not supported{reason}"
     if config.architecture in _LLAMA_CPP.split():
-        return UnsupportedArchitectureError(f"{message}.", _RUN_GGUF)
+        return UnsupportedArchitectureError(f"{message}.", f"{_RUN_GGUF}. {OPTIMUM_HINT}")
     if config.architecture:
         message += ", and llama.cpp does not have them either"
     return UnsupportedArchitectureError(f"{message}.", f"{_OTHERS}. {OPTIMUM_HINT}")

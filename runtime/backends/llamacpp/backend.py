@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import Bundle, Capabilities
 from edgeinfer.bundle.gguf.library import logged_error
 from edgeinfer.bundle.kv_types import FLOAT16, LLAMA_KV
 from edgeinfer.errors import AdapterError, BackendError, UsageError
@@ -91,12 +91,7 @@ class LlamaCppBackend:
             bundle.gguf, weights=weights, expert_count=expert_count, offload=offload, progress=progress
         )
         recurrent = self.vocabulary.recurrent
-        self.capabilities = bundle.manifest.capabilities
-        if recurrent:
-            self.capabilities = dataclasses.replace(self.capabilities, tree=False, copies=False)
-        elif sequences < 2:
-            # Each path of a tree is a sequence.
-            self.capabilities = dataclasses.replace(self.capabilities, tree=False)
+        self.capabilities = _within(bundle.manifest.capabilities, recurrent, sequences)
         options = ContextOptions(
             cells=capacity,
             kv=kv,
@@ -256,6 +251,13 @@ class LlamaCppBackend:
         """Frees the context and the model; views of logits are invalid from then on."""
         self._context.close()
         self.vocabulary.close()
+
+
+def _within(able: Capabilities, recurrent: bool, sequences: int) -> Capabilities:
+    """What a model can do in a context of so many sequences, of which each path of a tree is one."""
+    if recurrent:
+        return dataclasses.replace(able, tree=False, copies=False)
+    return dataclasses.replace(able, tree=able.tree and sequences > 1)
 
 
 def _check_kv(kv: str, head_dim: int) -> None:
