@@ -15,6 +15,7 @@ __all__ = ["CONVERTED", "FoundModel", "search_hub"]
 
 # Model classes that edgeinfer.export builds; a test holds the two equal.
 CONVERTED = (
+    "AfmoeForCausalLM",
     "ApertusForCausalLM",
     "ArceeForCausalLM",
     "BambaForCausalLM",
@@ -76,9 +77,11 @@ CONVERTED = (
     "PhimoeForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
@@ -87,6 +90,7 @@ CONVERTED = (
     "SmolLM3ForCausalLM",
     "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
     "YoutuForCausalLM",
 )
 # Architectures of GGUF files whose caches cannot be cut back, as those of recurrent layers.

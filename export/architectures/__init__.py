@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.cohere2_moe import COHERE2_MOE
-from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from edgeinfer.export.architectures.gemma3n import GEMMA3N
 from edgeinfer.export.architectures.gemma4 import GEMMA4
 from edgeinfer.export.architectures.gpt_oss import GPT_OSS
@@ -39,15 +39,30 @@ from edgeinfer.export.architectures.refused import refusal
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
-from edgeinfer.export.architectures.shared_mixtures import DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
+from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, OLMO2, OLMO3, EXAONE4)
+_DENSE = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3N,
+    GEMMA4,
+    VAULT_GEMMA,
+    OLMO2,
+    OLMO3,
+    EXAONE4,
+)
 _NEAR_LLAMA = (SMOLLM3, MINISTRAL, MINISTRAL3, GRANITE, GLM, GLM4, ERNIE4_5, HELIUM, ARCEE, SEED_OSS, HUNYUAN)
 _WINDOWED = (GRANITE_SWA, GRANITE_MOE_SWA)
 _ACTIVATED = (APERTUS, BITNET)
 _LAYER_NORM = (PHI, STABLELM, STARCODER2, NEMOTRON, COHERE, COHERE2)
 _MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, BLOCK_FFN, GPT_OSS, PHIMOE, COHERE2_MOE)
-_SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO)
+_SHARED_MIXTURES = (GLM4_MOE, DOTS1, ERNIE4_5_MOE, HUNYUAN_MOE, FLEX_OLMO, AFMOE)
 _LATENT = (DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MINICPM3, MISTRAL4, YOUTU)
 _HYBRID = (LFM2, LFM2_MOE, LFM3, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 _MAMBA = (MAMBA2, BAMBA, FALCON_H1, NEMOTRON_H, GRANITE_HYBRID)

@@ -1,7 +1,8 @@
-"""The Gemma families: 1, 2 and the text of 3. Norms are stored without their one, embeddings grow by sqrt(D)."""
+"""The Gemmas 1 and 2, the text of 3, VaultGemma: norms are stored without their one, embeddings grow by sqrt(D)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from edgeinfer.export.architectures.base import SEEING_IGNORABLE, SEEING_ROOTS, 
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["GEMMA", "GEMMA2", "GEMMA3"]
+__all__ = ["GEMMA", "GEMMA2", "GEMMA3", "VAULT_GEMMA"]
 
 # Every second layer of Gemma 2 and every sixth of Gemma 3 sees everything.
 _GEMMA2_PATTERN, _GEMMA3_PATTERN = 2, 6
@@ -25,6 +26,11 @@ def _read_gemma(config: HFConfig, tied: bool) -> DecoderSpec:
 def _read_gemma2(config: HFConfig, tied: bool) -> DecoderSpec:
     """Gemma 2: norms before and after, soft caps, a scale of its own, windows on every other layer."""
     return _with_norms(config, tied, config.slides(_GEMMA2_PATTERN))
+
+
+def _read_vault(config: HFConfig, tied: bool) -> DecoderSpec:
+    """VaultGemma: Gemma 2 without norms after attention and MLP."""
+    return dataclasses.replace(_read_gemma2(config, tied), post_norm=False)
 
 
 def _read_gemma3(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -68,6 +74,9 @@ def _refine(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan
 GEMMA = Architecture(classes=("GemmaForCausalLM",), model_types=("gemma",), read=_read_gemma, refine=_refine)
 GEMMA2 = Architecture(
     classes=("Gemma2ForCausalLM",), model_types=("gemma2",), read=_read_gemma2, naming=_NAMING, refine=_refine
+)
+VAULT_GEMMA = Architecture(
+    classes=("VaultGemmaForCausalLM",), model_types=("vaultgemma",), read=_read_vault, naming=_NAMING, refine=_refine
 )
 GEMMA3 = Architecture(
     classes=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),

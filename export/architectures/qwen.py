@@ -1,4 +1,4 @@
-"""The Qwen families: Qwen2, Qwen3 and their mixtures of experts."""
+"""The Qwen families: Qwen2, Qwen3, their mixtures of experts, and the language models of those that see."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["QWEN2", "QWEN2_MOE", "QWEN3", "QWEN3_MOE"]
 
+_ROOTS = (("model.", ""), ("model.language_model.", ""))
+_IGNORABLE = ("*.rotary_emb.inv_freq", "*visual.*")
+
 
 def _read_qwen2(config: HFConfig, tied: bool) -> DecoderSpec:
     """Qwen2 and Qwen2.5: biases on queries, keys and values, windows on some layers."""
     return common_spec(config, tied, qkv_bias=True, windows=config.windows_by_layer())
 
 
-QWEN2 = Architecture(classes=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_read_qwen2)
+QWEN2 = Architecture(
+    classes=("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+    model_types=("qwen2", "qwen2_5_vl_text", "qwen2_5_vl"),
+    read=_read_qwen2,
+    roots=_ROOTS,
+    ignorable=_IGNORABLE,
+)
 
 
 def _read_qwen3(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -24,7 +33,13 @@ def _read_qwen3(config: HFConfig, tied: bool) -> DecoderSpec:
     return common_spec(config, tied, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=windows)
 
 
-QWEN3 = Architecture(classes=("Qwen3ForCausalLM",), model_types=("qwen3",), read=_read_qwen3)
+QWEN3 = Architecture(
+    classes=("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
+    model_types=("qwen3", "qwen3_vl_text", "qwen3_vl"),
+    read=_read_qwen3,
+    roots=_ROOTS,
+    ignorable=_IGNORABLE,
+)
 
 
 def _read_qwen2_moe(config: HFConfig, tied: bool) -> DecoderSpec:

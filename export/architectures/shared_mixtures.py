@@ -1,17 +1,20 @@
-"""Mixtures of experts beside a shared expert: GLM-4.5, dots.llm1, ERNIE 4.5 and Hunyuan; and FlexOLMo, without one."""
+"""Mixtures of experts beside a shared expert: GLM-4.5, dots.llm1, ERNIE 4.5, Hunyuan, AFMoE; FlexOLMo, without one."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from edgeinfer.bundle import DecoderSpec, MoESpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures.base import NEXT_LAYER, Architecture, Naming, common_spec
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming
+from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
 __all__ = [
+    "AFMOE",
     "DOTS1",
     "ERNIE4_5_MOE",
     "FLEX_OLMO",
@@ -166,3 +169,60 @@ def _read_flex_olmo(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 FLEX_OLMO = Architecture(classes=("FlexOlmoForCausalLM",), model_types=("flex_olmo",), read=_read_flex_olmo)
+
+
+# Every fourth layer of AFMoE sees everything.
+_AFMOE_PATTERN = 4
+
+
+def _read_afmoe(config: HFConfig, tied: bool) -> DecoderSpec:
+    """Arcee's Trinity: norms before and after, a gate on what heads give, no rotation in layers that see everything."""
+    scores = config.get("score_func")
+    if scores not in (None, "sigmoid"):
+        raise UnsupportedArchitectureError(f"config.json: score_func={scores!r} is not supported.", OPTIMUM_HINT)
+    size, layers = config.integer("moe_intermediate_size"), config.integer("num_hidden_layers")
+    shared, dense = (
+        config.integer(name) if config.get(name) else 0 for name in ("num_shared_experts", "num_dense_layers")
+    )
+    moe = MoESpec(
+        experts=config.integer("num_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        expert_size=size,
+        shared_size=size * shared,
+        router="sigmoid",
+        dense_layers=tuple(range(min(dense, layers))),
+        choice_bias=True,
+        scale=config.number("route_scale", 1.0),
+    )
+    slides = config.slides(config.integer("global_attn_every_n_layers", _AFMOE_PATTERN))
+    return common_spec(
+        config,
+        tied,
+        post_norm=True,
+        qk_norm=True,
+        output_gate="channel",
+        windows=config.windows_of(slides),
+        rope_layers=tuple(0 if slide else -1 for slide in slides),
+        moe=moe,
+    )
+
+
+def _refine_afmoe(config: HFConfig, spec: DecoderSpec, plan: TensorPlan) -> TensorPlan:
+    """Embeddings may grow by sqrt(D), and a tied head with them."""
+    root = math.sqrt(spec.hidden_size) if config.flag("mup_enabled") else 1.0
+    if plan.name == "embed":
+        return plan.changed(scale=root)
+    return plan.changed(scale=1 / root) if plan.name == "final_norm" and spec.tied else plan
+
+
+AFMOE = Architecture(
+    classes=("AfmoeForCausalLM",),
+    model_types=("afmoe",),
+    read=_read_afmoe,
+    refine=_refine_afmoe,
+    naming=Naming(
+        mlp_norm="pre_mlp_layernorm.weight",
+        mlp_post_norm="post_mlp_layernorm.weight",
+        mixture=dataclasses.replace(SHARED_EXPERTS, router="mlp.router.gate.weight", choice_bias="mlp.expert_bias"),
+    ),
+)

@@ -40,7 +40,29 @@ def _cohere_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
             yield "rotation of these layers"
 
 
+def _afmoe_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
+    if not config.flag("mup_enabled"):
+        yield "embeddings that do not grow"
+
+
 SHARED_MIXTURES = {
+    "afmoe": GgufArchitecture(
+        "afmoe",
+        free_heads=True,
+        qkv_bias=False,
+        tensors={
+            "attn.gate": ("attn_gate.weight",),
+            "attn_post_norm": ("post_attention_norm.weight",),
+            "mlp_post_norm": ("post_ffw_norm.weight",),
+        },
+        parts=("post_norm", "output_gate", "rope_layers"),
+        full_every=4,
+        unrotated_every=4,
+        mixture=GgufMixture(
+            None, leading=True, router="sigmoid", gating=True, scale=True, shared="count", parts=("choice_bias",)
+        ),
+        lacks=_afmoe_lacks,
+    ),
     "cohere2_moe": GgufArchitecture(
         "cohere2moe",
         neighbours=True,

@@ -125,7 +125,8 @@ class HFConfig:
         if kind == "dynamic" and given.get("alpha") is not None and dim > 2:
             # Hunyuan calls this dynamic, but the stretched base is the same for every length.
             return RopeSpec("default", theta * _number(given, "alpha") ** (dim / (dim - 2)), dim)
-        if kind == "default":
+        # Text has one position where a picture has three.
+        if kind in ("default", "mrope"):
             return RopeSpec("default", theta, dim)
         if kind == "proportional":
             turned = int(partial * head_dim // 2)

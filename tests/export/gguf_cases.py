@@ -61,6 +61,8 @@ KEYS_AS_VALUES = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "n
 GEMMA_EXPERTS = {"enable_moe_block": True, "top_k_experts": 2, "num_experts_per_tok": None}
 COHERE_ROUTED: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16}
 COHERE_ROUTED |= {"intermediate_size": 32, "prefix_dense_intermediate_size": 80, "sliding_window": 5}
+TRINITY: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
+TRINITY |= {"sliding_window": 5, "route_scale": 1.8, "mup_enabled": True}
 ERNIE: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
 OSS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 5}
 
@@ -186,6 +188,8 @@ GGUF_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("GptOss", OSS | layers(3, 3) | {"intermediate_size": 40, "rope_parameters": PLAIN}),
     ("Glm4Moe", ROUTED | {"attention_bias": True}),
     ("Glm4Moe", ROUTED | GROUPED | {"use_qk_norm": True}),
+    ("Afmoe", TRINITY | layers(4, 5) | {"num_dense_layers": 1}),
+    ("Afmoe", TRINITY | TIED | layers(4, 4) | {"num_dense_layers": 2, "num_shared_experts": 1}),
     ("Dots1", ROUTED | {"num_key_value_heads": 4}),
     ("Dots1", ROUTED | GROUPED | TIED | {"num_key_value_heads": 4, "norm_topk_prob": True}),
     ("Ernie4_5_Moe", ERNIE),

@@ -99,8 +99,13 @@ def test_malformed_fields_are_named(name: str, value: Any) -> None:
         config(**{name: value}).head_dim()
 
 
+def test_text_has_one_position_where_a_picture_has_three() -> None:
+    sections = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1e6}
+    assert config(**sections).rope(128) == config(rope_theta=1e6).rope(128)
+
+
 def test_architectures_are_found_by_class_then_by_type() -> None:
-    assert find_architecture(config(architectures=["Qwen3ForCausalLM"])).model_types == ("qwen3",)
+    assert find_architecture(config(architectures=["Qwen3ForCausalLM"])).model_types[0] == "qwen3"
     assert find_architecture(config(model_type="phi3")).model_types == ("phi3",)
     with pytest.raises(UnsupportedArchitectureError, match="class MambaForCausalLM are not supported"):
         find_architecture(config(architectures=["MambaForCausalLM"], model_type="llama"))
@@ -112,7 +117,7 @@ def test_architectures_are_found_by_class_then_by_type() -> None:
     ("name", "kind", "says", "hint"),
     [
         ("JambaForCausalLM", "jamba", "supported (recurrent layers of the first Mamba).", "-m OWNER/NAME:Q4_K_M"),
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl", "supported.", "-m OWNER/NAME:Q4_K_M"),
+        ("Glm4vForConditionalGeneration", "glm4v", "supported.", "-m OWNER/NAME:Q4_K_M"),
         ("Zamba2ForCausalLM", "zamba2", "share their weights), and llama.cpp does not have them", "models --catalog"),
         (None, "xlstm", "class xlstm are not supported (recurrent layers of xLSTM).", "models --catalog"),
     ],

@@ -101,6 +101,8 @@ _MSCALED = {"rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.2, "lo
 _MSCALED |= {"short_factor": [1.0 + 0.05 * i for i in range(8)], "long_factor": [2.0 + 0.5 * i for i in range(8)]}
 _MSCALED |= {"original_max_position_embeddings": 64}
 _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2}
+_TRINITY: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
+_TRINITY |= {"num_dense_layers": 1, "route_scale": 1.8}
 _SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
 _NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
 _NEMOTRON_EXPERTS: dict[str, Any] = {
@@ -122,6 +124,12 @@ FAMILIES: tuple[Family, ...] = (
     _known("Qwen3", "Qwen3"),
     _known("Phi-3, Phi-4-mini", "Phi3"),
     _family("Gemma", "Gemma", _TIED | {"head_dim": 32}, {"num_key_value_heads": 1}),
+    _family(
+        "VaultGemma",
+        "VaultGemma",
+        _TIED | _WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 24},
+        {"final_logit_softcapping": None, "layer_types": ["full_attention"] * 3},
+    ),
     _family(
         "Gemma 2",
         "Gemma2",
@@ -337,6 +345,13 @@ FAMILIES: tuple[Family, ...] = (
     _family("GLM 4.5", "Glm4Moe", _ROUTED | {"attention_bias": True}, {"use_qk_norm": True, "n_group": 2}),
     _family("dots.llm1", "Dots1", _ROUTED, _WINDOWS | {"norm_topk_prob": True, "n_group": 3, "topk_group": 2}),
     _family("ERNIE 4.5 MoE", "Ernie4_5_Moe", _ERNIE, {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}),
+    _family(
+        "Arcee Trinity",
+        "Afmoe",
+        _WINDOWS | _TRINITY | {"num_shared_experts": 2, "mup_enabled": True},
+        _TIED | {"num_shared_experts": 1, "num_dense_layers": 2, "head_dim": 32},
+        {"mup_enabled": False, "layer_types": None, "global_attn_every_n_layers": 2, "num_key_value_heads": 4},
+    ),
     _family("Hunyuan MoE", "HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
     _native(
         "DeepSeek-V2",

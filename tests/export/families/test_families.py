@@ -157,10 +157,21 @@ def test_the_page_lists_every_family() -> None:
 
 _EYES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _EYES |= {"image_size": 28, "patch_size": 14}
+_QWEN_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+_QWEN_EYES |= {"patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 # By the name of the class: its language model's family, and what its configuration has besides.
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("Gemma3", {}, {"vision_config": _EYES, "mm_tokens_per_image": 1}),
     "Gemma4": ("Gemma4", {}, {"vision_config": _EYES | {"num_key_value_heads": 2, "head_dim": 16}}),
+    "Qwen2_5_VL": ("Qwen2", {"rope_parameters": _SECTIONS}, {"vision_config": _QWEN_EYES}),
+    "Qwen3VL": ("Qwen3", {"rope_parameters": _SECTIONS, "head_dim": 16}, {"vision_config": _QWEN_EYES}),
     "Mistral3": ("Ministral3", {"model_type": "ministral3"}, {"vision_config": _EYES | {"model_type": "pixtral"}}),
 }
 
@@ -168,6 +179,8 @@ SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SEEING)
 @pytest.mark.parametrize("root", ["language_model.model.", "model.language_model."], ids=["outside", "inside"])
 def test_the_language_model_of_one_that_sees(name: str, root: str, tmp_path: Path) -> None:
+    if name.startswith("Qwen"):
+        root = root.removeprefix("language_model.")  # the names that these have had
     language, kind, further = SEEING[name]
     family = next(family for family in FAMILIES if family.name == language)
     text = {**COMMON, **family.settings[0], **kind}
@@ -184,9 +197,12 @@ def test_the_language_model_of_one_that_sees(name: str, root: str, tmp_path: Pat
     assert np.abs(run(next(backends(bundle, family)), TOKENS) - expected).max() <= TOLERANCE
 
 
+_ROOT = re.compile(r"^(model\.language_model\.|language_model\.model\.)")
+
+
 def rename(file: Path, root: str) -> None:
     """Puts the language model's tensors where other releases of transformers do."""
-    tensors = {name.replace("language_model.model.", root): t for name, t in safetensors.torch.load_file(file).items()}
+    tensors = {_ROOT.sub(root, name): t for name, t in safetensors.torch.load_file(file).items()}
     safetensors.torch.save_file(tensors, file)
 
 
