@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -26,6 +27,7 @@ __all__ = [
     "check_edit",
     "check_length",
     "check_snapshot",
+    "joined_rows",
     "row_range",
 ]
 
@@ -128,6 +130,13 @@ class CopiedRows:
         """Bytes of a copy of so many rows, and of a state behind them."""
         state = self.state_bytes if rows else 0
         return rows * sum(int(a.shape[0] * a.shape[2] * a.itemsize) for a in (*self.keys, *self.values)) + state
+
+
+def joined_rows(pieces: Sequence[CopiedRows]) -> CopiedRows:
+    """Copies of rows that follow each other as one, with what the last says of a state."""
+    columns = [zip(*(getattr(piece, name) for piece in pieces), strict=True) for name in ("keys", "values")]
+    keys, values = ([np.concatenate(arrays, axis=1) for arrays in each] for each in columns)
+    return dataclasses.replace(pieces[-1], length=sum(piece.length for piece in pieces), keys=keys, values=values)
 
 
 def _cut(arrays: list[NDArray[Any]], at: int) -> list[NDArray[Any]]:  # L of (H, n, w) each

@@ -32,6 +32,7 @@ from tests.export.gguf_cases import (
     MINICPM3,
     ROUTED,
     TIED,
+    TRINITY,
     YARN,
     layers,
 )
@@ -62,6 +63,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("Qwen3_5", DELTA | {"linear_value_head_dim": 24}, "heads of 24 channels of values beside 16 of keys"),
     ("Qwen3_5", DELTA | {"layer_types": ["linear_attention"] * 3}, "qwen35 has no form without attention"),
     ("Lfm2", CONVS | {"conv_bias": True}, "lfm2 has no biases of convolutions"),
+    ("Afmoe", TRINITY | {"mup_enabled": False}, "afmoe has no embeddings that do not grow"),
+    ("VaultGemma", GEMMA, "soft caps without norms after attention and MLP"),
     ("Phimoe", {"num_local_experts": 6}, "Phimoe"),
 )
 

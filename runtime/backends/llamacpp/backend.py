@@ -118,12 +118,11 @@ class LlamaCppBackend:
         # Rows that only fill a pass up would have a state too, and save nothing on a graphics processor.
         self._row_steps = RowSteps(0.0, 0.0) if recurrent or offload else RowSteps.of(bundle.gguf, weights)
         self._cells = self._context.cells
-        codec = StateCodec(cell_rows(bundle.gguf), kv, placed=self.vocabulary.placed, recurrent=recurrent)
-        self.cache = (
-            RecurrentCache(self._context, codec, capacity)
-            if recurrent
-            else LlamaCache(self._context, codec, capacity, copyable=not self.vocabulary.windowed)
-        )
+        parts, window = self._context.cell_layers, self.vocabulary.window
+        rows = cell_rows(bundle.gguf, parts)
+        codec = StateCodec(rows, kv, parts, placed=self.vocabulary.placed, recurrent=recurrent)
+        kind = RecurrentCache if recurrent else LlamaCache
+        self.cache = kind(self._context, codec, capacity, window)
         self._gathered = np.zeros((0, self.geometry.vocab_size), np.float32)
 
     @property

@@ -6,10 +6,11 @@ between calls only those of a tree that waits for `keep` are there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from edgeinfer.bundle import KVLayer
-from edgeinfer.errors import BackendError, CapabilityError
+from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import (
@@ -19,6 +20,7 @@ from edgeinfer.runtime.backends.cache import (
     TrimmedCache,
     check_edit,
     check_length,
+    joined_rows,
     row_range,
 )
 from edgeinfer.runtime.backends.llamacpp.context import LlamaContext
@@ -81,18 +83,20 @@ class LlamaCache(TrimmedCache):
     Args:
         codec: of copies of its cells.
         capacity: tokens it may hold.
-        copyable: the cells are one plain cache; those of a sliding window lie in a cache of their own.
+        window: tokens that layers with a sliding window see; 0 where there are none.
 
     Attributes:
+        copyable: see `KVCache.copyable`.
         length: tokens it holds, all rows of a pending tree counted.
         pending: the draft tree of which no rows were kept yet.
     """
 
-    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, *, copyable: bool) -> None:
+    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
         self._context = context
         self._codec = codec
         self.capacity = capacity
-        self.copyable = copyable
+        self.copyable = True
+        self._window = window
         self.length = 0
         self.pending: TreePaths | None = None
 
@@ -176,23 +180,26 @@ class LlamaCache(TrimmedCache):
         """Copies all rows, or rows start..stop-1.
 
         Raises:
-            CapabilityError: the model has another cache than one plain one.
+            CapabilityError: llama.cpp's copies have parts that edgeinfer does not know, or lack rows.
         """
         self.check_kept()
         start, stop = row_range(start, stop, self.length)
         if start == stop:
             return self._codec.nothing()
-        if not self.copyable:
-            raise CapabilityError(
-                "The cache of a model with sliding windows cannot be copied.",
-                "Load it without a prefix cache, and do not save its sessions.",
-            )
+        # A copy lacks what a window hides from its last row, so a whole window is copied at a time. Windows of some
+        # models begin at multiples of their length.
+        window = self._window or stop
+        borders = [start, *range(start - start % window + window, stop, window), stop]
+        pieces = [self._copy(*ends) for ends in itertools.pairwise(borders)]
+        return pieces[0] if len(pieces) == 1 else joined_rows(pieces)
+
+    def _copy(self, start: int, stop: int) -> CopiedRows:
         if (start, stop) == (0, self.length):
             return self._codec.decode(self._context.state(TEXT), 0, stop)
         spare = self._context.options.spare
         self._context.copy(TEXT, spare, start, stop)
         try:
-            return self._codec.decode(self._context.state(spare), 0, stop - start)
+            return self._codec.decode(self._context.state(spare), start, stop)
         finally:
             self._context.cut(spare, 0)
 

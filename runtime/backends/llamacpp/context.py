@@ -69,6 +69,8 @@ class LlamaContext:
 
     Attributes:
         kv_bytes: of the cache in the process, as llama.cpp says; all of it is taken at once.
+        cell_layers: those with cells of their own; where some have a sliding window, those without one and those with
+            one, which lie in two caches.
         run_ns: nanoseconds of the last pass.
 
     Raises:
@@ -96,6 +98,7 @@ class LlamaContext:
         self._spare_threads = SpareThreads(options.threads) if options.adaptive_threads else None
         self._compute_bytes = sum(_logged_sizes(lines, "compute"))
         self.kv_bytes = sum(_logged_sizes(lines, "KV")) + sum(_logged_sizes(lines, "RS"))
+        self.cell_layers = _logged_layers(lines)
         self._most_rows = options.sequences + 1
         self._logits: tuple[int, Floats] = (0, np.zeros((0, self._vocab_size), np.float32))
 
@@ -241,6 +244,18 @@ def _logged_sizes(lines: list[str], what: str) -> list[int]:
     """Bytes of the buffers of a kind that llama.cpp said it allocated in the process, not on a device."""
     found = re.findall(rf"(\S+) +{what} buffer size = +([\d.]+) MiB", "".join(lines))
     return [int(float(size) * 1024**2) for place, size in found if place.startswith("CPU") or place.endswith("_Host")]
+
+
+def _logged_layers(lines: list[str]) -> tuple[tuple[int, ...], ...]:
+    """The layers of each cache of cells that llama.cpp said it made; no function of it tells."""
+    caches, layers = list[tuple[int, ...]](), list[int]()
+    for layer, _ in re.findall(r"^llama_kv_cache: (?:layer +(\d+): dev|(size) = )", "".join(lines), re.MULTILINE):
+        if layer:
+            layers.append(int(layer))
+        else:
+            caches.append(tuple(layers))
+            layers.clear()
+    return tuple(caches)
 
 
 def _bytes(blob: NDArray[np.uint8]) -> Any:

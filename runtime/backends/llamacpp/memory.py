@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import platform
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -129,18 +130,21 @@ def cells(capacity: int) -> int:
     return -(-capacity // _CELLS) * _CELLS
 
 
-def cell_rows(gguf: GgufFile) -> tuple[CellRows, ...]:
-    """What each layer keeps of a token in a cache without sliding windows; nothing, where it has a recurrence alone."""
-    heads, (key_size, value_size) = key_heads(gguf), head_sizes(gguf)
-    if f"{gguf.metadata.text('general.architecture')}.attention.key_length_mla" in gguf.metadata:
-        value_size = 0
-    attends = set(range(len(heads)))
-    if is_recurrent(gguf):
-        attends = {int(found[1]) for tensor in gguf.tensors if (found := _ATTENDS.fullmatch(tensor.name))}
-    return tuple(
-        CellRows(each, key_size, value_size) if layer in attends and each else CellRows(0, 0, 0)
-        for layer, each in enumerate(heads)
-    )
+def cell_rows(gguf: GgufFile, parts: Sequence[Sequence[int]]) -> tuple[CellRows, ...]:
+    """What each layer keeps of a token; nothing, where it has a recurrence alone or reads another layer's cells.
+
+    Args:
+        parts: layers with cells of their own, first those without a sliding window.
+    """
+    arch, data, usual = gguf.metadata.text("general.architecture"), gguf.metadata, head_sizes(gguf)
+    names = ("key_length_swa", "value_length_swa")
+    sliding = [data.integer(f"{arch}.attention.{name}", size) for name, size in zip(names, usual, strict=True)]
+    latent, heads = f"{arch}.attention.key_length_mla" in data, key_heads(gguf)
+    rows = [CellRows(0, 0, 0)] * len(heads)
+    for layers, (key_size, value_size) in zip(parts, (usual, sliding), strict=False):
+        for layer in layers:
+            rows[layer] = CellRows(heads[layer], key_size, 0 if latent else value_size)
+    return tuple(rows)
 
 
 def kv_bytes(gguf: GgufFile, kv: str, capacity: int) -> int:

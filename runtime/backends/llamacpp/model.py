@@ -87,9 +87,9 @@ class LlamaModel:
         return self._pointer
 
     @property
-    def windowed(self) -> bool:
-        """Whether some layers see a sliding window only, whose cells llama.cpp keeps in a cache of their own."""
-        return int(self.lib.llama_model_n_swa(self._pointer)) > 0
+    def window(self) -> int:
+        """Tokens that layers with a sliding window see; 0 where there are none."""
+        return int(self.lib.llama_model_n_swa(self._pointer))
 
     @property
     def recurrent(self) -> bool:

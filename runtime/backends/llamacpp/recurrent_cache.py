@@ -37,11 +37,15 @@ class RecurrentCache(LlamaCache):
     back further takes a copy of the states: that of the mark, and that of `hold`.
 
     Args:
-        context, codec, capacity: as of `LlamaCache`.
+        context, codec, capacity, window: as of `LlamaCache`.
+
+    Attributes:
+        copyable: there are no sliding windows, of which llama.cpp copies only what they show.
     """
 
-    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int) -> None:
-        super().__init__(context, codec, capacity, copyable=True)
+    def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
+        super().__init__(context, codec, capacity, window)
+        self.copyable = not window
         self._mark: _States | None = None
         self._base: _States | None = None
         self._wanted: int | None = None

@@ -6,6 +6,8 @@ its place in a picture and its token, and the sequences; whether values are tran
 layer the type of its keys, the length of a row and the rows, one for each cell; then the same of the values, or where
 they are transposed their type, the bytes of one, their number in a row and rows that each hold one channel of all
 cells; latent attention has no values. Cells come in the order of the cache, which need not be that of their positions.
+Where some layers have a sliding window there are two such parts, of the layers without one and of those with one. The
+second lacks cells that the window hides from the last row.
 What is behind that is of recurrent layers: the number of states, which is 1, its position, the number of sequences,
 which is 0, and what is kept.
 
@@ -16,7 +18,7 @@ spreads outliers; the matrix is its own inverse.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -65,6 +67,7 @@ class StateCodec:
     Args:
         layers: what each of the model's layers keeps of a token.
         kv: type of the cache.
+        parts: the layers in each part of a copy.
         placed: positions have sections, so that cells hold a place in a picture too.
         recurrent: some layers, or all, keep a state.
 
@@ -72,7 +75,15 @@ class StateCodec:
         layers: the same.
     """
 
-    def __init__(self, layers: Sequence[CellRows], kv: str, *, placed: bool = False, recurrent: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[CellRows],
+        kv: str,
+        parts: Sequence[Sequence[int]],
+        *,
+        placed: bool = False,
+        recurrent: bool = False,
+    ) -> None:
         self._kind = find_kv_type(kv)
         self._dtype = np.dtype(self._kind.dtype)
         self._recurrent = recurrent
@@ -80,7 +91,7 @@ class StateCodec:
         # Where attention is computed step by step, which a cache of blocks does not allow.
         self._transposed = not self._kind.blocks
         self.layers = tuple(layers)
-        self._half, self._attending = len(layers), sum(each.heads > 0 for each in layers)
+        self._parts, self._half = parts, len(layers)
         keys = [(each.heads, each.key_size) for each in layers]
         values = [(each.heads if each.value_size else 0, each.value_size) for each in layers]
         # Of each array of a snapshot, keys of all layers and then values: heads, and items of one.
@@ -109,42 +120,51 @@ class StateCodec:
             raise BackendError("The state of recurrent layers belongs to another model or text.")
 
     def decode(self, blob: NDArray[np.uint8], start: int, stop: int) -> CopiedRows:  # (bytes,)
-        """Rows start..stop-1 of a copy in the order of their positions, without the state behind the last of all.
+        """The rows at positions start..stop-1 of a copy, without the state behind the last of all.
 
         Raises:
-            CapabilityError: the bytes are not those of such a cache with so many rows.
+            CapabilityError: the bytes are not those of such a cache, or it lacks some of these rows.
         """
-        at, end = _HEAD.size, self._attention_end(blob)
-        if end > len(blob) or (end < len(blob)) != self._recurrent:
+        starts = self._starts(blob)
+        if starts[-1] > len(blob) or (starts[-1] < len(blob)) != self._recurrent:
             raise _foreign()
-        if not self._attending:
-            return self._snapshot([np.empty((0, stop - start, 0), self._dtype) for _ in self._arrays], len(blob) - at)
+        arrays = [np.empty((heads, stop - start, width), self._dtype) for heads, width in self._arrays]
+        for at, layers in zip(starts, self._parts, strict=False):
+            self._read_part(blob, at, layers, range(start, stop), arrays)
+        return self._snapshot(arrays, len(blob) - starts[-1])
+
+    def _read_part(
+        self,
+        blob: NDArray[np.uint8],  # (bytes,)
+        at: int,
+        layers: Sequence[int],
+        wanted: range,  # positions
+        arrays: Sequence[NDArray[Any]],  # 2 L of (H, n, width)
+    ) -> None:
+        """Fills the arrays of some layers with rows of the part of a copy that begins at `at`."""
         streams, count = _CELLS.unpack_from(blob.data, at)
-        if streams != 1 or count < stop:
-            raise _foreign()
         at += _CELLS.size
         cells = blob[at : at + self._cell_bytes(count)].view("<i4").reshape(-1, self._cell)
-        order = np.argsort(cells[:, 0], kind="stable")[start:stop]
-        at += self._cell_bytes(count)
-        if _LAYERS.unpack_from(blob.data, at) != (self._transposed, self._attending):
+        order = np.argsort(cells[:, 0], kind="stable")
+        first = int(np.searchsorted(cells[order, 0], wanted.start))
+        order = order[first : first + len(wanted)]
+        if streams != 1 or not np.array_equal(cells[order, 0], wanted):
             raise _foreign()
-        at, arrays = at + _LAYERS.size, []
-        for place, (heads, width) in enumerate(self._arrays):
-            if not heads:
-                arrays.append(np.empty((0, stop - start, 0), self._dtype))
-                continue
+        at += self._cell_bytes(count)
+        if _LAYERS.unpack_from(blob.data, at) != (self._transposed, len(layers)):
+            raise _foreign()
+        at += _LAYERS.size
+        for place, heads, width in self._stored(layers):
             head = self._head(place, heads * width)
             if head != bytes(blob[at : at + _ROWS.size]):
                 raise _foreign()
             stored = blob[at + _ROWS.size : at + _ROWS.size + count * heads * width * self._dtype.itemsize]
-            rows = self._rows(stored, place, count)
-            arrays.append(np.ascontiguousarray(rows[:, order]))
+            arrays[place][...] = self._rows(stored, place, count)[:, order]
             at += _ROWS.size + len(stored)
-        return self._snapshot(arrays, len(blob) - end)
 
     def state(self, blob: NDArray[np.uint8]) -> NDArray[np.uint8]:  # (bytes,) -> (bytes,)
         """The state in a copy, which is one itself."""
-        return blob[self._attention_end(blob) :].copy()
+        return blob[self._starts(blob)[-1] :].copy()
 
     def encode(
         self,
@@ -159,27 +179,37 @@ class StateCodec:
             state: of recurrent layers, behind the last row.
         """
         count, at = sum(piece.length for piece in pieces), _HEAD.size
-        end = at + self._attention_bytes(count)
+        end = at + sum(self._part_bytes(layers, count) for layers in self._parts)
         blob = np.empty(end + (0 if state is None else len(state)), np.uint8)
         _HEAD.pack_into(blob.data, 0, _MAGIC, sequence)
         if state is not None:
             blob[end:] = state
-        if not self._attending:
-            return blob
-        _CELLS.pack_into(blob.data, at, 1, count)
-        at += _CELLS.size
-        cells = blob[at : at + self._cell_bytes(count)].view("<i4").reshape(count, self._cell)
         # Where positions have sections, all of those of a text are its position.
-        cells[...] = np.arange(start, start + count)[:, None]
+        cells = np.repeat(np.arange(start, start + count, dtype="<i4")[:, None], self._cell, axis=1)
         cells[:, 1], cells[:, -1] = 1, sequence
         cells[:, _TOKEN:-1] = _NO_TOKEN
-        at += self._cell_bytes(count)
-        _LAYERS.pack_into(blob.data, at, self._transposed, self._attending)
+        for layers in self._parts:
+            self._write_part(blob, at, layers, cells, pieces)
+            at += self._part_bytes(layers, count)
+        return blob
+
+    def _write_part(
+        self,
+        blob: NDArray[np.uint8],  # (bytes,)
+        at: int,
+        layers: Sequence[int],
+        cells: NDArray[np.int32],  # (n, numbers)
+        pieces: Sequence[CacheSnapshot],
+    ) -> None:
+        count = len(cells)
+        _CELLS.pack_into(blob.data, at, 1, count)
+        at += _CELLS.size
+        blob[at : at + cells.nbytes] = cells.reshape(-1).view(np.uint8)
+        at += cells.nbytes
+        _LAYERS.pack_into(blob.data, at, self._transposed, len(layers))
         at += _LAYERS.size
         parts = [(*piece.keys, *piece.values) for piece in pieces]
-        for place, (heads, width) in enumerate(self._arrays):
-            if not heads:
-                continue
+        for place, heads, width in self._stored(layers):
             blob[at : at + _ROWS.size] = np.frombuffer(self._head(place, heads * width), np.uint8)
             stored = blob[at + _ROWS.size : at + _ROWS.size + count * heads * width * self._dtype.itemsize]
             rows, row = self._rows(stored, place, count), 0
@@ -187,25 +217,32 @@ class StateCodec:
                 rows[:, row : row + arrays[place].shape[1]] = arrays[place]
                 row += arrays[place].shape[1]
             at += _ROWS.size + len(stored)
-        return blob
 
     def _snapshot(self, arrays: Sequence[NDArray[Any]], state_bytes: int) -> CopiedRows:  # 2 L of (H, n, width)
         keys, values = arrays[: self._half], arrays[self._half :]
         return CopiedRows(arrays[0].shape[1], keys, values, self._kind.name, state_bytes=state_bytes)
 
-    def _attention_end(self, blob: NDArray[np.uint8]) -> int:
-        """Where in a copy that ends what layers have that attend."""
-        if not self._attending or len(blob) < _HEAD.size + _CELLS.size:
-            return _HEAD.size
-        return _HEAD.size + self._attention_bytes(int(_CELLS.unpack_from(blob.data, _HEAD.size)[1]))
+    def _starts(self, blob: NDArray[np.uint8]) -> list[int]:  # (bytes,)
+        """Where the parts of a copy begin, and where the last of them ends."""
+        starts = [_HEAD.size]
+        for layers in self._parts:
+            if len(blob) < starts[-1] + _CELLS.size:
+                raise _foreign()
+            starts.append(starts[-1] + self._part_bytes(layers, int(_CELLS.unpack_from(blob.data, starts[-1])[1])))
+        return starts
 
-    def _attention_bytes(self, rows: int) -> int:
-        """Of what a copy of so many rows has of layers that attend."""
-        if not self._attending:
-            return 0
-        matrices = [heads * width * self._dtype.itemsize for heads, width in self._arrays if heads]
-        cells = _CELLS.size + self._cell_bytes(rows) + _LAYERS.size
-        return cells + len(matrices) * _ROWS.size + rows * sum(matrices)
+    def _part_bytes(self, layers: Sequence[int], rows: int) -> int:
+        """Of the part of a copy of so many rows that these layers have."""
+        matrices = [heads * width * self._dtype.itemsize for _, heads, width in self._stored(layers)]
+        return _CELLS.size + self._cell_bytes(rows) + _LAYERS.size + sum(_ROWS.size + rows * each for each in matrices)
+
+    def _stored(self, layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """The arrays of these layers in the order of a copy: the place in a snapshot, heads and items of one."""
+        for half in (0, self._half):
+            for layer in layers:
+                heads, width = self._arrays[half + layer]
+                if heads:
+                    yield half + layer, heads, width
 
     def _cell_bytes(self, cells: int) -> int:
         return 4 * self._cell * cells
