@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, Geometry
-from edgeinfer.bundle.draft_module import DraftModule
 from edgeinfer.bundle.heads import MOST_HEADS, Heads, has_heads, heads_bytes, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
@@ -25,6 +25,9 @@ from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.prospects import priors_of
 from edgeinfer.wording import Setting
+
+if TYPE_CHECKING:
+    from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
 
 __all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "asked_by_auto", "drafting_bytes", "heads_taken", "make_drafter"]
 
@@ -196,68 +199,47 @@ def _hydra(parts: DrafterParts) -> Drafter:
     return HydraDrafter(parts.target, parts.heads("hydra"))
 
 
-@dataclass(frozen=True)
-class _Module:
-    """What a drafter with a draft module is made of.
-
-    Attributes:
-        tapped: the target gives states of tapped layers.
-    """
-
-    target: ObservedBackend
-    backend: Backend
-    bundle: Bundle
-    described: DraftModule
-    tapped: bool
-
-
 def _eagle(parts: DrafterParts) -> Drafter:
-    from edgeinfer.bundle.draft_tokens import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.eagle import EagleDrafter
 
-    own = _module(parts, "eagle", "EAGLE head", _EXPORT_WITH_ONE)
-    tokens = read_draft_tokens(own.bundle)
-    return EagleDrafter(own.target, own.backend, own.described.width, tapped=own.tapped, tokens=tokens)
+    return EagleDrafter(_module(parts, "eagle", "EAGLE head", _EXPORT_WITH_ONE))
 
 
 def _hydra_plus(parts: DrafterParts) -> Drafter:
-    from edgeinfer.bundle.draft_tokens import read_draft_tokens
     from edgeinfer.runtime.speculation.drafters.hydra_plus import HydraPlusDrafter
 
     hint = "Train one (edgeinfer distill hydra-plus) and run it on the native kernel, or leave it out."
-    own = _module(parts, "hydra-plus", "Hydra++ module", hint)
-    tokens = read_draft_tokens(own.bundle)
-    return HydraPlusDrafter(own.target, own.backend, own.described.width, heads=own.described.heads, tokens=tokens)
+    return HydraPlusDrafter(_module(parts, "hydra-plus", "Hydra++ module", hint))
 
 
 def _mtp(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.eagle import MtpDrafter
 
     hint = "Export a checkpoint that has one and run it on the native kernel, or leave it out."
-    own = _module(parts, "mtp", "module for multi-token prediction", hint)
-    return MtpDrafter(own.target, own.backend, own.described.width, tapped=own.tapped, tokens=None)
+    return MtpDrafter(_module(parts, "mtp", "module for multi-token prediction", hint))
 
 
 def _dflash(parts: DrafterParts) -> Drafter:
     from edgeinfer.runtime.speculation.drafters.dflash import DflashDrafter
 
-    own = _module(parts, "dflash", "DFlash drafter", _EXPORT_WITH_ONE)
-    width, block, mask = own.described.width, own.described.block, own.described.mask
-    return DflashDrafter(own.target, own.backend, width, tapped=own.tapped, block=block, mask=mask)
+    return DflashDrafter(_module(parts, "dflash", "DFlash drafter", _EXPORT_WITH_ONE))
 
 
-def _module(parts: DrafterParts, drafter: str, what: str, hint: str) -> _Module:
+def _module(parts: DrafterParts, drafter: str, what: str, hint: str) -> OpenModule:
     """The draft module of a drafter.
 
     Raises:
         UsageError: there is none, or no target whose passes it can follow.
     """
+    from edgeinfer.bundle.draft_tokens import read_draft_tokens
+    from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
+
     target, module, bundle = parts.observed, parts.model, parts.module
     if target is None or module is None or bundle is None or not parts.has_module(drafter):
         raise UsageError(f"The model has no {what} that can draft here.", hint)
     described, tapped = bundle.manifest.module, parts.bundle is not None and bool(parts.bundle.manifest.taps)
     assert described is not None, "it has a module"
-    return _Module(target, module, bundle, described, tapped)
+    return OpenModule(target, module, described, tapped, read_draft_tokens(bundle))
 
 
 def _prompt(parts: DrafterParts) -> Drafter:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
+from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter, OpenModule
 from edgeinfer.runtime.speculation.drafters.target_states import Unread
 
 __all__ = ["DflashDrafter"]
@@ -22,22 +22,15 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class DflashDrafter(ModuleDrafter):
-    """Drafts with the places of a block, which only the first guess of a round waits for; arguments as its base, and:
-
-    Args:
-        block: rows of a block, the root's among them.
-        mask: the token of its others.
-    """
+    """Drafts with the places of a block, which only the first guess of a round waits for; arguments as its base."""
 
     name = "dflash"
     at_once = True
 
-    def __init__(
-        self, target: ObservedBackend, module: Backend, width: int, *, tapped: bool, block: int, mask: int
-    ) -> None:
-        self._block = np.full(block, mask, np.int64)  # of the block
+    def __init__(self, own: OpenModule) -> None:
+        super().__init__(own)
+        self._block = np.full(own.described.block, own.described.mask, np.int64)  # of the block
         self._logits_of: Floats | None = None  # behind the root, by place: a view of the module's last pass. (n, V)
-        super().__init__(target, module, width, tapped=tapped)
 
     def repeat(self) -> None:
         """See `Drafter.repeat`."""

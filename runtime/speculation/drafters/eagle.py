@@ -8,38 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
-from edgeinfer.runtime.speculation.drafters.target_states import Unread
+from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
 __all__ = ["EagleDrafter", "MtpDrafter"]
 
-_NO_ROWS = np.zeros(0, np.int64)
 
-
-class EagleDrafter(ModuleDrafter):
+class EagleDrafter(StepDrafter):
     """Drafts with a module that reads its own state of the row before where it goes on; arguments as its base."""
 
     name = "eagle"
 
-    def __init__(
-        self,
-        target: ObservedBackend,
-        module: Backend,
-        width: int,
-        *,
-        tapped: bool,
-        tokens: NDArray[np.int64] | None,
-    ) -> None:
-        drafted = module.geometry.vocab_size if tokens is None else len(tokens)
-        self._first = np.empty(drafted, np.float32)  # logits behind the root
+    def __init__(self, own: OpenModule) -> None:
+        super().__init__(own)
         self._nodes: dict[tuple[int, ...], Floats] = {}  # the module's state in the row of each path's last token
         self._path: list[int] = []  # whose rows are in the module's cache
-        super().__init__(target, module, width, tapped=tapped, tokens=tokens)
 
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base = context.root_row
@@ -77,15 +63,8 @@ class EagleDrafter(ModuleDrafter):
         logits: Floats = output.logits[0]
         return logits
 
-    def _read(self, unread: Unread) -> None:
-        self._leave_draft()
-        rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
-        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
-        if not unread.last:
-            return
-        assert output.hidden is not None, "modules give their states"
-        self._first[:] = output.logits[0]
-        self._nodes[()] = output.hidden[-1].copy()
+    def _begin_at(self, state: Floats) -> None:  # (D,)
+        self._nodes[()] = state.copy()
 
     def _leave_draft(self) -> None:
         super()._leave_draft()
@@ -97,10 +76,6 @@ class EagleDrafter(ModuleDrafter):
         """Leaves so many rows of the text in the module's cache, and none of a path."""
         self._path.clear()
         self._module.cache.trim(rows)
-
-    def nbytes(self) -> int:
-        """Bytes that its module's backend allocated, and its own."""
-        return super().nbytes() + self._first.nbytes
 
 
 class MtpDrafter(EagleDrafter):

@@ -10,45 +10,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ObservedBackend
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
-from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
-from edgeinfer.runtime.speculation.drafters.target_states import Unread
+from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule, StepDrafter
 
 __all__ = ["HydraPlusDrafter"]
 
-_NO_ROWS = np.zeros(0, np.int64)
 _FIRST_ROW = np.zeros(1, np.int64)
 
 
-class HydraPlusDrafter(ModuleDrafter):
-    """Drafts with the heads of a module, as many tokens as there are heads; arguments as its base, and:
-
-    Args:
-        heads: of the module.
-    """
+class HydraPlusDrafter(StepDrafter):
+    """Drafts with the heads of a module, as many tokens as there are heads; arguments as its base."""
 
     name = "hydra-plus"
 
-    def __init__(
-        self,
-        target: ObservedBackend,
-        module: Backend,
-        width: int,
-        *,
-        heads: int,
-        tokens: NDArray[np.int64] | None,
-    ) -> None:
-        geometry = module.geometry
-        self._heads = heads
+    def __init__(self, own: OpenModule) -> None:
+        super().__init__(own)
+        geometry = own.backend.geometry
+        self._heads = own.described.heads
         self._no_layers = np.zeros(2 * geometry.num_layers, np.bool_)
-        # In the row before the root: what the first head says, and what all heads read.
-        self._first = np.empty(geometry.vocab_size if tokens is None else len(tokens), np.float32)
-        self._prefix = np.empty(geometry.hidden_size, np.float32)
-        super().__init__(target, module, width, tapped=False, tokens=tokens)
+        self._prefix = np.empty(geometry.hidden_size, np.float32)  # what all heads read
 
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         base, size, cache = context.root_row, 1 + len(drafted), self._module.cache
@@ -73,19 +56,12 @@ class HydraPlusDrafter(ModuleDrafter):
         logits: Floats = output.logits[0]
         return logits
 
-    def _read(self, unread: Unread) -> None:
-        self._leave_draft()
-        rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
-        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
-        if not unread.last:
-            return
-        assert output.hidden is not None, "modules give their states"
-        self._first[:] = output.logits[0]
-        self._prefix[:] = output.hidden[-1]
+    def _begin_at(self, state: Floats) -> None:  # (D,)
+        self._prefix[:] = state
 
     def _trim(self, rows: int) -> None:
         self._module.cache.trim(rows)
 
     def nbytes(self) -> int:
         """Bytes that its module's backend allocated, and its own."""
-        return super().nbytes() + self._first.nbytes + self._prefix.nbytes
+        return super().nbytes() + self._prefix.nbytes

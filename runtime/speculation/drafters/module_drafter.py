@@ -8,46 +8,58 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.draft_module import DraftModule
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardOutput, ObservedBackend
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, ObservedBackend
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Round
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
 from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
 
-__all__ = ["ModuleDrafter"]
+__all__ = ["ModuleDrafter", "OpenModule", "StepDrafter"]
+
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenModule:
+    """A draft module that was loaded for a target.
+
+    Attributes:
+        target: whose passes it follows.
+        backend: the module's, which nothing but its drafter uses; the drafter does not close it.
+        described: what the module reads.
+        tapped: whether that is the states of tapped layers; otherwise the last ones.
+        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
+    """
+
+    target: ObservedBackend
+    backend: Backend
+    described: DraftModule
+    tapped: bool
+    tokens: NDArray[np.int64] | None
 
 
 class ModuleDrafter(LogitDrafter):
     """Drafts with a draft module, whose cache holds rows of the text and, behind them, those of a draft.
 
     Args:
-        target: whose passes it follows from now on.
-        module: its backend, which nothing else uses; the drafter does not close it.
-        width: of what the module reads of a row.
-        tapped: whether that is the states of tapped layers; otherwise the last ones.
-        tokens: the target's tokens that the module's are; None where they are the same. (Vd,)
+        own: the module, which follows its target's passes from now on.
     """
 
     follows_passes = True
 
-    def __init__(
-        self,
-        target: ObservedBackend,
-        module: Backend,
-        width: int,
-        *,
-        tapped: bool,
-        tokens: NDArray[np.int64] | None = None,
-    ) -> None:
-        super().__init__(module.geometry.vocab_size)
-        self._tokens = tokens
-        self._all = np.full(0 if tokens is None else module.geometry.vocab_size, -np.inf, np.float32)
-        self._target, self._module = target, module
-        self._states = TargetStates(width, _tapped if tapped else _last, self._read, self._trim)
+    def __init__(self, own: OpenModule) -> None:
+        vocabulary = own.backend.geometry.vocab_size
+        super().__init__(vocabulary)
+        self._tokens = own.tokens
+        self._all = np.full(0 if own.tokens is None else vocabulary, -np.inf, np.float32)
+        self._target, self._module = own.target, own.backend
+        self._states = TargetStates(own.described.width, _tapped if own.tapped else _last, self._read, self._trim)
         self._ready = False  # it has read the text up to the root
         self._lost = 0
-        module.cache.trim(0)
-        target.observe_pass = self._states.observe
+        self._module.cache.trim(0)
+        self._target.observe_pass = self._states.observe
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Another text may have begun, or the same has been fed further."""
@@ -99,6 +111,34 @@ class ModuleDrafter(LogitDrafter):
         """Follows the target's passes no longer."""
         super().close()
         self._target.observe_pass = None
+
+
+class StepDrafter(ModuleDrafter):
+    """Drafts with a module whose row before the root gives logits and a state, from which it goes on; arguments as
+    its base."""
+
+    def __init__(self, own: OpenModule) -> None:
+        super().__init__(own)
+        drafted = own.backend.geometry.vocab_size if own.tokens is None else len(own.tokens)
+        self._first = np.empty(drafted, np.float32)  # logits behind the root
+
+    @abstractmethod
+    def _begin_at(self, state: Floats) -> None:  # (D,)
+        """Takes the module's state in the row before the root, a view that the next pass overwrites."""
+
+    def _read(self, unread: Unread) -> None:
+        self._leave_draft()
+        rows = np.array([len(unread.tokens) - 1]) if unread.last else _NO_ROWS
+        output = self._module.forward(ForwardInput(unread.tokens, unread.positions, rows, tapped=unread.states))
+        if not unread.last:
+            return
+        assert output.hidden is not None, "modules give their states"
+        self._first[:] = output.logits[0]
+        self._begin_at(output.hidden[-1])
+
+    def nbytes(self) -> int:
+        """Bytes that its module's backend allocated, and its own."""
+        return super().nbytes() + self._first.nbytes
 
 
 def _tapped(output: ForwardOutput) -> Floats | None:  # (S, W)
