@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.layers import GatedMLP, ShapedModule, draw_matrices, rotated, save_module
+from edgeinfer.export.training.layers import (
+    ModuleAttention,
+    ModuleLayer,
+    ModuleShape,
+    ShapedModule,
+    common_config,
+    draw_matrices,
+    save_module,
+)
 from edgeinfer.export.training.options import require
 
 __all__ = ["BlockDrafter", "BlockShape"]
@@ -18,26 +26,17 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class BlockShape:
+class BlockShape(ModuleShape):
     """Sizes of a drafter.
 
     Attributes:
-        width: D, hidden size of the target and of the drafter.
-        inner: of the MLPs.
-        vocabulary: V, of the target.
         taps: layers of the target behind which it reads states.
         block: rows of a block, the last token's among them.
         mask: the token of the others.
         tied: whether the target's head is its embedding.
     """
 
-    width: int
-    inner: int
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     target_layers: int
     taps: tuple[int, ...]
     block: int
@@ -48,48 +47,19 @@ class BlockShape:
         require(self.target_layers >= 2, "the model's layers", self.target_layers, "2 or more")
 
 
-class _Attention(torch.nn.Module):
+class _Attention(ModuleAttention):
     def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self._head_dim, self._shared = shape.head_dim, shape.heads // shape.kv_heads
-        self.q_proj = torch.nn.Linear(shape.width, queries, bias=False)
-        self.k_proj = torch.nn.Linear(shape.width, keys, bias=False)
-        self.v_proj = torch.nn.Linear(shape.width, keys, bias=False)
-        self.o_proj = torch.nn.Linear(queries, shape.width, bias=False)
-        self.q_norm = torch.nn.RMSNorm(shape.head_dim, _EPS)
-        self.k_norm = torch.nn.RMSNorm(shape.head_dim, _EPS)
+        super().__init__(shape, shape.width, _EPS)
 
-    def forward(self, given: Tensor, hidden: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, given: Tensor, places: Tensor, seen: Tensor) -> Tensor:
         """Rows of blocks attend to the text before theirs and to their own.
 
-        given (B, C, D), hidden (B, R, D), places (B, C + R), seen (B, R, C + R) -> (B, R, D)
+        hidden (B, R, D), given (B, C, D), places (B, C + R), seen (B, R, C + R) -> (B, R, D)
         """
         both = torch.cat([given, hidden], 1)
-        queries = self.q_norm(self._split(self.q_proj(hidden)))
-        keys, values = self.k_norm(self._split(self.k_proj(both))), self._split(self.v_proj(both))
-        queries, keys = rotated(queries, places[:, given.shape[1] :]), rotated(keys, places)
-        keys, values = (each.repeat_interleave(self._shared, 1) for each in (keys, values))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None])
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-    def _split(self, x: Tensor) -> Tensor:  # (B, S, H h) -> (B, H, S, h)
-        return x.view(*x.shape[:2], -1, self._head_dim).transpose(1, 2)
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        self.input_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.mlp = GatedMLP(shape.width, shape.inner)
-
-    def forward(self, given: Tensor, hidden: Tensor, places: Tensor, seen: Tensor) -> Tensor:  # as _Attention
-        hidden = hidden + self.self_attn(given, self.input_layernorm(hidden), places, seen)
-        further: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return further
+        queries, keys = self._queries(hidden, places[:, given.shape[1] :]), self._keys(both, places)
+        mixed = F.scaled_dot_product_attention(queries, keys, self._values(both), attn_mask=seen[:, None])
+        return self._joined(mixed)
 
 
 class BlockDrafter(ShapedModule):
@@ -100,7 +70,7 @@ class BlockDrafter(ShapedModule):
         self.shape = shape
         self.fc = torch.nn.Linear(len(shape.taps) * shape.width, shape.width, bias=False)
         self.hidden_norm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.layers = torch.nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.layers = torch.nn.ModuleList(ModuleLayer(shape, _Attention(shape), _EPS) for _ in range(shape.layers))
         self.norm = torch.nn.RMSNorm(shape.width, _EPS)
         draw_matrices(self)
 
@@ -125,7 +95,7 @@ class BlockDrafter(ShapedModule):
         beside = (blocks[:, None] == blocks).expand(batch, -1, -1)
         seen, hidden = torch.cat([before, beside], -1), embedded.flatten(1, 2)
         for layer in self.layers:
-            hidden = layer(given, hidden, places, seen)
+            hidden = layer(hidden, given, places, seen)
         normed: Tensor = self.norm(hidden).view(batch, count, block, -1)
         return normed[:, :, 1:]
 
@@ -139,21 +109,14 @@ class BlockDrafter(ShapedModule):
 
 
 def _config(shape: BlockShape) -> dict[str, object]:
-    return {
+    return common_config(shape, _EPS) | {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.inner,
         "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary,
         "num_target_layers": shape.target_layers,
         "layer_types": ["full_attention"] * shape.layers,
         "use_sliding_window": False,
         "attention_bias": False,
-        "rms_norm_eps": _EPS,
         "tie_word_embeddings": shape.tied,
         "block_size": shape.block,
         "dflash_config": {"mask_token_id": shape.mask, "target_layer_ids": list(shape.taps)},

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.layers import ChainModule, GatedMLP, draw_matrices, mapped_tokens, rotated, save_module
+from edgeinfer.export.training.layers import (
+    ChainModule,
+    ModuleAttention,
+    ModuleLayer,
+    ModuleShape,
+    common_config,
+    draw_matrices,
+    mapped_tokens,
+    save_module,
+)
 from edgeinfer.export.training.options import require
 
 __all__ = ["EagleHead", "HeadShape", "default_taps"]
@@ -27,23 +36,14 @@ def default_taps(layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class HeadShape(ModuleShape):
     """Sizes of a head.
 
     Attributes:
-        width: D, hidden size of the target and of the head.
-        inner: of the MLP.
-        vocabulary: V, of the target.
         drafted: Vd, tokens that it can draft.
         taps: layers of the target before which it reads states.
     """
 
-    width: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     drafted: int
     taps: tuple[int, ...]
 
@@ -51,36 +51,23 @@ class HeadShape:
         require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
 
 
-class _Attention(torch.nn.Module):
+class _Attention(ModuleAttention):
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self._shape = shape
-        entering, queries, keys = 2 * shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = torch.nn.Linear(entering, queries, bias=False)
-        self.k_proj = torch.nn.Linear(entering, keys, bias=False)
-        self.v_proj = torch.nn.Linear(entering, keys, bias=False)
-        self.o_proj = torch.nn.Linear(queries, shape.width, bias=False)
+        super().__init__(shape, 2 * shape.width)
 
-    def forward(self, entering: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, 2 D) -> (B, S, D)
         """Attends to the rows of the text up to each own and, behind them, to what the same chain drafted.
 
         Args:
             past: keys and values of earlier steps, those of the text first; gets this step's. (B, H, S, Dh) each
         """
-        shape, step = self._shape, len(past)
-        split = [F.linear(entering, part.weight) for part in (self.q_proj, self.k_proj, self.v_proj)]
-        queries, keys, values = (each.view(*each.shape[:2], -1, shape.head_dim).transpose(1, 2) for each in split)
-        places = torch.arange(queries.shape[2], device=queries.device) + step
-        queries, keys = (rotated(each, places) for each in (queries, keys))
-        shared = shape.heads // shape.kv_heads
-        keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
-        past.append((keys, values))
-        if step == 0:
-            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        else:
-            mixed = _chain_attention(queries, past)
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
+        places = torch.arange(x.shape[1], device=x.device) + len(past)
+        queries = self._queries(x, places)
+        past.append((self._keys(x, places), self._values(x)))
+        if len(past) > 1:
+            return self._joined(_chain_attention(queries, past))
+        keys, values = past[0]
+        return self._joined(F.scaled_dot_product_attention(queries, keys, values, is_causal=True))
 
 
 def _chain_attention(queries: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, H, S, Dh)
@@ -98,20 +85,14 @@ def _chain_attention(queries: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tens
     return mixed
 
 
-class _Layer(torch.nn.Module):
+class _Layer(ModuleLayer):
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.input_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
+        super().__init__(shape, _Attention(shape), _EPS)
         self.hidden_norm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = torch.nn.RMSNorm(shape.width, _EPS)
-        self.mlp = GatedMLP(shape.width, shape.inner)
 
-    def forward(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
+    def step(self, states: Tensor, embedded: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:  # (B, S, D)
         entering = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
-        hidden: Tensor = states + self.self_attn(entering, past)
-        further: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return further
+        return self._fed(states + self.self_attn(entering, past))
 
 
 class EagleHead(ChainModule):
@@ -147,8 +128,7 @@ class EagleHead(ChainModule):
             states: the target's of the rows before, or those of the step before.
             embedded: of the tokens.
         """
-        found: Tensor = self.midlayer(states, embedded, past)
-        return found
+        return self.midlayer.step(states, embedded, past)
 
     def save(self, folder: Path, tokens: Tensor) -> None:
         """Writes the head as a checkpoint that `edgeinfer export --drafter` and others read.
@@ -163,18 +143,11 @@ class EagleHead(ChainModule):
 
 
 def _config(shape: HeadShape) -> dict[str, object]:
-    return {
+    return common_config(shape, _EPS) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.inner,
         "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary,
         "draft_vocab_size": shape.drafted,
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
-        "rms_norm_eps": _EPS,
         "tie_word_embeddings": False,
     }

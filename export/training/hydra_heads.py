@@ -9,33 +9,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgeinfer.export.training.layers import ChainModule, GatedMLP, draw_matrices, mapped_tokens, rotated, save_module
+from edgeinfer.export.training.layers import (
+    ChainModule,
+    ModuleAttention,
+    ModuleLayer,
+    ModuleShape,
+    common_config,
+    draw_matrices,
+    mapped_tokens,
+    save_module,
+)
 from edgeinfer.export.training.options import require
 
 __all__ = ["HydraModule", "HydraShape"]
 
 
 @dataclass(frozen=True)
-class HydraShape:
-    """Sizes of a module.
+class HydraShape(ModuleShape):
+    """Sizes of a module; those of its base are the prefix layer's.
 
     Attributes:
-        width: D, hidden size of the target and of the module.
-        inner: of the prefix layer's MLP.
-        heads, kv_heads, head_dim: of the prefix layer's attention.
-        vocabulary: V, of the target.
         drafted: Vd, tokens that it can draft.
         places: heads that draft, one for each place of a draft.
         layers: of each of them.
         eps: of the norms.
     """
 
-    width: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     drafted: int
     places: int
     layers: int
@@ -45,39 +44,14 @@ class HydraShape:
         require(1 <= self.drafted <= self.vocabulary, "tokens", self.drafted, f"from 1 to {self.vocabulary}")
 
 
-class _Attention(torch.nn.Module):
+class _Attention(ModuleAttention):
     def __init__(self, shape: HydraShape) -> None:
-        super().__init__()
-        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self._head_dim, self._shared = shape.head_dim, shape.heads // shape.kv_heads
-        self.q_proj = torch.nn.Linear(shape.width, queries, bias=False)
-        self.k_proj = torch.nn.Linear(shape.width, keys, bias=False)
-        self.v_proj = torch.nn.Linear(shape.width, keys, bias=False)
-        self.o_proj = torch.nn.Linear(queries, shape.width, bias=False)
+        super().__init__(shape, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, D)
-        parts = (part(x) for part in (self.q_proj, self.k_proj, self.v_proj))
-        queries, keys, values = (each.view(*each.shape[:2], -1, self._head_dim).transpose(1, 2) for each in parts)
         places = torch.arange(x.shape[1], device=x.device)
-        queries, keys = rotated(queries, places), rotated(keys, places)
-        keys, values = (each.repeat_interleave(self._shared, 1) for each in (keys, values))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self, shape: HydraShape) -> None:
-        super().__init__()
-        self.input_layernorm = torch.nn.RMSNorm(shape.width, shape.eps)
-        self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = torch.nn.RMSNorm(shape.width, shape.eps)
-        self.mlp = GatedMLP(shape.width, shape.inner)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # (B, S, D)
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
-        further: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return further
+        queries, keys, values = self._queries(x, places), self._keys(x, places), self._values(x)
+        return self._joined(F.scaled_dot_product_attention(queries, keys, values, is_causal=True))
 
 
 class _Block(torch.nn.Module):
@@ -132,7 +106,7 @@ class HydraModule(ChainModule):
         super().__init__()
         self.shape = shape
         self.embed_norm = torch.nn.RMSNorm(shape.width, shape.eps)
-        self.layers = torch.nn.ModuleList([_Layer(shape)])
+        self.layers = torch.nn.ModuleList([ModuleLayer(shape, _Attention(shape), shape.eps)])
         self.norm = torch.nn.RMSNorm(shape.width, shape.eps)
         self.heads = torch.nn.ModuleList(_Head(shape, 1 + place) for place in range(shape.places))
         self.lm_head = torch.nn.Linear(shape.width, shape.drafted, bias=False)
@@ -174,18 +148,11 @@ class HydraModule(ChainModule):
 
 
 def _config(shape: HydraShape) -> dict[str, object]:
-    return {
+    return common_config(shape, shape.eps) | {
         "architectures": ["HydraPlusPlusModel"],
         "model_type": "llama",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.inner,
         "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary,
         "draft_vocab_size": shape.drafted,
-        "rms_norm_eps": shape.eps,
         "tie_word_embeddings": False,
         "hydra_config": {"num_heads": shape.places, "num_layers": shape.layers},
     }
