@@ -77,7 +77,7 @@ class Beam(SearchStrategy):
         going = [beginning for group in groups for beginning in group.live]
         found = ended if ended and self._places is not None else [*ended, *going]
         ranked = sorted(found, key=self._score, reverse=True)[: options.beams]
-        self._tell(prompt, ranked)
+        self._tell(prompt, [(beginning.tokens, beginning.total) for beginning in ranked])
         self._statistics.trials = len(found)
         return self._take(ranked[0].tokens, first_logits)
 
@@ -163,12 +163,3 @@ class Beam(SearchStrategy):
     def _forked(beginning: _Beginning, branches: Branches) -> _Beginning:
         branch = branches.begin() if beginning.branch is None else branches.fork(beginning.branch)
         return replace(beginning, branch=branch)
-
-    def _tell(self, prompt: Sequence[int], ranked: Sequence[_Beginning]) -> None:
-        texts = []
-        for beginning in ranked:
-            text = self._parts.reply_text(prompt)
-            for token in beginning.tokens:
-                text.push(token)
-            texts.append(self._searched_text(text, beginning.total))
-        self._texts = tuple(texts)

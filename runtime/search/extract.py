@@ -108,7 +108,7 @@ class Extract(SearchStrategy):
         branches.end()
         self._reply_rows = None
         ranked = sorted(self._found, key=lambda span: span.score, reverse=True)[:_TOLD]
-        self._tell(prompt, ranked)
+        self._tell(prompt, [(span.tokens, span.score) for span in ranked])
         return self._take(ranked[0].tokens, first_logits)
 
     def next(self, room: int, lost: int) -> tuple[int]:
@@ -156,15 +156,6 @@ class Extract(SearchStrategy):
         self._best = max(self._best, score)
         if not beginning.over:
             beginning.bound += float(row[beginning.tokens[beginning.fed]]) - one
-
-    def _tell(self, prompt: Sequence[int], ranked: Sequence[_Span]) -> None:
-        texts = []
-        for span in ranked:
-            text = self._parts.reply_text(prompt)
-            for token in span.tokens:
-                text.push(token)
-            texts.append(self._searched_text(text, span.score))
-        self._texts = tuple(texts)
 
 
 def _log_sum(row: Floats, ids: Ints | None) -> float:  # (V,), (A,)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -241,6 +241,16 @@ class SearchStrategy(DecodingStrategy):
             message = f"The {limit} has no room for {count} replies side by side."
             raise UsageError(message, f"Shorten the prompt, or {larger}")
         return min(free, room)
+
+    def _tell(self, prompt: Sequence[int], ranked: Iterable[tuple[Sequence[int], float]]) -> None:
+        """Has the result tell of these replies: tokens and score of each, the best first."""
+        texts = []
+        for tokens, score in ranked:
+            text = self._parts.reply_text(prompt)
+            for token in tokens:
+                text.push(token)
+            texts.append(self._searched_text(text, score))
+        self._texts = tuple(texts)
 
     @staticmethod
     def _searched_text(reply: ReplyText, score: float) -> SearchedText:
