@@ -110,6 +110,7 @@ class _Document:
         self._check_multiple(schema.get("multipleOf"))
         _check_properties(schema)
         _mend_texts(schema)
+        _add_short_decimals(schema)
         names = schema.get("patternProperties")
         if isinstance(names, dict):
             schema["patternProperties"] = _mended_names(names)
@@ -213,6 +214,23 @@ def _mend_numbers(schema: dict[str, Any]) -> None:
             schema.pop(excluding, None)
             bound = max(known, key=lambda bound: bound * inward)
             schema[including] = int(bound) if bound == int(bound) else float(bound)
+
+
+def _add_short_decimals(schema: dict[str, Any]) -> None:
+    """Allows decimals with which a bound begins: the engine's range up to 1.55 has 1.50, but not 1.5."""
+    if "number" not in schema.get("type", "number") or "const" in schema or "enum" in schema:
+        return
+    for keyword, far in (("maximum", 1), ("minimum", -1)):
+        bound = schema.get(keyword)
+        if not isinstance(bound, float) or bound * far <= 0 or not isinstance(schema.get("allOf", []), list):
+            continue
+        whole, _, decimals = format(Decimal(repr(bound)), "f").partition(".")
+        beginnings = [
+            float(f"{whole}.{decimals[:size]}") for size in range(1, len(decimals)) if decimals[size - 1] != "0"
+        ]
+        if beginnings:
+            del schema[keyword]
+            schema.setdefault("allOf", []).append({"anyOf": [{keyword: bound}, {"enum": beginnings}]})
 
 
 def _bound_integers(schema: dict[str, Any]) -> None:
