@@ -1,13 +1,14 @@
-"""What the tests of all draft modules share: prompts, ways to draft, their logits, checkpoints that do not fit."""
+"""What the tests of all draft modules share: prompts, ways to draft, their readings, checkpoints that do not fit."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from edgeinfer.export import export_checkpoint as export_anew
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.module_drafter import ModuleDrafter
 from tests.factories import make_checkpoint
+from tests.speculation import load_eager, same
 
 __all__ = [
     "PROMPT",
@@ -30,7 +32,12 @@ __all__ = [
     "drafted_logits",
     "drafter_of",
     "export_with_module",
+    "read_texts",
+    "require_logits",
+    "require_other_verifications",
+    "require_planned",
     "require_refused",
+    "require_same_near_the_end",
 ]
 
 PROMPT = [5 + i % 7 for i in range(90)]
@@ -71,6 +78,55 @@ def drafted_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[i
     context = DraftContext([*text], lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
     logits = drafter._logits(context, path)
     return None if logits is None else logits.copy()
+
+
+def read_texts(
+    bundle: Path, name: str, **options: Any
+) -> Iterator[tuple[ModuleDrafter, list[int]]]:  # of a loaded model, valid until the next
+    """The drafter behind a prompt and a reply of many rounds, of chains and of trees, and both as one text.
+
+    Args:
+        options: of the replies.
+    """
+    who = f"copy,recycle,{name}"
+    for width in (1, 3):
+        with load_eager(bundle, context=256, speculation=who, remember=False) as model:
+            reply = model.generate(
+                PROMPT, speculation=who, max_tokens=40, ignore_eos=True, draft_width=width, **options
+            )
+            assert reply.speculation.per_drafter[name].drafted > 0 < reply.speculation.accepted
+            text, drafter = [*PROMPT, *reply.token_ids], drafter_of(model, name)
+            drafter.begin(text)
+            yield drafter, text
+
+
+def require_logits(drafter: ModuleDrafter, text: Sequence[int], path: Sequence[int], expected: NDArray[Any]) -> None:
+    """Requires that it drafts with these logits, (V,), of which those that are not finite are impossible."""
+    found, possible = drafted_logits(drafter, text, path), np.isfinite(expected)
+    assert found is not None
+    np.testing.assert_array_equal(np.isfinite(found), possible)
+    np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
+
+
+def require_same_near_the_end(bundle: Path, name: str, lengths: Sequence[int]) -> None:
+    """Requires plain decoding's text behind prompts that nearly fill a context of 24."""
+    with load_eager(bundle, context=24, remember=False) as model:
+        for length in lengths:
+            same(model, name, prompt=PROMPT[:length], ignore_eos=True)
+
+
+def require_other_verifications(model: edgeinfer.Model, name: str) -> None:
+    """Requires replies by verifications that give other text than plain decoding."""
+    for verification in ("rejection", "k-seq", "typical"):
+        options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
+        result = model.generate(PROMPT[:9], speculation=name, verification=verification, **options)
+        assert len(result.token_ids) == 12
+
+
+def require_planned(bundle: Path, name: str) -> None:
+    """Requires that memory is planned for the module where it drafts."""
+    with_one, without = (edgeinfer.plan(bundle, context=256, speculation=who) for who in (name, "off"))
+    assert with_one.terms["draft_model"] > 0 and "draft_model" not in without.terms
 
 
 def change_config(nested: str = "", **fields: Any) -> Callable[[Path], None]:

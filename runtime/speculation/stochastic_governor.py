@@ -170,7 +170,7 @@ class ChainsGovernor(StochasticGovernor):
         """What to verify next; see `Governor.draft`."""
         self._begin()
         drafter, estimate = self._most_promising(context, (), 1.0, 0)
-        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most // self.width))
+        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most) // self.width)
         if drafter is None or length == 0:
             return Draft()
         guesses: list[Guess] = []

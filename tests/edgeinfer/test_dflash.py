@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,9 +18,13 @@ from tests.draft_modules import (
     change_config,
     change_tensors,
     drafted_logits,
-    drafter_of,
     export_with_module,
+    read_texts,
+    require_logits,
+    require_other_verifications,
+    require_planned,
     require_refused,
+    require_same_near_the_end,
 )
 from tests.speculation import load_eager, same
 
@@ -52,25 +55,16 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "by the rule", "tied", "with windows"])
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
-    """Behind a prompt and a reply of many rounds, of chains and of trees."""
-    folder, who = made(make_bundle, kind, 32), "copy,recycle,dflash"
+    """At every place of a block."""
+    folder = made(make_bundle, kind, 32)
     reference = ReferenceDrafter(folder / "drafter", folder / "target")
-    for width in (1, 3):
-        with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
-            options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
-            # Some tokens are likelier, so that copies of them are accepted.
-            options["logit_bias"] = dict.fromkeys((7, 9, 11), 3.0 if kind == "tied" else 0.0)
-            reply = model.generate(PROMPT, speculation=who, **options)
-            assert reply.speculation.per_drafter["dflash"].drafted > 0 < reply.speculation.accepted
-            text = [*PROMPT, *reply.token_ids]
-            drafter = drafter_of(model, "dflash")
-            drafter.begin(text)
-            expected = reference.logits(text).numpy()
-            for place, wanted in enumerate(expected):
-                found = drafted_logits(drafter, text, [7] * place)
-                assert found is not None
-                np.testing.assert_allclose(found, wanted, atol=1e-4)
-            assert drafted_logits(drafter, text, [7] * len(expected)) is None
+    # Some tokens are likelier, so that copies of them are accepted.
+    bias = dict.fromkeys((7, 9, 11), 3.0 if kind == "tied" else 0.0)
+    for drafter, text in read_texts(folder / "bundle", "dflash", logit_bias=bias):
+        expected = reference.logits(text).numpy()
+        for place, wanted in enumerate(expected):
+            require_logits(drafter, text, [7] * place, wanted)
+        assert drafted_logits(drafter, text, [7] * len(expected)) is None
 
 
 @pytest.mark.slow
@@ -94,20 +88,14 @@ def test_text_is_that_of_plain_decoding(kind: str, threads: int, kv: str) -> Non
             assert "dflash" in found.per_drafter
         for length in (1, 65, 200):
             same(model, "dflash", prompt=(PROMPT * 3)[:length], max_tokens=8, ignore_eos=True)
-        for verification in ("rejection", "k-seq", "typical"):
-            options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-            result = model.generate(PROMPT[:9], speculation="dflash", verification=verification, **options)
-            assert len(result.token_ids) == 12
+        require_other_verifications(model, "dflash")
 
 
 @pytest.mark.slow
 def test_a_context_that_fills_up_and_memory_that_is_planned() -> None:
     bundle = made(make_bundle, "dense", 4) / "bundle"
-    with load_eager(bundle, context=24, remember=False) as model:
-        for length in (1, 9, 17, 22, 24):
-            same(model, "dflash", prompt=PROMPT[:length], ignore_eos=True)
-    with_one, without = (edgeinfer.plan(bundle, context=256, speculation=who) for who in ("dflash", "off"))
-    assert with_one.terms["draft_model"] > 0 and "draft_model" not in without.terms
+    require_same_near_the_end(bundle, "dflash", (1, 9, 17, 22, 24))
+    require_planned(bundle, "dflash")
 
 
 OWN = "dflash_config"

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,10 +22,13 @@ from tests.draft_modules import (
     Damage,
     change_config,
     change_tensors,
-    drafted_logits,
-    drafter_of,
     export_with_module,
+    read_texts,
+    require_logits,
+    require_other_verifications,
+    require_planned,
     require_refused,
+    require_same_near_the_end,
 )
 from tests.eagle_heads import ReferenceHead, make_head
 from tests.speculation import load_eager, same
@@ -51,23 +53,12 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
-    """Behind a prompt and a reply of many rounds, of chains and of trees, along paths that part."""
-    folder, who = made(make_bundle, kind, 32), "copy,recycle,eagle"
+    """Along paths that part."""
+    folder = made(make_bundle, kind, 32)
     reference = ReferenceHead(folder / "drafter", folder / "target")
-    for width in (1, 3):
-        with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
-            options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
-            reply = model.generate(PROMPT, speculation=who, **options)
-            assert reply.speculation.per_drafter["eagle"].drafted > 0 < reply.speculation.accepted
-            text = [*PROMPT, *reply.token_ids]
-            drafter = drafter_of(model, "eagle")
-            drafter.begin(text)
-            for path in ([], [7], [7, 9], [7, 9, 11], [7, 12], [5, 6, 7, 8]):
-                expected = reference.logits(text, path).numpy()
-                found, possible = drafted_logits(drafter, text, path), np.isfinite(expected)
-                assert found is not None
-                np.testing.assert_array_equal(np.isfinite(found), possible)
-                np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
+    for drafter, text in read_texts(folder / "bundle", "eagle"):
+        for path in ([], [7], [7, 9], [7, 9, 11], [7, 12], [5, 6, 7, 8]):
+            require_logits(drafter, text, path, reference.logits(text, path).numpy())
 
 
 def test_text_is_that_of_plain_decoding() -> None:
@@ -87,19 +78,14 @@ def test_text_is_that_of_plain_decoding() -> None:
 
 def test_a_context_that_fills_up_and_other_verifications() -> None:
     bundle = made(make_bundle, "eagle3", 4) / "bundle"
+    require_same_near_the_end(bundle, "eagle", (1, 9, 22, 24))
     with load_eager(bundle, context=24, remember=False) as model:
-        for length in (1, 9, 22, 24):
-            same(model, "eagle", prompt=PROMPT[:length], ignore_eos=True)
-        for verification in ("rejection", "k-seq", "typical"):
-            options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-            result = model.generate(PROMPT[:9], speculation="eagle", verification=verification, **options)
-            assert len(result.token_ids) == 12
+        require_other_verifications(model, "eagle")
 
 
 def test_memory_is_planned_and_the_embedding_is_the_targets() -> None:
     bundle = made(make_bundle, "eagle1", 4) / "bundle"
-    with_head, without = (edgeinfer.plan(bundle, context=256, speculation=who) for who in ("eagle", "off"))
-    assert with_head.terms["draft_model"] > 0 and "draft_model" not in without.terms
+    require_planned(bundle, "eagle")
     inside = open_bundle(bundle / "drafter").manifest
     assert inside.module is not None and inside.module.shares == ("embed", "head")
     assert not {"embed", "head"} & {tensor.name for tensor in inside.tensors}

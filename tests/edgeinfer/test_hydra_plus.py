@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,9 +17,13 @@ from tests.draft_modules import (
     change_config,
     change_tensors,
     drafted_logits,
-    drafter_of,
     export_with_module,
+    read_texts,
+    require_logits,
+    require_other_verifications,
+    require_planned,
     require_refused,
+    require_same_near_the_end,
 )
 from tests.hydra_modules import ReferenceHydra, make_hydra
 from tests.speculation import load_eager, same
@@ -45,23 +48,13 @@ def make_bundle(folder: Path, kind: str, bits: int) -> None:
 
 @pytest.mark.parametrize("kind", ["hydra-plus", "of one layer"])
 def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
-    """Behind a prompt and a reply of many rounds, of chains and of trees, along paths that part."""
-    folder, who = made(make_bundle, kind, 32), "copy,recycle,hydra-plus"
+    """Along paths that part."""
+    folder = made(make_bundle, kind, 32)
     reference = ReferenceHydra(folder / "drafter", folder / "target")
-    for width in (1, 3):
-        with load_eager(folder / "bundle", context=256, speculation=who, remember=False) as model:
-            options: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "draft_width": width}
-            reply = model.generate(PROMPT, speculation=who, **options)
-            assert reply.speculation.per_drafter["hydra-plus"].drafted > 0 < reply.speculation.accepted
-            text, drafter = [*PROMPT, *reply.token_ids], drafter_of(model, "hydra-plus")
-            drafter.begin(text)
-            for path in ([], [7], [7, 9], [5, 9], [7, 12], []):
-                expected = reference.logits(text, path).numpy()
-                found, possible = drafted_logits(drafter, text, path), np.isfinite(expected)
-                assert found is not None
-                np.testing.assert_array_equal(np.isfinite(found), possible)
-                np.testing.assert_allclose(found[possible], expected[possible], atol=1e-4)
-            assert drafted_logits(drafter, text, [7] * KINDS[kind][1].get("heads", 3)) is None
+    for drafter, text in read_texts(folder / "bundle", "hydra-plus"):
+        for path in ([], [7], [7, 9], [5, 9], [7, 12], []):
+            require_logits(drafter, text, path, reference.logits(text, path).numpy())
+        assert drafted_logits(drafter, text, [7] * KINDS[kind][1].get("heads", 3)) is None
 
 
 def test_text_is_that_of_plain_decoding() -> None:
@@ -72,15 +65,9 @@ def test_text_is_that_of_plain_decoding() -> None:
             edgeinfer.tools.restore_drafting(model, {})
             found = same(model, who, prompt=PROMPT, max_tokens=24, ignore_eos=True, **WAYS[way])
             assert (found.exact, found.lossless) == (True, True) and "hydra-plus" in found.per_drafter
-        for verification in ("rejection", "k-seq", "typical"):
-            options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "ignore_eos": True}
-            result = model.generate(PROMPT[:9], speculation="hydra-plus", verification=verification, **options)
-            assert len(result.token_ids) == 12
-    with load_eager(bundle, context=24, remember=False) as model:
-        for length in (1, 9, 20, 22, 24):
-            same(model, "hydra-plus", prompt=PROMPT[:length], ignore_eos=True)
-    with_one, without = (edgeinfer.plan(bundle, context=256, speculation=who) for who in ("hydra-plus", "off"))
-    assert with_one.terms["draft_model"] > 0 and "draft_model" not in without.terms
+        require_other_verifications(model, "hydra-plus")
+    require_same_near_the_end(bundle, "hydra-plus", (1, 9, 20, 22, 24))
+    require_planned(bundle, "hydra-plus")
 
 
 OWN = "hydra_config"

@@ -124,24 +124,36 @@ def test_it_guesses_what_its_model_guesses(
             np.testing.assert_array_equal(one.probabilities, other.probabilities)
 
 
-def test_right_tokens_of_cheap_drafters_save_passes(
-    backends: tuple[Backend, Backend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = Plain.decode(backends[1], PROMPT, 12)
-    hierarchy, _ = drafters(backends, [*PROMPT, *plain.reply])
+def passes_of(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the rows of every pass from now on."""
     passes: list[int] = []
-    forward = backends[0].forward
+    forward = backend.forward
 
     def counted(batch: ForwardInput) -> ForwardOutput:
         passes.append(len(batch.tokens))
         return forward(batch)
 
-    monkeypatch.setattr(backends[0], "forward", counted)
+    monkeypatch.setattr(backend, "forward", counted)
+    return passes
+
+
+def draft_the_reply(hierarchy: HierarchicalDrafter, reply: Sequence[int]) -> DraftContext:
+    """Requires that its guesses behind the prompt, one after the other, are a reply."""
     hierarchy.begin(PROMPT)
     now, drafted = context(PROMPT), list[int]()
-    while len(drafted) < 12:
+    while len(drafted) < len(reply):
         drafted.append(hierarchy.guesses(now, drafted, 1)[0].token)
-    assert drafted == list(plain.reply)
+    assert drafted == list(reply)
+    return now
+
+
+def test_right_tokens_of_cheap_drafters_save_passes(
+    backends: tuple[Backend, Backend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Plain.decode(backends[1], PROMPT, 12)
+    hierarchy, _ = drafters(backends, [*PROMPT, *plain.reply])
+    passes = passes_of(backends[0], monkeypatch)
+    draft_the_reply(hierarchy, plain.reply)
     # Each pass takes three proposed tokens and gives four guesses; the first feeds the prompt too.
     assert passes == [8, 5, 4, 4]
 
@@ -172,25 +184,13 @@ def test_a_tree_is_verified_where_siblings_are_right(
     model = drafters(backends)[0]._model
     cheap = Branching([*PROMPT, *plain.reply], priors=(0.5,), branches=True)
     hierarchy = HierarchicalDrafter(model, [cheap], 6)
-    passes: list[int] = []
-    forward = backends[0].forward
-
-    def counted(batch: ForwardInput) -> ForwardOutput:
-        passes.append(len(batch.tokens))
-        return forward(batch)
-
-    monkeypatch.setattr(backends[0], "forward", counted)
-    hierarchy.begin(PROMPT)
-    now, drafted = context(PROMPT), list[int]()
-    while len(drafted) < 12:
-        drafted.append(hierarchy.guesses(now, drafted, 1)[0].token)
-    assert drafted == list(plain.reply)
-    # A wrong and a right token at two places: three guesses a pass. A path that parts from it is fed anew.
+    passes = passes_of(backends[0], monkeypatch)
+    now = draft_the_reply(hierarchy, plain.reply)
+    # A wrong and a right token at two places: three guesses a pass. A path that parts from it is fed again.
     assert len(passes) == 5
-    assert (
-        hierarchy.guesses(now, [*drafted[:3], 9], 1)[0].token
-        == ModelDrafter(backends[1], 8).guesses(now, [*drafted[:3], 9], 1)[0].token
-    )
+    path = [*plain.reply[:3], 9]
+    alone = ModelDrafter(backends[1], 8)
+    assert hierarchy.guesses(now, path, 1)[0].token == alone.guesses(now, path, 1)[0].token
 
 
 def test_it_decodes_in_rounds(bundle: Bundle, backends: tuple[Backend, Backend]) -> None:
