@@ -104,7 +104,7 @@ def chosen_target() -> Target | None:
 
 
 def own_target() -> Target | None:
-    """This machine among TARGETS, where zig is installed and nobody has chosen another compiler."""
+    """This machine among TARGETS, where zig is installed and no other was chosen as compiler."""
     if os.environ.get("CC") or importlib.util.find_spec("ziglang") is None:
         return None
     musl = "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or "")

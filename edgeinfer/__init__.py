@@ -12,8 +12,7 @@ from edgeinfer.version import VERSION as _VERSION
 if TYPE_CHECKING:
     from edgeinfer import tools
     from edgeinfer.adaptive import ReducedCompute
-    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, load, plan
-    from edgeinfer.async_loading import aload
+    from edgeinfer.api import MemoryPlan, Model, TokenStream, VerificationStream, aload, load, plan
     from edgeinfer.async_replies import AsyncTokenStream
     from edgeinfer.batching import ReplyBatch, Slot
     from edgeinfer.chat import Chat
@@ -186,7 +185,7 @@ _HOMES = {
     "UsageError": "errors",
     "UserError": "errors",
     "VerificationStream": "api",
-    "aload": "async_loading",
+    "aload": "api",
     "catalog": "hub",
     "describe": "model_facts",
     "evaluate": "tools",

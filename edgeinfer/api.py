@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
@@ -27,26 +28,26 @@ from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import (
     CacheOption,
     GenerationOptions,
+    LoadOptions,
     Prompt,
     RareLoadOptions,
     SpeculationOption,
     given_by,
 )
-from edgeinfer.reply_decoding import require_plain, require_shareable
+from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
 from edgeinfer.replying import Replying, token_ids
 from edgeinfer.results import Progress, Result
-from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import chat_template
 from edgeinfer.turns import Turns
-from edgeinfer.verification_round import RemoteDraft, VerificationStream
+from edgeinfer.verification_round import VerificationStream
 
 if TYPE_CHECKING:
     from edgeinfer.context_model import ContextModel
 
-__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "load", "plan"]
+__all__ = ["MemoryPlan", "Model", "TokenStream", "VerificationStream", "aload", "load", "plan"]
 
 StreamT = TypeVar("StreamT", bound=TokenStream)
 
@@ -182,6 +183,25 @@ def plan(
     return Bundles.open(model, config).plan(config, all_ways=True)
 
 
+async def aload(
+    model: str | Path | None = None, *, progress: Progress | None = None, **options: Unpack[LoadOptions]
+) -> Model:
+    """`load` for asynchronous programs: the event loop goes on meanwhile.
+
+    Args:
+        model, progress, options: as `load` takes them; `progress` is called on another thread.
+    """
+    import asyncio  # it takes 4 MB, which programs without an event loop are spared
+
+    loading = asyncio.get_running_loop().run_in_executor(None, lambda: load(model, progress=progress, **options))
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        # Loading cannot be stopped half way.
+        loading.add_done_callback(lambda done: None if done.cancelled() or done.exception() else done.result().close())
+        raise
+
+
 class Model(Replying):
     """A loaded model. It holds one KV cache, so it runs one reply at a time, and others wait (`TokenStream.pause`);
     what a prompt shares with the one before is not evaluated again."""
@@ -278,7 +298,7 @@ class Model(Replying):
                 batch.main_engine.check(tokens)
 
             def reply(place: int) -> Callable[[], Result]:
-                return lambda: self._start(ids[place], config, time.perf_counter(), continues=True).complete()
+                return lambda: self._start(GenerationRequest(prompt=ids[place], config=config)).complete()
 
             # Prompts that begin alike come one after the other.
             order = sorted(range(len(ids)), key=lambda place: ids[place])
@@ -308,7 +328,8 @@ class Model(Replying):
         """
         from edgeinfer.context_model import ContextModel  # of few programs
 
-        return ContextModel(self, self._start, self._idle, contexts, placement, temperature)
+        reading = functools.partial(self._threads.idle, self._idle)
+        return ContextModel(self, self._start, reading, contexts, placement, temperature)
 
     def verify_draft(
         self,
@@ -336,54 +357,34 @@ class Model(Replying):
         """
         config = GenerationConfig.of(**options)
         require_plain(config)
-        given = RemoteDraft(tuple(reply), tuple(draft), further)
-        made = functools.partial(VerificationStream, given=given)
-        return self._begin(made, token_ids(prompt), config, time.perf_counter(), continues=True, reply=given.reply)
+        request = GenerationRequest(prompt=token_ids(prompt), config=config, reply=tuple(reply), draft=tuple(draft))
+        return self._begin(functools.partial(VerificationStream, further=further), request)
 
-    def _start(
-        self,
-        prompt: list[int],
-        config: GenerationConfig,
-        started: float,
-        *,
-        continues: bool,
-        on_finish: Callable[[Result], None] | None = None,
-        contexts: JoinedContexts | None = None,
-    ) -> TokenStream:
-        make = functools.partial(TokenStream, contexts=contexts)
-        return self._begin(make, prompt, config, started, continues=continues, on_finish=on_finish)
+    def _start(self, request: GenerationRequest) -> TokenStream:
+        return self._begin(TokenStream, request)
 
     @allocating("The reply")
     def _begin(
-        self,
-        make: Callable[..., StreamT],
-        prompt: list[int],
-        config: GenerationConfig,
-        started: float,
-        *,
-        continues: bool,
-        on_finish: Callable[[Result], None] | None = None,
-        reply: tuple[int, ...] = (),
+        self, make: Callable[[ModelParts, GenerationRequest, Turns], StreamT], request: GenerationRequest
     ) -> StreamT:
-        """Begins a reply; `reply` is what it says already."""
         slot = self._threads.slot
         turns = self._turns if slot is None else slot.turns
         turns.require_idle()
 
         def finished(result: Result) -> None:
             self._lifecycle.leave()
-            if on_finish is not None:
-                on_finish(result)
+            if request.on_finish is not None:
+                request.on_finish(result)
 
         parts = self._lifecycle.take()
         try:
-            text = [*prompt, *reply]
-            parts.engine.check(text)
+            text = [*request.prompt, *request.reply]
+            parts.engine.check(text, request.draft)
             if slot is not None:
-                require_shareable(config)
-                slot.begin(text, config.adapter)
+                require_shareable(request.config)
+                slot.begin(text, request.config.adapter)
                 parts = slot.parts
-            return make(parts, prompt, config, turns, on_finish=finished, continues=continues, started=started)
+            return make(parts, replace(request, on_finish=finished), turns)
         except BaseException:
             self._lifecycle.leave()
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Generic, TypeVar, cast
 
 import numpy as np
@@ -121,12 +121,22 @@ class SlotThreads(threading.local):
 
     slot: Slot | None = None
 
+    @contextmanager
+    def idle(self, model: Callable[[], AbstractContextManager[ModelParts]]) -> Iterator[ModelParts]:
+        """The parts with which this thread works while none of its replies runs: its slot's, or those of the model."""
+        if self.slot is None:
+            with model() as parts:
+                yield parts
+        else:
+            self.slot.turns.require_idle()
+            yield self.slot.parts
+
 
 class ReplyBatch:
     """Makes replies of one model side by side. All methods but `interrupt` are for the thread that made it.
 
     Args:
-        model: gives the parts of the model, of which nobody else has anything until the batch is closed.
+        model: gives the parts of the model, which no one else uses until the batch is closed.
         threads: by which the model knows the slot of a reply.
         parallel: replies side by side at most.
         inter_token_latency: as `PromptShare` takes it.

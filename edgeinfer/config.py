@@ -10,10 +10,9 @@ from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
 from edgeinfer.adaptive import ComputeOptions, ReducedCompute
-from edgeinfer.device_options import DeviceOptions
+from edgeinfer.device_options import DeviceOptions, LoadReplies
 from edgeinfer.drafting import DRAFTING_GROUP, SPECULATION, LoadDrafting, ReplyDrafting, Speculation, drafters_in
 from edgeinfer.errors import UsageError
-from edgeinfer.load_replies import LoadReplies
 from edgeinfer.option_groups import OptionGroup, flat_options, require_known
 from edgeinfer.options import LARGEST_COUNT, check_options, option, options_of, require, require_alone
 from edgeinfer.records import dataclass

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
@@ -18,9 +19,11 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.options import require
+from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import ModelInfo, Result
 from edgeinfer.runtime.backends.adapting import adapters_of
+from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.contexts import ContextMaker
 from edgeinfer.runtime.kv_cache.contexts.files import KeptRows, Making, keep_rows, kept_place, read_rows
 from edgeinfer.runtime.kv_cache.contexts.joined import PLACEMENTS, ContextRows, JoinedContexts, RowsInMemory
@@ -33,24 +36,11 @@ __all__ = ["ContextModel"]
 
 _log = logging.getLogger("edgeinfer")
 
+T = TypeVar("T")
+
 # Contexts of one request; their files are open one after the other.
 _MOST = 256
 _APART = "\n\n"
-
-
-class StartReply(Protocol):
-    """Begins a reply to tokens that begin with those of contexts."""
-
-    def __call__(
-        self,
-        prompt: list[int],
-        config: GenerationConfig,
-        started: float,
-        *,
-        continues: bool,
-        on_finish: Callable[[Result], None] | None = None,
-        contexts: JoinedContexts | None = None,
-    ) -> TokenStream: ...
 
 
 class ContextModel:
@@ -62,7 +52,7 @@ class ContextModel:
     Args:
         model: that replies.
         start: begins its replies.
-        idle: gives the parts while no reply is running.
+        reading: gives the parts that evaluate contexts, while no reply uses them.
         contexts: texts, in the order in which they stand before the prompt.
         placement: "parallel" has all begin at one position (APE), "sequence" one behind the other.
         temperature: that scores of their keys are divided by.
@@ -74,8 +64,8 @@ class ContextModel:
     def __init__(
         self,
         model: Replying,
-        start: StartReply,
-        idle: Callable[[], AbstractContextManager[ModelParts]],
+        start: Callable[[GenerationRequest], TokenStream],
+        reading: Callable[[], AbstractContextManager[ModelParts]],
         contexts: Sequence[Context | str | Path],
         placement: Placement,
         temperature: float,
@@ -84,7 +74,7 @@ class ContextModel:
         require(0 < len(self.contexts) <= _MOST, "contexts", len(self.contexts), f"1 to {_MOST} texts")
         require(placement in PLACEMENTS, "placement", placement, "one of " + ", ".join(PLACEMENTS))
         require(0.1 <= temperature <= 10, "temperature", temperature, "between 0.1 and 10")
-        self._model, self._start, self._idle = model, start, idle
+        self._model, self._start, self._reading = model, start, reading
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
@@ -115,7 +105,10 @@ class ContextModel:
             # Attention rests on a first token, which is to be one that all contexts share.
             prefix = self._model.tokenize_data("\n")
         contexts = self._made(tuple(prefix), config.adapter)
-        return self._start([*contexts.tokens, *ids], config, started, continues=True, contexts=contexts)
+        tokens = [*contexts.tokens, *ids]
+        return self._start(
+            GenerationRequest(prompt=tokens, config=config, started=started, continues=True, contexts=contexts)
+        )
 
     def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
         """A conversation with the contexts before its first message; as `Model.chat`."""
@@ -133,8 +126,16 @@ class ContextModel:
         config = GenerationConfig.of(**options)
         prefix, rest = self._model.split_chat(messages)
         contexts = self._made(tuple(prefix), config.adapter)
-        tokens = [*contexts.tokens, *rest]
-        return self._start(tokens, config, started, continues=False, on_finish=on_finish, contexts=contexts)
+        return self._start(
+            GenerationRequest(
+                prompt=[*contexts.tokens, *rest],
+                config=config,
+                started=started,
+                continues=False,
+                contexts=contexts,
+                on_finish=on_finish,
+            )
+        )
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of messages without the contexts."""
@@ -158,10 +159,10 @@ class ContextModel:
         if known is not None and known.tokens == whole and known.there:
             known.use = replace(known.use, evaluated=0)
             return known
-        with self._idle() as parts:
+        with self._reading() as parts:
             parts.engine.use_adapter(adapter)
             reader = _Reader(parts, prefix, adapter)
-            rows = [reader.read(context, text) for context, text in zip(self.contexts, texts, strict=True)]
+            rows = reader.read_all(list(zip(self.contexts, texts, strict=True)))
             reader.finish()
             edited = sum(each.edits > 0 for each in rows)
             lossless = len(rows) == 1 and not edited and self._temperature == 1
@@ -193,9 +194,21 @@ class _Reader:
         kind = parts.engine.backend.cache.snapshot(0, 0)
         origin = parts.origin.with_adapter(adapters_of(parts.engine.backend)[adapter] if adapter else "")
         self._making = Making(origin, parts.vocabulary_digest, prefix, kind.kv, kind.scales)
-        self.prefix = RowsInMemory.of(prefix, self._maker.prefix())
-        self.evaluated = 0
         self._engine = parts.engine
+        self.prefix = RowsInMemory.of(prefix, self._undisturbed(self._maker.prefix))
+        self.evaluated = 0
+
+    def read_all(self, contexts: Sequence[tuple[Context, tuple[int, ...]]]) -> list[ContextRows]:
+        """Rows of contexts; errors as `read`."""
+        return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
+
+    def _undisturbed(self, make: Callable[[], T]) -> T:
+        """What is made where no older reply takes the pages; then it is made again as soon as there are some."""
+        while True:
+            try:
+                return make()
+            except PreemptedError:
+                self._engine.restart()
 
     def read(self, context: Context, tokens: tuple[int, ...]) -> ContextRows:
         """Rows of a context.

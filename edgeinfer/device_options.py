@@ -1,4 +1,4 @@
-"""Options by which a model runs on another device than the processor, as a whole or in part."""
+"""Options by which a model is loaded for a device, and for certain replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgeinfer.options import LARGEST_COUNT, Range, option, require, suggestion
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = ["DEVICES", "DeviceOptions", "is_graphics"]
+__all__ = ["DEVICES", "DeviceOptions", "LoadReplies", "is_graphics"]
 
 # Where models run; runtime/devices has them, a test holds the two equal.
 DEVICES = (
@@ -89,3 +89,37 @@ class DeviceOptions:
         if self.gpu_layers not in (None, 0):
             message = f"{engine} runs this model, which does not divide it between processors."
             raise UsageError(message, "Leave " + Setting("gpu_layers") + " out, or load a GGUF file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReplies:
+    """Which replies there is memory and time for."""
+
+    # How many there are, batches and servers say; for these there is memory.
+    parallel: int = option(
+        1,
+        help="number of replies side by side to plan memory for (default: 1)",
+        low=1,
+        high=1024,
+        metavar="N",
+        cli="--parallel",
+        group="resources",
+    )
+    # Without it memory is planned for them when the first is asked for, and what was loaded by then stays as it is.
+    structured: bool = option(
+        False,
+        help="plan memory for replies by a schema, an expression or a grammar from the start (default: when the first "
+        "is asked for)",
+        cli="--structured",
+        group="resources",
+    )
+    # As Sarathi-Serve's bound on the time between tokens; by default a multiple of what passes take here.
+    inter_token_latency: float | None = option(
+        None,
+        help="milliseconds between tokens of replies while the prompt of another is evaluated beside them (default: "
+        "twice as many as without it)",
+        low=0,
+        high=4_000_000,
+        above=True,
+        metavar="MS",
+    )

@@ -5,20 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.reply_decoding import is_shareable, make_constraint, make_sampler, make_strategy
+from edgeinfer.reply_decoding import GenerationRequest, is_shareable, make_constraint, make_sampler, make_strategy
 from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
-from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
@@ -39,34 +37,15 @@ class TokenStream:
 
     Args:
         parts: the loaded model.
-        prompt: token ids.
-        config: how to generate.
+        request: what is asked for.
         turns: of the model's replies.
-        on_finish: called once with the result.
-        continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
-        started: time.perf_counter() of the request.
-        contexts: that the prompt begins with, where these were evaluated apart.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        prompt: Sequence[int],
-        config: GenerationConfig,
-        turns: Turns,
-        *,
-        on_finish: Callable[[Result], None],
-        continues: bool,
-        started: float,
-        contexts: JoinedContexts | None = None,
-    ) -> None:
+    def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns) -> None:
         self._parts = parts
-        self._contexts = contexts
-        self._prompt = prompt
-        self._continues = continues
+        self._request = request
+        self._prompt, self._config, self._contexts = request.prompt, request.config, request.contexts
         self._turns = turns
-        self._on_finish = on_finish
-        self._started = started
         self._step_ms: list[float] = []
         self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
@@ -78,18 +57,17 @@ class TokenStream:
         with self._lock:
             turns.claim(self)
             try:
-                self._prepare(config)
+                self._prepare()
             except BaseException:
                 turns.leave(self)
                 raise
 
-    def _prepare(self, config: GenerationConfig) -> None:
-        parts, prompt = self._parts, self._prompt
+    def _prepare(self) -> None:
+        parts, prompt, config = self._parts, self._prompt, self._config
         parts.engine.use_adapter(config.adapter, self._contexts)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
-        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._continues else ())
-        self._config = config
+        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._request.continues else ())
         constraint, self._grammar_costs = make_constraint(parts, config, self._stop_ids)
         self._sampler = make_sampler(parts, prompt, config, constraint, self._stop_ids)
         asked = config.logprobs is not None
@@ -108,7 +86,7 @@ class TokenStream:
         self._chunks = self._run()
 
     def _new_strategy(self, parts: ModelParts) -> DecodingStrategy:
-        return make_strategy(parts, self._sampler, self._config, self._stop_ids, continues=self._continues)
+        return make_strategy(parts, self._sampler, self._config, self._stop_ids, continues=self._request.continues)
 
     @property
     def result(self) -> Result:
@@ -260,7 +238,7 @@ class TokenStream:
 
     def _run(self) -> Generator[Chunk]:
         reason: FinishReason = "length"
-        started = (time.perf_counter() - self._started) * 1e3
+        started = (time.perf_counter() - self._request.started) * 1e3
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
                 self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
@@ -390,4 +368,5 @@ class TokenStream:
         )
         parts.speculator.finished(strategy)
         self._turns.leave(self)
-        self._on_finish(self._result)
+        if self._request.on_finish is not None:
+            self._request.on_finish(self._result)

@@ -15,13 +15,13 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import Origin
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.sampling.choice_trie import ChoiceLists
 from edgeinfer.runtime.speculation.company import SequenceDrafting
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike, longest_token, vocabulary_digest
 from edgeinfer.runtime.weights.verification import Verification
 
 if TYPE_CHECKING:
-    from edgeinfer.choice_lists import ChoiceLists
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
     from edgeinfer.runtime.remote.deciding import RemoteDeciding
     from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
@@ -109,8 +109,6 @@ class ModelParts:
         """The lists of choices that replies had last."""
         if self.main is not None:
             return self.main.choice_lists
-        from edgeinfer.choice_lists import ChoiceLists  # of few replies
-
         return ChoiceLists(self.tokenizer, self.literal_encoder, self.engine.backend.geometry.vocab_size)
 
     @cached_property

@@ -1,22 +1,59 @@
-"""What decodes a reply: the sampler of its tokens, the form that these must have, and its strategy."""
+"""What a reply is asked for and what decodes it: the sampler of its tokens, their form, and its strategy."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.records import dataclass
+from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler, TextCheck
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.sampling.grammar import GrammarCosts
 
-__all__ = ["is_shareable", "make_constraint", "make_sampler", "make_strategy", "require_plain", "require_shareable"]
+__all__ = [
+    "GenerationRequest",
+    "is_shareable",
+    "make_constraint",
+    "make_sampler",
+    "make_strategy",
+    "require_plain",
+    "require_shareable",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What a reply is asked for.
+
+    Attributes:
+        prompt: token ids.
+        config: how to generate.
+        started: time.perf_counter() of the request; by default now.
+        continues: the reply goes on with the prompt's text, so that a tokenizer's leading space is kept.
+        reply: tokens that it has already.
+        draft: what may follow them.
+        contexts: that the prompt begins with, where these were evaluated apart.
+        on_finish: called once with the result.
+    """
+
+    prompt: list[int]
+    config: GenerationConfig
+    started: float = field(default_factory=time.perf_counter)
+    continues: bool = True
+    reply: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+    contexts: JoinedContexts | None = None
+    on_finish: Callable[[Result], None] | None = None
 
 
 def make_sampler(

@@ -26,9 +26,9 @@ from edgeinfer.option_types import (
     given_by,
 )
 from edgeinfer.options import is_integer
+from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
-from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import shown
 
@@ -204,7 +204,11 @@ class Replying(LoadedModel):
                 parse_special=config.parses_content,
                 fitting=True,
             )
-        return self._start(list(tokens), config, started, continues=bool(begun), on_finish=on_finish)
+        return self._start(
+            GenerationRequest(
+                prompt=list(tokens), config=config, started=started, continues=bool(begun), on_finish=on_finish
+            )
+        )
 
     def chat(self, system: str | None = None, *, history: Sequence[Mapping[str, Any]] = ()) -> Chat:
         """A conversation: `chat = model.chat("You are a pirate."); chat.send("Hello").text`.
@@ -344,7 +348,8 @@ class Replying(LoadedModel):
     def _stream(self, prompt: Prompt, options: Mapping[str, Any]) -> TokenStream:
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
-        return self._start(self._prompt_ids(prompt, config), config, started, continues=True)
+        ids = self._prompt_ids(prompt, config)
+        return self._start(GenerationRequest(prompt=ids, config=config, started=started, continues=True))
 
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
@@ -354,24 +359,8 @@ class Replying(LoadedModel):
         """What replies for event loops share passes by; None where they are made one after the other."""
         raise NotImplementedError
 
-    def _start(
-        self,
-        prompt: list[int],
-        config: GenerationConfig,
-        started: float,
-        *,
-        continues: bool,
-        on_finish: Callable[[Result], None] | None = None,
-        contexts: JoinedContexts | None = None,
-    ) -> TokenStream:
-        """Begins a reply.
-
-        Args:
-            started: time.perf_counter() of the request.
-            continues: the reply goes on with the prompt's text.
-            on_finish: called once with the result.
-            contexts: that the prompt begins with, where these were evaluated apart.
-        """
+    def _start(self, request: GenerationRequest) -> TokenStream:
+        """Begins a reply."""
         raise NotImplementedError
 
 

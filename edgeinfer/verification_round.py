@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgeinfer.config import GenerationConfig
 from edgeinfer.generation import TokenStream
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.records import dataclass
-from edgeinfer.results import FinishReason, Result
+from edgeinfer.reply_decoding import GenerationRequest
+from edgeinfer.results import FinishReason
 from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import Step
 from edgeinfer.runtime.decoding.verifying import verify
 from edgeinfer.turns import Turns
 
-__all__ = ["RemoteDraft", "VerificationStream"]
-
-
-@dataclass(frozen=True)
-class RemoteDraft:
-    """What somebody drafted for a reply.
-
-    Attributes:
-        reply: tokens that are decided already.
-        draft: what may follow them; may be empty.
-        further: tokens that the model makes by itself after those that come of the draft.
-    """
-
-    reply: tuple[int, ...] = ()
-    draft: tuple[int, ...] = ()
-    further: int = 0
+__all__ = ["VerificationStream"]
 
 
 class VerificationStream(TokenStream):
@@ -41,38 +24,28 @@ class VerificationStream(TokenStream):
     Its result's text is that of the round alone.
 
     Args:
-        given: what was decided and drafted so far; the others are those of `TokenStream`.
+        further: tokens that the model makes by itself after those that come of the draft; the others are those of
+            `TokenStream`.
     """
 
-    def __init__(
-        self,
-        parts: ModelParts,
-        prompt: Sequence[int],
-        config: GenerationConfig,
-        turns: Turns,
-        *,
-        on_finish: Callable[[Result], None],
-        continues: bool,
-        started: float,
-        given: RemoteDraft,
-    ) -> None:
-        self._given = given
-        super().__init__(parts, prompt, config, turns, on_finish=on_finish, continues=continues, started=started)
+    def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int) -> None:
+        self._further = further
+        super().__init__(parts, request, turns)
 
-    def _prepare(self, config: GenerationConfig) -> None:
-        super()._prepare(config)
-        for token in self._given.reply:
+    def _prepare(self) -> None:
+        super()._prepare()
+        for token in self._request.reply:
             # Logits are needed for log-probabilities alone, which a round has none of.
             self._sampler.accept(token, np.zeros(0, np.float32))
-        self._made = list(self._given.reply)
+        self._made = list(self._request.reply)
         room = self._parts.engine.allowance(len(self._prompt) + len(self._made), None)
-        self._left = min(1 + len(self._given.draft), room)
+        self._left = min(1 + len(self._request.draft), room)
         self._verified = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens of the round so far, a stop token included."""
-        return tuple(self._made[len(self._given.reply) :])
+        return tuple(self._made[len(self._request.reply) :])
 
     @property
     def ending(self) -> FinishReason | None:
@@ -89,7 +62,7 @@ class VerificationStream(TokenStream):
         self._turns.claim(self)
         engine = self._parts.engine
         engine.use_adapter(self._config.adapter)
-        text, draft = [*self._prompt, *self._made], self._given.draft[: self._left - 1]
+        text, draft = [*self._prompt, *self._made], self._request.draft[: self._left - 1]
         started = time.perf_counter()
         try:
             tokens = verify(engine, text, draft, self._sampler, self._stop_ids)
@@ -102,6 +75,6 @@ class VerificationStream(TokenStream):
             return None
         self._verified = True
         self._made += tokens
-        self._left = min(self._given.further, engine.allowance(len(self._prompt) + len(self._made), None))
+        self._left = min(self._further, engine.allowance(len(self._prompt) + len(self._made), None))
         self._ahead.extend(Step(token, 0.0, last=place == len(tokens)) for place, token in enumerate(tokens[1:], 2))
         return Step(tokens[0], (time.perf_counter() - started) * 1e3, last=len(tokens) == 1)

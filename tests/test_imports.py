@@ -23,7 +23,7 @@ ROOMS = ("export", "quant", "runtime", "apps")
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
-    *("edgeinfer.device_options", "edgeinfer.load_replies", "edgeinfer.remote_options", "edgeinfer.reply_options"),
+    *("edgeinfer.device_options", "edgeinfer.remote_options", "edgeinfer.reply_options"),
 }
 CORE = {
     "edgeinfer.records",
@@ -50,7 +50,6 @@ ALLOWED = {
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.adapting": CHECKED,
     "edgeinfer.device_options": CHECKED,
-    "edgeinfer.load_replies": CHECKED,
     "edgeinfer.remote_options": CHECKED,
     "edgeinfer.drafting": CHECKED,
     "edgeinfer.searching": CHECKED,

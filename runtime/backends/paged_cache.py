@@ -92,7 +92,7 @@ class PagedCache:
         return len(self._pages) * self.pool.layout.page_bytes
 
     def prepare(self, rows: int) -> None:
-        """Has the next rows lie in pages that nobody else holds, and lets go of pages far behind them.
+        """Has the next rows lie in pages that no other text holds, and lets go of pages far behind them.
 
         Raises:
             BackendError: the rows do not fit the cache, or the pool has no pages left; nothing has changed then.

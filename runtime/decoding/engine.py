@@ -8,19 +8,19 @@ from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
-from edgeinfer.errors import BudgetError, CapabilityError
+from edgeinfer.errors import BudgetError, CapabilityError, ContextLengthError, PromptError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.prompt_check import check_prompt
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step, until_stop
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
-from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache
+from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.system.memory import keeping_freed
+from edgeinfer.wording import Setting
 
 __all__ = ["Engine"]
 
@@ -121,12 +121,7 @@ class Engine:
         return room if max_tokens is None else max_tokens if self.context_shift is not None else min(max_tokens, room)
 
     def prepare(self, prompt: Sequence[int], most: int) -> bool:
-        """Evaluates up to so many tokens of a prompt that will be continued; tells whether only its last one is left.
-
-        Raises:
-            PromptError, ContextLengthError: as `generate`.
-        """
-        self.check(prompt)
+        """Evaluates up to so many tokens of a checked prompt; tells whether only its last one is left."""
         self._cancelled.clear()
         try:
             self.begin(len(prompt))
@@ -210,13 +205,23 @@ class Engine:
             self.context_shift.forget()
         self.backend.cache.trim(0)
 
-    def check(self, prompt: Sequence[int]) -> None:
-        """Refuses a prompt that cannot be continued.
+    def check(self, prompt: Sequence[int], draft: Sequence[int] = ()) -> None:
+        """Refuses a prompt that cannot be continued, or not by this draft, for which there need be no room.
 
         Raises:
             PromptError, ContextLengthError: as `generate`.
         """
-        check_prompt(self.backend, prompt, forgets=self.context_shift is not None)
+        capacity, vocabulary = self.backend.cache.capacity, self.backend.geometry.vocab_size
+        if not prompt:
+            raise PromptError("The prompt is empty.", "Write at least one token of text.")
+        if len(prompt) > capacity and self.context_shift is None:
+            message = f"The prompt has {len(prompt)} tokens, but the context holds {capacity}."
+            hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget with "
+            raise ContextLengthError(message, hint + Setting("overflow", "window"))
+        ids = [*prompt, *draft]
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            message = f"The prompt contains a token id outside the model's vocabulary of {vocabulary}."
+            raise PromptError(message, f"Ids range from 0 to {vocabulary - 1}.")
 
     def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
         """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
@@ -377,12 +382,7 @@ class Engine:
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Counts the first tokens that are those that were fed."""
-        shared = 0
-        for mine, theirs in zip(self._tokens, tokens, strict=False):
-            if mine != theirs:
-                break
-            shared += 1
-        return shared
+        return shared_length(np.array(self._tokens), np.array(tokens))
 
     def _resumable(self, length: int) -> int:
         """The tokens that can be left of so many of the text."""

@@ -331,7 +331,7 @@ class Scheduler:
             if wanted > free:
                 free += self._provide(wanted, reserved=self._together.free_pages - free)
             if wanted > free and not kept:
-                # Where there is nobody to take pages from, the pass itself tells.
+                # Where no text can give pages up, the pass itself fails.
                 return [] if self._preempt(request) else [(request, count)]
             if wanted <= free:
                 kept.append((request, count))

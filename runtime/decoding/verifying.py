@@ -24,20 +24,16 @@ def verify(
     behind which a text is rotated otherwise, the draft is not looked at.
 
     Args:
-        engine: whose cache keeps what is sure of the text afterwards.
-        draft: token ids, possibly none.
+        engine: whose cache keeps what is sure of the text afterwards, and which has checked both.
+        draft: token ids, possibly none, for which the context has room.
         stop_ids: behind the first of these nothing follows.
 
     Returns:
         One to `1 + len(draft)` tokens; none where the round was cancelled.
-
-    Raises:
-        PromptError, ContextLengthError: as `Engine.generate`, of text and draft together.
     """
     rotates = isinstance(engine.backend, RotatingBackend) and engine.backend.rotation_border is not None
     if rotates or not engine.backend.capabilities.paged:
         draft = ()
-    engine.check([*text, *draft])
     if not engine.prepare(text, len(text)):
         return []
     cache = engine.backend.cache

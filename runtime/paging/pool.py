@@ -18,7 +18,7 @@ from edgeinfer.runtime.system.allocation import refused
 
 __all__ = ["BlockPool", "PagePool"]
 
-# Bytes of pages that stay in memory when nobody holds them, but one page at least: one that is given back costs its
+# Bytes of pages that stay in memory when they are free, but one page at least: one that is given back costs its
 # zeroing when it is taken again, and a search over several texts lets go of a page and takes one in every step.
 _SPARE_BYTES = 2 << 20
 # Addresses without memory behind them are not counted as promised; Linux on x86 and ARM, not in Python's mmap.
@@ -37,7 +37,7 @@ class BlockPool:
     Args:
         pages: blocks that there are.
         page_bytes: of each.
-        spare: blocks that stay in memory when nobody holds them.
+        spare: free blocks that stay in memory.
 
     Attributes:
         pages: the same.
@@ -72,7 +72,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Pages that are free."""
         return len(self._untouched) + len(self._spare)
 
     @property
@@ -84,7 +84,7 @@ class BlockPool:
         """Pages for one holder, whatever is in them.
 
         Raises:
-            BackendError: there are not so many that nobody holds.
+            BackendError: so many are not free.
         """
         with self._lock:
             if count > self.free:
@@ -128,7 +128,7 @@ class BlockPool:
             return copy
 
     def trim(self) -> None:
-        """Gives the pages back to the system that nobody holds."""
+        """Gives free pages back to the system."""
         with self._lock:
             while self._spare:
                 self._give_back(self._spare.pop())

@@ -34,7 +34,7 @@ class TunedDrafting:
     Attributes:
         exit_layer: layers of an early exit; None where none pays.
         layer_mask: attention and MLP blocks that run; None where no set pays. (2 L,)
-        drafters: those that paid on the user's texts, whom alone `auto` asks; None where nobody measured.
+        drafters: those that paid on the user's texts, whom alone `auto` asks; None where nothing was measured.
     """
 
     exit_layer: int | None = None

@@ -14,7 +14,7 @@ __all__ = ["Decided", "RemoteAccess", "RemoteReply", "RemoteServer"]
 
 @dataclass(frozen=True)
 class RemoteAccess:
-    """How a server is asked, and by whom.
+    """How a server is asked, and with which key.
 
     Attributes:
         url: of the server, without /v1.

@@ -1,16 +1,18 @@
-"""A closed list of replies as a token trie in compressed sparse rows, asked about many places at once (STATIC)."""
+"""Closed lists of replies as token tries in compressed sparse rows, asked about many places at once (STATIC)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.text import LiteralEncoder, TokenizerLike
 
-__all__ = ["ChoiceTrie"]
+__all__ = ["ChoiceLists", "ChoiceTrie"]
 
 _Ints = NDArray[np.int64]
 
@@ -132,3 +134,41 @@ def _levels(lengths: _Ints, flat: _Ints) -> tuple[_Ints, _Ints, NDArray[np.bool_
     ends[keys.searchsorted((lengths - 1) * count + np.arange(count), side="right")] = True
     ends[-1] = True
     return flat[opens][order], first, ends
+
+
+class ChoiceLists:
+    """The tries of one model; the last is kept, as programs ask for the same one each time. Safe from any thread.
+
+    Args:
+        tokenizer, encoder: of the model.
+        vocab_size: tokens that it has logits for.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, encoder: LiteralEncoder, vocab_size: int) -> None:
+        self._tokenizer, self._encoder, self._vocab_size = tokenizer, encoder, vocab_size
+        self._lock = Lock()
+        self._last: tuple[object, ChoiceTrie] | None = None
+
+    def trie(self, texts: tuple[str, ...], end_ids: Sequence[int], parse_special: bool) -> ChoiceTrie:
+        """The trie of a list.
+
+        Args:
+            end_ids: stop tokens of the reply.
+            parse_special: special tokens spelled out in a choice become those tokens.
+
+        Raises:
+            UsageError: a choice cannot be made of the model's tokens.
+        """
+        key = (texts, tuple(end_ids), parse_special)
+        with self._lock:
+            if self._last is None or self._last[0] != key:
+                self._last = None  # two large ones are not held at a time
+                self._last = key, ChoiceTrie([self._encoded(text, parse_special) for text in texts], end_ids)
+            return self._last[1]
+
+    def _encoded(self, text: str, parse_special: bool) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False) if parse_special else self._encoder.literal(text)
+        if max(ids, default=0) >= self._vocab_size:
+            message = f"The choice {text!r} contains a token id outside the model's vocabulary of {self._vocab_size}."
+            raise UsageError(message, "Leave it out, or spell it differently.")
+        return ids

@@ -171,7 +171,7 @@ class Governor:
         self._probe_tries = _TRIES
 
     def _reprice(self, costs: RoundCosts) -> None:
-        """Goes by other costs of passes from now on, by which it finds out anew whether drafting is faster."""
+        """Goes by other costs of passes from now on, by which it finds out again whether drafting is faster."""
         self._pass_ms = [costs.pass_ms(rows) for rows in range(1, self._most + 2)]
         self._pass_ms_of = costs.pass_ms
         self._confirmed, self._longer_tries = costs.confirmed, _LONGER_TRIES

@@ -187,7 +187,7 @@ _FREED = _FreedBlocks()
 def keeping_freed() -> Iterator[None]:
     """Within, blocks that are freed stay for the next ones, in spite of `return_large_frees`; then all go back.
 
-    A mapping made anew costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
+    A new mapping costs a page fault for every 4 KB: 15% of evaluating a prompt, 8% of a pass of eight rows
     (docs/LOG.md, 2026-11-25). From any thread, nested or not: who is last returns them.
     """
     _FREED.keep()

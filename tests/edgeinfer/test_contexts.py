@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
 TEXTS = (
     "The little dog sat by the door and waited for the rain to stop.",
-    "A cat that nobody knew came to the house on a cold day in May.",
+    "A cat that no one knew came to the house on a cold day in May.",
     "There was once a tree that wanted to see what is behind the hill.",
 )
 EDITED = TEXTS[0].replace("waited", "slept and waited again")
@@ -133,6 +136,32 @@ def test_drafts_change_nothing(small_bundle: Path, files: list[Path], placement:
             contexts = model.with_contexts(files, placement=placement)
             texts.append(contexts.generate("The little dog sat", max_tokens=40, ignore_eos=True).token_ids)
     assert texts[0] == texts[1]
+
+
+def test_replies_side_by_side_are_those_one_after_the_other(
+    small_bundle: Path, files: list[Path], tmp_path: Path
+) -> None:
+    """Contexts that no file keeps yet, with others beside them and without any."""
+    with edgeinfer.load(small_bundle, threads=1, parallel=3) as model:
+
+        def reply(chosen: Sequence[Path], prompt: str) -> edgeinfer.Result:
+            if not chosen:
+                return model.generate(prompt, **OPTIONS)
+            kept = [edgeinfer.Context(path, rows=path.with_suffix(f".{len(chosen)}")) for path in chosen]
+            return model.with_contexts(kept).generate(prompt, **OPTIONS)
+
+        asked = [(files, "And then"), ((), "And then"), (files[:1], "The dog"), (files[1:], "And then"), ((), "A")]
+        with closing(model.reply_batch(3)) as batch:
+            together = batch.run([partial(reply, *each) for each in asked])
+        evaluated = [None if each.contexts is None else each.contexts.evaluated > 0 for each in together]
+        assert evaluated == [True, None, True, True, None]
+        for (chosen, prompt), found in zip(asked, together, strict=True):
+            assert reply(chosen, prompt).token_ids == found.token_ids
+        assert asyncio.run(_sent(model, files)) == model.with_contexts(files).chat().send("Hello", **OPTIONS).text
+
+
+async def _sent(model: edgeinfer.Model, files: Sequence[Path]) -> str:
+    return (await model.with_contexts(files).chat().asend("Hello", **OPTIONS)).text
 
 
 def test_a_temperature_divides_scores_of_contexts_alone(model: edgeinfer.Model, files: list[Path]) -> None:

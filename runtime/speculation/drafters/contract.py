@@ -126,7 +126,7 @@ class Draft:
         guesses: the nodes, parents before children; of a chain in order.
         parents: index of each node's parent, -1 for the root.
         sources: name of the drafter of each node.
-        likely: how likely the path to each node is to be accepted; empty where nobody estimated it.
+        likely: how likely the path to each node is to be accepted; empty where it was not estimated.
     """
 
     guesses: tuple[Guess, ...] = ()

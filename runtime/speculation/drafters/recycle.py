@@ -3,7 +3,7 @@
 A matrix holds eight candidates for every token (arXiv 2408.08696). Every pass over a token overwrites its row with the
 eight tokens of its largest logits; where a token is fed several times, its last row counts. Beyond the paper, a prompt
 puts what follows each of its tokens in front, and the number of times in a row that the first candidate came tells how
-far to trust it. Where drafts do not branch nobody reads further candidates, so the token of the largest logit is put in
+far to trust it. Where drafts do not branch no one reads further candidates, so the token of the largest logit is put in
 front and the other seven are not looked for. What is kept is token ids and counts.
 """
 
