@@ -58,6 +58,9 @@ class SamplingDict(_RareSampling, total=False):
 class _SearchSettings(TypedDict, total=False):
     samples: int
     rounds: int
+    power: float
+    resample_every: int
+    scorer: Callable[[str, bool], float] | None
     answer: Answer
     beams: int
     beam_groups: int

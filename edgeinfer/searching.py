@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
@@ -25,7 +26,7 @@ __all__ = [
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
     "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
-    "extract", "aligned", "beam",
+    "extract", "aligned", "particles", "beam",
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -45,7 +46,8 @@ _METHOD: dict[str, Any] = {
     "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
     "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
     "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; aligned, replies of a form as "
-    "likely as the model finds them; beam, beam search; all but samples are lossy (default: off)",
+    "likely as the model finds them; particles, replies by the model's probability to a power and a scorer; beam, beam "
+    "search; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -62,7 +64,8 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="number of replies for samples, first-finish, best-of and vote, and in a round of aligned (default: 4)",
+        help="number of replies for samples, first-finish, best-of and vote, in a round of aligned, and of particles "
+        "(default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
@@ -77,6 +80,31 @@ class SearchSettings:
         cli="--rounds",
         metavar="N",
         group=_SEARCH,
+    )
+    power: float = option(
+        2.0,
+        help="power to which particles raise the model's probabilities (default: 2)",
+        low=0,
+        high=32,
+        above=True,
+        cli="--power",
+        metavar="X",
+        group=_SEARCH,
+    )
+    resample_every: int = option(
+        16,
+        help="number of tokens after which particles are weighed and resampled (default: 16)",
+        low=1,
+        high=4096,
+        cli="--resample-every",
+        metavar="N",
+        group=_SEARCH,
+    )
+    # A program's own code, so that neither requests nor bundles can give one.
+    scorer: Callable[[str, bool], float] | None = option(
+        None,
+        help="function of a text and whether it has ended, which gives the logarithm of particles' weight",
+        wire=False,
     )
     answer: Answer = option(
         "text",
@@ -222,10 +250,16 @@ class Search(SearchSettings, OptionGroup):
             (AdaDec); "contrast" moves away from what the model says to a worse prompt where the next token is
             uncertain (USCD); "momentum" is greedy, but resists repeating itself; "extract" answers with the span of a
             passage that the model finds likeliest, word for word; "aligned" draws replies that follow a schema, a
-            grammar or choices as often as the model writes them, which masking alone does not (ASAp); "beam" keeps
-            several of the likeliest beginnings (diverse beam search).
-        samples: number of replies for "samples", "first-finish", "best-of" and "vote"; number i is drawn with seed + i.
+            grammar or choices as often as the model writes them, which masking alone does not (ASAp); "particles" draws
+            several replies by p(reply)**power * exp(scorer(reply)) and answers with one by its weight (Power-SMC,
+            reward-guided SMC); "beam" keeps several of the likeliest beginnings (diverse beam search).
+        samples: number of replies for "samples", "first-finish", "best-of" and "vote", where number i is drawn with
+            seed + i; number of "particles".
         rounds: for "aligned": rounds of so many samples, of which each makes the next truer.
+        power, resample_every: for "particles": the power, and after how many tokens those of little weight are
+            replaced.
+        scorer: for "particles": function of a text and whether it has ended, which gives the logarithm of a weight: 0
+            for what is as welcome as any, -inf for what is never to be chosen.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
@@ -254,6 +288,9 @@ def _check(method: str, settings: SearchSettings) -> None:
         raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
     if (method == "extract") != (settings.passage is not None):
         raise UsageError("passage and search='extract' go together.", "Give both, or neither.")
+    require(settings.scorer is None or callable(settings.scorer), "scorer", settings.scorer, "a function")
+    if settings.scorer is not None and method != "particles":
+        raise UsageError("A scorer needs search='particles'.", "Give both, or leave out the scorer.")
     require_few("passage", settings.passage or "", _MOST_PASSAGE)
     resistance = settings.resistance
     numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))
@@ -269,12 +306,14 @@ class SearchedText:
     Attributes:
         score: mean natural log-probability of its tokens by the model itself, a stop token included.
         finish_reason: "stop" where it ended by itself, else "length".
+        weight: its share of the weight of all particles; None where texts have none.
     """
 
     text: str
     token_ids: tuple[int, ...]
     score: float
     finish_reason: str
+    weight: float | None = None
 
 
 @dataclass(frozen=True)

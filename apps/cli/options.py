@@ -104,6 +104,9 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     add_options(parser, ComputeOptions)
     passage = "file with the text of which extract finds the likeliest span; - reads stdin"
     add_options(parser, SearchOptions, help={"passage": passage})
+    text = "Python file whose function score(text, ended) gives the logarithm of particles' weight"
+    group = next(group for group in parser._action_groups if group.title == options_of(SearchOptions)["search"].group)
+    parser.advanced(group.add_argument("--scorer", dest="scorer_file", metavar="FILE", help=text))
 
 
 def add_options(
@@ -227,7 +230,9 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         lines = [line for line in _contents(args.choices_file).splitlines() if line.strip()]
         options["choices"] = [*options.get("choices", ()), *lines]
     if args.checker_file is not None:
-        options["checker"] = _checker(Path(args.checker_file))
+        options["checker"] = _function(Path(args.checker_file), "check", "returns True or False")
+    if args.scorer_file is not None:
+        options["scorer"] = _function(Path(args.scorer_file), "score", "returns a number")
     for name, flag in (("stop", "--stop"), ("choices", "--choice"), ("regex", "--regex")):
         if name in options:
             given = options[name]
@@ -246,15 +251,14 @@ def _schema(text: str) -> str:
     return utf8(text, "--json-schema") if text.lstrip().startswith("{") else _contents(text)
 
 
-def _checker(file: Path) -> Callable[[str, bool], bool]:
-    """The function `check` of a Python file of the user's, which is run."""
+def _function(file: Path, name: str, does: str) -> Callable[[str, bool], Any]:
+    """A function of a Python file of the user's, which is run."""
     if not file.is_file():
-        raise UsageError(f"There is no file {file}.", "Give a Python file with a function check(text, ended).")
-    found: dict[str, Any] = runpy.run_path(str(file))
-    check: Callable[[str, bool], bool] | None = found.get("check")
-    if not callable(check):
-        raise UsageError(f"{file} has no function check.", "Define check(text, ended), which returns True or False.")
-    return check
+        raise UsageError(f"There is no file {file}.", f"Give a Python file with a function {name}(text, ended).")
+    found: Callable[[str, bool], Any] | None = runpy.run_path(str(file)).get(name)
+    if not callable(found):
+        raise UsageError(f"{file} has no function {name}.", f"Define {name}(text, ended), which {does}.")
+    return found
 
 
 def _contents(file: str) -> str:

@@ -7,8 +7,9 @@ is drawing without replacement, and the first whose text passes is the very toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,10 +76,8 @@ def first_accepted(scores: NDArray[np.float64], accepts: Accepts) -> int:  # (S,
     Raises:
         UsageError: none of those that may be tried is.
     """
-    for rank in range(min(len(scores), _MOST_CHECKS)):
-        if rank in (0, _RANKED):
-            order = _ranked(scores, _RANKED if rank == 0 else len(scores))
-        if accepts(index := int(order[rank])):
+    for index in islice(_ranked(scores), _MOST_CHECKS):
+        if accepts(index):
             return index
     message = f"The checker refuses each of the {min(len(scores), _MOST_CHECKS)} tokens that the reply may go on with."
     raise UsageError(message, "Let it pass every beginning of a text that may still become right.")
@@ -110,26 +109,29 @@ def weighed_draw(
         logprobs: of a distribution.
         scores: the same with Gumbel noise.
     """
-    order = np.argsort(-scores, kind="stable")
-    left, log_weight = 1.0, 0.0
-    for rank, index in enumerate(order.tolist()):
+    order, left, log_weight, checks = _ranked(scores), 1.0, 0.0, 0
+    following = next(order, None)
+    while following is not None and checks < _MOST_CHECKS:
+        index, following, checks = following, next(order, None), checks + 1
         probability = math.exp(logprobs[index])
-        last = rank == len(order) - 1
-        share = 1.0 if last or probability >= left else probability / left
+        share = 1.0 if following is None or probability >= left else probability / left
         if accepts(index):
-            if last or share == 1.0:
-                return WeighedDraw(index, log_weight, rank + 1)
-            tail = 0.0 if accepts(int(order[rank + 1])) else math.log(share)
-            return WeighedDraw(index, log_weight + tail, rank + 2)
+            if share == 1.0:
+                return WeighedDraw(index, log_weight, checks)
+            assert following is not None, "it is not the last"
+            tail = 0.0 if accepts(following) else math.log(share)
+            return WeighedDraw(index, log_weight + tail, checks + 1)
         if share == 1.0:
             break
         log_weight += math.log1p(-share)
         left -= probability
-    return WeighedDraw(None, -math.inf, len(order))
+    return WeighedDraw(None, -math.inf, checks)
 
 
-def _ranked(scores: NDArray[np.float64], count: int) -> Sequence[int]:  # (S,)
-    """Indices of the largest scores, best first."""
-    best = np.arange(len(scores)) if count >= len(scores) else np.argpartition(-scores, count)[:count]
-    ranked: list[int] = best[np.argsort(-scores[best], kind="stable")].tolist()
-    return ranked
+def _ranked(scores: NDArray[np.float64]) -> Iterator[int]:  # (S,)
+    """Indices by their scores, the largest first; all are sorted only where more than a few are asked for."""
+    few = min(_RANKED, len(scores))
+    best = np.argpartition(-scores, few)[:few] if few < len(scores) else np.arange(few)
+    yield from best[np.argsort(-scores[best], kind="stable")].tolist()
+    if few < len(scores):
+        yield from np.argsort(-scores, kind="stable")[few:].tolist()

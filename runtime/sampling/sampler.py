@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.sampling.checked import Accepts, TextCheck, first_accepted
+from edgeinfer.runtime.sampling.checked import Accepts, TextCheck, first_accepted, weighed_draw
 from edgeinfer.runtime.sampling.constraint import Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import (
     Ids,
@@ -34,6 +35,8 @@ _SPARSE = 32
 # Streams of the generator beside the sampler's own, 0: even ones draw drafts, odd ones decide about them, and of those
 # the ones far behind shape them.
 _DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
+# Positions of further noise lie so many bits behind those of texts.
+_FAR = 48
 
 
 class LogitsProcessor:
@@ -168,6 +171,11 @@ class LogitsProcessor:
                 scores = np.log(weights) + self._noise.of(ids, position)
         return int(ids[first_accepted(scores, lambda index: accepts(int(ids[index])))])
 
+    def noise(self, ids: Ids, position: int, stream: int) -> NDArray[np.float64]:  # (S,) -> (S,)
+        """Gumbel noise of tokens for one of several draws at a position; none of them is `sample`'s."""
+        assert self._noise is not None, "greedy choices have none"
+        return self._noise.of(ids, position + (stream + 1 << _FAR))
+
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
         """The logits with bias and penalties, a copy, with -inf for what may not follow.
 
@@ -299,6 +307,34 @@ class Sampler:
             allowed = self._allowed()
             assert allowed is not None, "a constraint says what may follow"
             return self._processor.probabilities(logits, self._counts), allowed
+
+    def weighed_sample(
+        self, logits: Logits, position: int, path: Sequence[int], power: float, stream: int
+    ) -> tuple[int | None, float]:  # (V,)
+        """A token drawn behind the reply and `path` by probabilities to a power, of those that form and check accept.
+
+        Returns it, or None where none is, and the logarithm of an estimate, exact without a check, of what these
+        powers add up to.
+
+        Args:
+            stream: of several draws at a position.
+        """
+        with self._along(path):
+            probabilities = self._processor.probabilities(logits, self._counts)
+            allowed = self._allowed()
+            ids = np.flatnonzero(probabilities) if allowed is None else allowed[probabilities[allowed] > 0]
+            if not len(ids):
+                return None, -math.inf
+            logs = power * np.log(probabilities[ids])
+            best = float(logs.max())
+            weights = np.exp(logs - best)
+            log_sum = math.log(float(weights.sum()))
+            if self._check is None:
+                return int(ids[self.sample_from(weights, position, stream)]), best + log_sum
+            accepts, noise = self._check.accepts, self._processor.noise(ids, position, stream)
+            logs -= best + log_sum
+            drawn = weighed_draw(logs, logs + noise, lambda index: accepts(int(ids[index])))
+            return None if drawn.index is None else int(ids[drawn.index]), best + log_sum + drawn.log_weight
 
     def sample_from(self, probabilities: Probabilities, position: int, stream: int) -> int:
         """A token from a distribution, by a draw that decides nothing else."""

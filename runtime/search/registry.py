@@ -17,6 +17,7 @@ from edgeinfer.runtime.search.drawn import BestOf, FirstFinish, Vote
 from edgeinfer.runtime.search.extract import Extract
 from edgeinfer.runtime.search.lookahead import Lookahead
 from edgeinfer.runtime.search.momentum import Momentum
+from edgeinfer.runtime.search.particles import Particles
 from edgeinfer.runtime.search.samples import ParallelSamples
 from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy
 from edgeinfer.wording import Setting
@@ -33,12 +34,14 @@ class SearchKind:
             leave no place for the options of sampling, else "either".
         branches: whether it looks at several continuations.
         constrained: whether it follows a grammar or a list of choices.
+        checked: whether it follows a checker.
     """
 
     make: Callable[[SearchParts], SearchStrategy]
     draws: Literal["always", "never", "either"]
     branches: bool = True
     constrained: bool = False
+    checked: bool = False
 
 
 SEARCH_KINDS: Mapping[str, SearchKind] = {
@@ -52,6 +55,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "momentum": SearchKind(Momentum, "never", branches=False),
     "extract": SearchKind(Extract, "never"),
     "aligned": SearchKind(Aligned, "always", constrained=True),
+    "particles": SearchKind(Particles, "always", constrained=True, checked=True),
     "beam": SearchKind(Beam, "never", constrained=True),
 }
 
@@ -73,8 +77,8 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
         message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
-    if parts.sampler.checked:
-        raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out.")
+    if parts.sampler.checked and not kind.checked:
+        raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out, or use 'particles'.")
     if kind.branches and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")

@@ -92,7 +92,7 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "adapter": "terse",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
-    elsewhere = {"max_tokens", "logprobs", "checker"}  # what OpenAI's endpoints name in different ways
+    elsewhere = {"max_tokens", "logprobs", "checker", "scorer"}  # what OpenAI's endpoints name in different ways
     for name in options_of(GenerationConfig).keys() - elsewhere - {"lame_prompt", "passage"}:
         option = options_of(GenerationConfig)[name]
         fields = Fields({name: values.get(name, 3 if option.default is None else option.default)})

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
     # Truncation may leave nothing of a form.
     "aligned": WARM | {"top_p": 1.0, "choices": ("He met a dog.", "She met a cat.", "They went home.")},
+    "particles": WARM | {"resample_every": 4, "scorer": lambda text, ended: float(text.count("a"))},
     "beam": {"beams": 4, "beam_groups": 2},
 }
 

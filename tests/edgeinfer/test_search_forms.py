@@ -63,9 +63,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "momentum": {},
     "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
     "aligned": WARM,
+    "particles": WARM | {"resample_every": 2},
     "beam": {"beams": 4, "beam_groups": 2},
 }
-FOLLOWS = ("off", "cautious", "contrast", "aligned", "beam")
+FOLLOWS = ("off", "cautious", "contrast", "aligned", "particles", "beam")
 DRAWS_BY_RULE = ("lookahead", "momentum", "extract", "beam")
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -100,7 +101,7 @@ def check(model: edgeinfer.Model, way: str, form: str, extra: str) -> bool:
         beside = extra == "speculation" and way != "off" and "cannot be combined" in error.message
         banned = "bias" in extra and "bans every token" in error.message
         formless = way == "aligned" and form == "none" and "a form that they must have" in error.message
-        stuck = way == "aligned" and "led nowhere" in error.message
+        stuck = {"aligned": "led nowhere", "particles": "can become the reply"}.get(way, "?") in error.message
         reasons = (by_form, by_rule, beside, banned, formless, stuck, "bans" in extra)
         assert any(reasons), (way, form, extra, error.message)
         return False

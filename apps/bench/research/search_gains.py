@@ -21,10 +21,14 @@ from typing import Any
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.results import Result
 
 __all__ = ["KnownQuestion", "SearchGain", "main", "measure", "read_questions"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
+# Of the model's own distribution; a scorer gives so many nats for each word that a story is to have.
+_OWN = {"temperature": 1.0, "search": "particles", "samples": 5}
+_WORD = 4.0
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "one sample": _DRAWN,
@@ -33,6 +37,13 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "vote": _DRAWN | {"search": "vote", "samples": 5, "answer": "text"},
     "best-of": _DRAWN | {"search": "best-of", "samples": 5},
     "beam": {"temperature": 0.0, "search": "beam", "beams": 4},
+    "particles^2": _OWN | {"power": 2.0},
+    "particles^4": _OWN | {"power": 4.0},
+}
+# Methods that are told which words a story is to have.
+SCORED: Mapping[str, Mapping[str, Any]] = {
+    "best of 8": _DRAWN | {"search": "samples", "samples": 8},
+    "particles": _OWN | _DRAWN | {"power": 1.0, "samples": 8},
 }
 
 
@@ -55,6 +66,10 @@ class KnownQuestion:
         if self.answer:
             return float(_plain(text) == _plain(self.answer))
         return sum(word.lower() in text.lower() for word in self.words) / len(self.words)
+
+    def nats(self, text: str, ended: bool) -> float:
+        """What a scorer says that is told the words."""
+        return _WORD * sum(word.lower() in text.lower() for word in self.words)
 
 
 @dataclass(frozen=True)
@@ -95,25 +110,37 @@ def read_questions(path: Path, most: int) -> list[KnownQuestion]:
     return [question for questions in found.values() for question in questions]
 
 
-def measure(model: Model, questions: Sequence[KnownQuestion], seeds: int) -> Iterator[SearchGain]:
-    """Every method over every kind of questions."""
+def measure(
+    model: Model, questions: Sequence[KnownQuestion], seeds: int, only: Sequence[str] = ()
+) -> Iterator[SearchGain]:
+    """Every method, or only some, over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
         asked = [question for question in questions if question.kind == kind]
-        for method, options in METHODS.items():
+        methods = {**METHODS, **(SCORED if asked[0].words else {})}
+        for method, options in methods.items():
+            if only and method not in only:
+                continue
             draws = range(seeds if options["temperature"] else 1)
             scores, passes, tokens = list[float](), 0, 0
             for question in asked:
                 for seed in draws:
-                    given = {"max_tokens": 100, "speculation": "off", "seed": seed, **options}
-                    stream = model.stream_chat(question.messages, **given)
-                    for _ in stream:
-                        pass
-                    result = stream.result
-                    scores.append(question.score(result.text))
+                    scored = {"scorer": question.nats} if method == "particles" else {}
+                    result = _reply(model, question, {**options, **scored, "seed": seed})
+                    texts = [result.text]
+                    if method == "best of 8" and result.search is not None:
+                        texts = [each.text for each in result.search.texts]
+                    scores.append(max(map(question.score, texts)))
                     tokens += len(result.token_ids)
                     passes += len(result.token_ids) if result.search is None else result.search.passes
             error = 2 * statistics.pstdev(scores) / math.sqrt(len(scores))
             yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, passes / tokens)
+
+
+def _reply(model: Model, question: KnownQuestion, options: Mapping[str, Any]) -> Result:
+    stream = model.stream_chat(question.messages, **{"max_tokens": 100, "speculation": "off", **options})
+    for _ in stream:
+        pass
+    return stream.result
 
 
 def _plain(text: str) -> str:
@@ -127,12 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-m", "--model", default=None)
     parser.add_argument("--questions", type=int, default=20, metavar="N", help="of each kind (default: 20)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of methods that draw (default: 3)")
+    parser.add_argument("--methods", default="", metavar="NAME,NAME", help="to measure (default: all)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
     try:
         with edgeinfer.load(args.model, remember=False) as model:
-            gains = []
-            for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds):
+            gains, only = [], args.methods.split(",") if args.methods else ()
+            for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds, only):
                 share = f"{gain.score:5.0%} ±{gain.error:4.0%}"
                 print(f"{gain.kind:8} {gain.method:12} {share} of {gain.answers:3}, {gain.passes:5.2f} passes a token")
                 sys.stdout.flush()

@@ -1,0 +1,224 @@
+"""Particle decoding: sequential Monte Carlo for a sharper, scored or checked distribution of whole replies.
+
+The target is p(reply)**power * exp(scorer(reply)) over the replies that form and checker allow. Sampling every token
+from its own sharpened distribution is another thing: that ignores how much probability lies behind a token. Particles
+are drawn so, and carry as weights what this gets wrong (Power-SMC, arXiv 2602.10273; scores of beginnings
+as in SMC steering, arXiv 2306.03081).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import UsageError
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.sampling.distributions import draw_from
+from edgeinfer.runtime.search.branches import Branch, Branches
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.text import ReplyText
+from edgeinfer.searching import SearchedText
+from edgeinfer.wording import Setting
+
+__all__ = ["Particles", "asked_score", "systematic"]
+
+# Particles are resampled where fewer of them than this share still count (the published code's default).
+_EFFECTIVE_SHARE = 0.5
+
+
+def systematic(weights: NDArray[np.float64], start: float) -> list[int]:  # (N,)
+    """Indices of N particles, each index about N times its weight often, by one number in [0, 1)."""
+    cumulative = np.cumsum(weights)
+    places = (start + np.arange(len(weights))) * (cumulative[-1] / len(weights))
+    # Rounding lifts none to the end.
+    below = np.minimum(places, np.nextafter(cumulative[-1], 0))
+    chosen: list[int] = cumulative.searchsorted(below, side="right").tolist()
+    return chosen
+
+
+def asked_score(scorer: Callable[[str, bool], float], text: str, ended: bool) -> float:
+    """What a caller's scorer says of a text.
+
+    Raises:
+        UsageError: it failed, or gives no number below infinity.
+    """
+    try:
+        score = float(scorer(text, ended))
+    except Exception as error:
+        message = f"The scorer failed on a text of {len(text)} characters: {type(error).__name__}: {error}"
+        raise UsageError(message, "It is called with the text so far and whether that is all.") from error
+    if math.isnan(score) or score == math.inf:
+        raise UsageError(f"The scorer gave {score}.", "Return a number, or -inf for what is never to be chosen.")
+    return score
+
+
+@dataclass(eq=False)
+class _Particle:
+    """A reply that is drawn.
+
+    Attributes:
+        branch: that it is drawn in, until it is over.
+        log_weight: since the last resampling.
+        score: sum of its tokens' log-probabilities by the model.
+        reward: what the scorer said of it last.
+    """
+
+    text: ReplyText
+    branch: Branch | None = None
+    log_weight: float = 0.0
+    score: float = 0.0
+    reward: float = 0.0
+
+    @property
+    def dead(self) -> bool:
+        """Whether it cannot be the reply any more."""
+        return self.log_weight == -math.inf
+
+    def over(self, most: int) -> bool:
+        """Whether it is dead, has ended, or has as many tokens as it may."""
+        return self.dead or self.text.ended or len(self.text.tokens) >= most
+
+
+class Particles(SearchStrategy):
+    """Draws replies side by side, replaces those of little weight by others, and answers with one by its weight.
+
+    Temperature, truncation and penalties are part of p. The scorer is asked before each resampling and at the end.
+
+    Attributes:
+        log_evidence: logarithm of the unbiased estimate of the target's sum over all replies.
+    """
+
+    def __init__(self, parts: SearchParts) -> None:
+        super().__init__(parts)
+        self.log_evidence = 0.0
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The whole reply.
+
+        Raises:
+            UsageError: no particle is left, or the scorer or checker failed.
+        """
+        count = self._config.samples
+        most, first_logits = self._share(count, room), logits.copy()
+        self._reply_rows = self._backend.cache.length
+        branches = Branches(self._passes)
+        particles = [_Particle(self._parts.reply_text(prompt)) for _ in range(count)]
+        for slot, particle in enumerate(particles):
+            particle.branch = branches.begin()
+            self._extend(particle, slot, first_logits, len(prompt))
+        length = 1
+        while not all(particle.over(most) for particle in particles):
+            if length % self._config.resample_every == 0:
+                self._weigh(particles)
+                particles = self._resampled(particles, prompt, length, branches)
+            self._leave_over(particles, most, branches)
+            self._feed(particles, len(prompt), branches)
+            length += 1
+        branches.end()
+        self._reply_rows = None
+        self._weigh(particles)
+        return self._take(self._chosen_of(particles, len(prompt)), first_logits)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """Where the context had no room for as much of all of them: the reply goes on alone."""
+        return self._plain_step()
+
+    def _feed(self, particles: Sequence[_Particle], prompt: int, branches: Branches) -> None:
+        """Draws the next token of each particle that is not over."""
+        live = [(slot, each, each.branch) for slot, each in enumerate(particles) if each.branch is not None]
+        if not live:
+            return
+        rows = branches.feed([(branch, each.text.tokens[-1:]) for _, each, branch in live])
+        for (slot, each, _), row in zip(live, rows, strict=True):
+            self._extend(each, slot, row, prompt)
+
+    def _extend(self, particle: _Particle, slot: int, logits: Floats, prompt: int) -> None:  # (V,)
+        """Draws a particle's next token, and weighs it by what this token's law gets wrong."""
+        tokens = particle.text.tokens
+        token, log_weight = self._parts.sampler.weighed_sample(
+            logits, prompt + len(tokens), tokens, self._config.power, slot
+        )
+        particle.log_weight += log_weight
+        if token is not None:
+            particle.score += logprob(logits, token)
+            particle.text.push(token)
+
+    def _weigh(self, particles: Sequence[_Particle]) -> None:
+        """Weighs particles by what the scorer says of them, in place of what it said before."""
+        scorer = self._config.scorer
+        for particle in particles:
+            if scorer is not None and not particle.dead:
+                reward = asked_score(scorer, particle.text.text, particle.text.ended)
+                particle.log_weight += reward - particle.reward
+                particle.reward = reward
+
+    def _resampled(
+        self, particles: list[_Particle], prompt: Sequence[int], length: int, branches: Branches
+    ) -> list[_Particle]:
+        """The particles, or as many drawn of them by their weights where too few still count."""
+        weights, log_mean = self._weights(particles)
+        if 1 / (weights @ weights) >= _EFFECTIVE_SHARE * len(particles):
+            return particles
+        self.log_evidence += log_mean
+        chosen = systematic(weights, self._parts.sampler.uniform(len(prompt) + length, 0))
+        for index, particle in enumerate(particles):
+            if particle.branch is not None and index not in chosen:
+                branches.drop(particle.branch)
+        found, seen = list[_Particle](), set[int]()
+        for index in chosen:
+            particle = particles[index]
+            if index in seen:
+                particle = self._copy(particle, prompt, branches)
+            seen.add(index)
+            particle.log_weight = 0.0
+            found.append(particle)
+        return found
+
+    def _copy(self, particle: _Particle, prompt: Sequence[int], branches: Branches) -> _Particle:
+        """A particle that goes on as another one did so far."""
+        text = self._parts.reply_text(prompt)
+        for token in particle.text.tokens:
+            text.push(token)
+        branch = None if particle.branch is None else branches.fork(particle.branch)
+        return _Particle(text, branch, score=particle.score, reward=particle.reward)
+
+    @staticmethod
+    def _leave_over(particles: Sequence[_Particle], most: int, branches: Branches) -> None:
+        """Those that are over make room."""
+        for particle in particles:
+            if particle.branch is not None and particle.over(most):
+                branches.drop(particle.branch)
+                particle.branch = None
+
+    @staticmethod
+    def _weights(particles: Sequence[_Particle]) -> tuple[NDArray[np.float64], float]:  # (N,)
+        """The particles' shares of the weight, and the logarithm of their mean weight.
+
+        Raises:
+            UsageError: none is left.
+        """
+        logs = np.array([particle.log_weight for particle in particles])
+        best = float(logs.max())
+        if best == -math.inf:
+            message = f"None of {len(logs)} particles can become the reply: form, checker or scorer refuse all of them."
+            raise UsageError(message, "Raise " + Setting("samples") + ", or refuse less.")
+        weights = np.exp(logs - best)
+        return weights / weights.sum(), best + math.log(float(weights.mean()))
+
+    def _chosen_of(self, particles: Sequence[_Particle], prompt: int) -> Sequence[int]:
+        """The tokens of the reply, drawn by the weights; tells what all of them became."""
+        weights, log_mean = self._weights(particles)
+        self.log_evidence += log_mean
+        self._statistics.trials = len(particles)
+        left = [index for index, particle in enumerate(particles) if not particle.dead]
+        self._chosen = draw_from(weights[left], self._parts.sampler.uniform(prompt, 0))
+        self._texts = tuple(self._weighed_text(particles[index], float(weights[index])) for index in left)
+        return particles[left[self._chosen]].text.tokens
+
+    def _weighed_text(self, particle: _Particle, weight: float) -> SearchedText:
+        found = self._searched_text(particle.text, particle.score)
+        return SearchedText(found.text, found.token_ids, found.score, found.finish_reason, weight)
