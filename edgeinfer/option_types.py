@@ -145,6 +145,7 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
         parse_special: whether special tokens spelled out in the prompt become those tokens; None: in prompts, but not
             in messages.
         checker: function of a text and whether it has ended: whether the reply may begin so, or be that.
+        thinking_budget: maximum number of tokens of a thought, whose end tag is forced then; None: no limit.
         adapter: name of the adapter that the reply is made with, of those that the model was loaded with; None: none.
     """
 
@@ -153,6 +154,7 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     json_object: bool
+    thinking_budget: int | None
     parse_special: bool | None
 
 

@@ -78,7 +78,7 @@ def make_sampler(
 
 
 def make_constraint(
-    parts: ModelParts, config: GenerationConfig, stop_ids: frozenset[int]
+    parts: ModelParts, prompt: Sequence[int], config: GenerationConfig, stop_ids: frozenset[int]
 ) -> tuple[Constraint | None, GrammarCosts | None]:
     """Makes what a reply must follow, if anything, and what counts its costs where that is a grammar.
 
@@ -97,6 +97,11 @@ def make_constraint(
         assert source is not None, "it was asked for"
         constraint = GrammarConstraint(parts.grammar_vocabulary, source, end_ids)
         return constraint, constraint.costs
+    if config.thinking_budget is not None:
+        # Few replies have one.
+        from edgeinfer.runtime.sampling.thinking import ThinkingBudget
+
+        return ThinkingBudget(parts.tokenizer, config.thinking_budget, prompt), None
     if not config.choices:
         return None, None
     return ChoiceConstraint(parts.choice_lists.trie(config.choices, end_ids, config.parses_content)), None

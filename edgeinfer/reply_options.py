@@ -10,6 +10,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
 from edgeinfer.records import dataclass
+from edgeinfer.wording import Setting
 
 __all__ = ["ReplyOptions", "Sampling", "SamplingOptions"]
 
@@ -222,6 +223,16 @@ class ReplyOptions(SamplingOptions):
         high=20,
         wire=False,
     )
+    thinking_budget: int | None = option(
+        None,
+        help="maximum number of tokens of a thought, such as between <think> and </think>; then its end is forced "
+        "(default: none)",
+        low=0,
+        high=LARGEST_COUNT,
+        cli="--thinking-budget",
+        metavar="N",
+        group=_TEXT,
+    )
     parse_special: bool | None = option(
         None,
         help="treat special tokens spelled out in the prompt as special tokens (default: only with --raw)",
@@ -246,7 +257,13 @@ class ReplyOptions(SamplingOptions):
         require(self.checker is None or callable(self.checker), "checker", self.checker, "a function")
         self._check_texts()
         self._check_tokens()
-        require_alone([name for name in _FORMS if getattr(self, name) not in (None, False, ())])
+        forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
+        require_alone(forms)
+        if self.thinking_budget is not None and forms:
+            message = (
+                Setting("thinking_budget") + " does not go with " + Setting(forms[0]) + ": that leaves no thought."
+            )
+            raise UsageError(message, "Leave one of them out.")
 
     def _check_texts(self) -> None:
         schema = self.json_schema

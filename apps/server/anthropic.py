@@ -175,6 +175,9 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, An
     choice = _choice(fields, functions)
     thinking = fields.inner("thinking")
     variables = None if thinking is None else {"enable_thinking": thinking.any("type") in ("enabled", "adaptive")}
+    budget = None if thinking is None else thinking.take("budget_tokens", int, "a number of tokens")
+    if thinking is not None and budget is not None and "json_schema" not in options:
+        options = {**options, **thinking.checked("budget_tokens", "thinking_budget", budget)}
     use = ToolUse(dialect_of(model.chat_template_text), choice)
     return ChatPrompt(messages, use, options, variables, fields=("messages", "output_config.format"))
 

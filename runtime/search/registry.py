@@ -35,6 +35,7 @@ class SearchKind:
         branches: whether it looks at several continuations.
         constrained: whether it follows a grammar or a list of choices.
         checked: whether it follows a checker.
+        thinks: whether a limit on thoughts holds in all that it looks at.
     """
 
     make: Callable[[SearchParts], SearchStrategy]
@@ -42,20 +43,21 @@ class SearchKind:
     branches: bool = True
     constrained: bool = False
     checked: bool = False
+    thinks: bool = False
 
 
 SEARCH_KINDS: Mapping[str, SearchKind] = {
-    "samples": SearchKind(ParallelSamples, "always"),
-    "first-finish": SearchKind(FirstFinish, "always"),
-    "best-of": SearchKind(BestOf, "always"),
-    "vote": SearchKind(Vote, "always"),
-    "cautious": SearchKind(Cautious, "always", constrained=True),
+    "samples": SearchKind(ParallelSamples, "always", thinks=True),
+    "first-finish": SearchKind(FirstFinish, "always", thinks=True),
+    "best-of": SearchKind(BestOf, "always", thinks=True),
+    "vote": SearchKind(Vote, "always", thinks=True),
+    "cautious": SearchKind(Cautious, "always", constrained=True, thinks=True),
     "lookahead": SearchKind(Lookahead, "never"),
-    "contrast": SearchKind(Contrast, "either", constrained=True),
+    "contrast": SearchKind(Contrast, "either", constrained=True, thinks=True),
     "momentum": SearchKind(Momentum, "never", branches=False),
     "extract": SearchKind(Extract, "never"),
     "aligned": SearchKind(Aligned, "always", constrained=True),
-    "particles": SearchKind(Particles, "always", constrained=True, checked=True),
+    "particles": SearchKind(Particles, "always", constrained=True, checked=True, thinks=True),
     "beam": SearchKind(Beam, "never", constrained=True),
 }
 
@@ -73,7 +75,11 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
     name = parts.config.search
     kind = SEARCH_KINDS[name]
     _check_sampling(name, kind, parts.config)
-    if parts.sampler.constrained and not kind.constrained:
+    if parts.config.thinking_budget is not None:
+        if not kind.thinks:
+            message = f"search={name!r} cannot limit thoughts."
+            raise UsageError(message, "Leave out " + Setting("thinking_budget") + ", or search in another way.")
+    elif parts.sampler.constrained and not kind.constrained:
         others = ", ".join(other for other, k in SEARCH_KINDS.items() if k.constrained)
         message = f"search={name!r} cannot follow a grammar, schema or list of choices."
         raise UsageError(message, f"Leave that out, or search by one of {others}.")

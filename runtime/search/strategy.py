@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCance
 from edgeinfer.runtime.backends.forks import copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
 from edgeinfer.searching import SearchedText, SearchUse
 from edgeinfer.wording import Setting
@@ -72,7 +73,8 @@ class SearchParts:
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""
         processor = LogitsProcessor(self.config, self.backend.geometry.vocab_size, (self.sampler.seed + index) % _SEEDS)
-        return Sampler(processor, prompt)
+        budget = self.config.thinking_budget
+        return Sampler(processor, prompt, None if budget is None else ThinkingBudget(self.tokenizer, budget, prompt))
 
     def room(self, copied: int = 0) -> tuple[int, str]:
         """Rows that texts side by side may take behind the reply's, and the option that bounds them.

@@ -169,6 +169,11 @@ def test_anthropic(server: Local, expected: str) -> None:
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "sunny"}]}
     turns = [*MESSAGES, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
     assert ok(server.post("/v1/messages", {**MESSAGE, "messages": turns, "tools": [tool]}))["content"]
+    limited = {**MESSAGE, "thinking": {"type": "enabled", "budget_tokens": -1}}
+    refused = server.post("/v1/messages", limited)
+    assert refused.status == 400 and "thinking_budget=-1" in refused.text
+    limited["thinking"] = {"type": "enabled", "budget_tokens": 5}
+    assert ok(server.post("/v1/messages", limited))["content"] == whole["content"]
     plain = ok(server.post("/v1/messages/count_tokens", {"model": "small", "messages": MESSAGES}))["input_tokens"]
     assert plain == whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
 

@@ -107,7 +107,7 @@ class Letters:
         return "".join(LETTERS[i] for i in ids if i != END)
 
     def token_to_id(self, text: str) -> int | None:
-        return LETTERS.index(text)
+        return LETTERS.index(text) if text in list(LETTERS) else None
 
     def id_to_token(self, id_: int) -> str | None:
         return LETTERS[id_]
