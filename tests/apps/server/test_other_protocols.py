@@ -171,7 +171,7 @@ def test_anthropic(server: Local, expected: str) -> None:
     assert ok(server.post("/v1/messages", {**MESSAGE, "messages": turns, "tools": [tool]}))["content"]
     limited = {**MESSAGE, "thinking": {"type": "enabled", "budget_tokens": -1}}
     refused = server.post("/v1/messages", limited)
-    assert refused.status == 400 and "thinking_budget=-1" in refused.text
+    assert refused.status_code == 400 and "thinking_budget=-1" in refused.text
     limited["thinking"] = {"type": "enabled", "budget_tokens": 5}
     assert ok(server.post("/v1/messages", limited))["content"] == whole["content"]
     plain = ok(server.post("/v1/messages/count_tokens", {"model": "small", "messages": MESSAGES}))["input_tokens"]
