@@ -64,7 +64,9 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
         beyond: go on a quarter of a context further, which shifts the context.
     """
     context = model.context
-    text = f"{pseudo_text(_REPEATED_WORDS, seed)} " * (context // _REPEATED_WORDS + 1)
+    words = f"{pseudo_text(_REPEATED_WORDS, seed)} "
+    # No longer than the context, as turning a text into tokens takes memory too.
+    text = words * (context // len(model.tokenize(words)) + 1)
     options = {"ignore_eos": True, "draft_width": draft_width}
     whole = model.tokenize(text)[: context // 2]
     whole += model.generate(whole, max_tokens=min(_REPLY_TOKENS, context // 8 or 1), **options).token_ids

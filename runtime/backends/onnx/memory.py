@@ -43,8 +43,9 @@ _PACKING_LEFT_BYTES = 4_000_000
 _FIRST_ROWS = 256
 # A cache that grows by concatenation is written again by every pass, from one copy into the other.
 _CONCAT_COPIES = 2
-# Largest set of a layer's activations alive at once, in widths of its widest linear.
-_LIVE_WIDTHS = 3
+# Largest set of a layer's activations alive at once, in widths of its widest linear: of our operators, and of
+# onnxruntime's, whose freed blocks do not all fit what comes next (docs/LOG.md, 2026-11-26).
+_LIVE_WIDTHS, _PORTABLE_WIDTHS = 3, 6
 _FLOAT_BYTES = 4
 # Positions of a block of attention and what its scores lie apart; results of blocks that are kept apart at most, and
 # queries that share each reading of keys (runtime/native/attention.c).
@@ -90,13 +91,17 @@ class OnnxMemory:
         """Session, cache and passes."""
         manifest = self.bundle.manifest
         context, chunk = configuration.context, configuration.prefill_chunk
-        scores = _scores(manifest, chunk, context) if self.floats else 0
-        scratch = _attention_scratch(manifest, chunk, context, self.threads) if self._paged else 0
+        if self._paged:
+            attention = _attention_scratch(manifest, chunk, context, self.threads)
+        else:
+            # Ours is one operator, which holds them once; other graphs and numpy hold what each step makes of them.
+            copies = _LIVE_WIDTHS if self.floats or manifest.decoder is None else 1
+            attention = copies * _scores(manifest, chunk, context)
         return Footprint(
             {
                 "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
                 "kv": self._cache(configuration.kv, context),
-                "activations": _activations(manifest, chunk, 0 if self._paged else context) + scores + scratch,
+                "activations": _activations(manifest, chunk, 0 if self._paged else context) + attention,
             },
             {"code": _RUNNING_CODE_BYTES},
         )
@@ -146,8 +151,11 @@ class OnnxMemory:
         if self._paged or (self.floats and manifest.paged and kv != FLOAT32):
             states = StateLayout(manifest.geometry.states).slot_bytes * SLOTS_IN_USE if manifest.geometry.states else 0
             return PageLayout.of(manifest.geometry, kv).page_bytes * pages_of(context) + states
-        copies = 1 if manifest.decoder else _CONCAT_COPIES
-        return manifest.geometry.kv_bytes_per_token(kv) * (context + 1) * copies
+        size = manifest.geometry.kv_bytes_per_token(kv) * (context + 1)
+        if manifest.decoder is None:
+            return size * _CONCAT_COPIES
+        # A layer's rows are copied when the cache grows, and the next layer's do not fit where the old ones were.
+        return size + (size // manifest.geometry.num_layers if context > _FIRST_ROWS else 0)
 
     @cached_property
     def _mapped_tokenizer(self) -> tuple[Footprint, Footprint]:
@@ -224,13 +232,16 @@ _WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, int], Footprint]] =
 
 
 def _activations(manifest: Manifest, chunk: int, context: int) -> int:
-    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits."""
+    """Bytes alive in the largest pass: hidden states in and out, a layer's widest values, attention bias, logits.
+
+    Args:
+        context: of a graph whose attention takes a bias; 0 where it reads pages.
+    """
     geometry, decoder = manifest.geometry, manifest.decoder
     hidden = geometry.hidden_size
     if decoder is None:
-        # An opaque graph returns the logits of every row, and its attention holds the scores of every head.
-        logits = chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
-        return _FLOAT_BYTES * logits + _scores(manifest, chunk, context)
+        # An opaque graph returns the logits of every row.
+        return _FLOAT_BYTES * chunk * (_LIVE_WIDTHS * 8 * hidden + geometry.vocab_size)
     layers = range(decoder.num_layers)
     widest = 2 * max(decoder.mlp_size(layer) for layer in layers) + hidden
     if (moe := decoder.moe) is not None:
@@ -244,7 +255,7 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
     biases = 2 if decoder.window_size else 1
     # Vectors of all layers, as a product, normed, looked up and added.
     vectors = 0 if decoder.per_layer is None else 4 * decoder.num_layers * decoder.per_layer.size
-    row = 2 * hidden + _LIVE_WIDTHS * widest + biases * context + vectors
+    row = 2 * hidden + (_PORTABLE_WIDTHS if context else _LIVE_WIDTHS) * widest + biases * context + vectors
     if (module := manifest.module) is None:
         return _FLOAT_BYTES * (chunk * (row + 2 * len(manifest.taps) * hidden) + 2 * geometry.vocab_size)
     # What the module reads in a pass and what waits for it, embeddings beside states, and its drafter's logits.
@@ -254,9 +265,10 @@ def _activations(manifest: Manifest, chunk: int, context: int) -> int:
 
 
 def _scores(manifest: Manifest, chunk: int, context: int) -> int:
-    """Bytes of attention's scores where those of every head are there at once."""
-    heads = -(-manifest.geometry.hidden_size // manifest.geometry.head_dim)
-    return _FLOAT_BYTES * _LIVE_WIDTHS * heads * chunk * context
+    """Bytes of the scores of all heads of one layer."""
+    geometry, decoder = manifest.geometry, manifest.decoder
+    heads = -(-geometry.hidden_size // geometry.head_dim) if decoder is None else decoder.num_heads
+    return _FLOAT_BYTES * heads * chunk * context
 
 
 def _attention_scratch(manifest: Manifest, chunk: int, context: int, threads: int) -> int:

@@ -75,3 +75,16 @@ def test_models_take_what_they_took(tmp_path: Path) -> None:
                 found[f"{name} {way} {place}"] = [terms(weights), terms(running), tokenizer, list(map(terms, phases))]
     # The tokenizer's file is as long as its library writes it.
     check_recorded("memory", found, rel=1e-2)
+
+
+def test_a_graph_of_onnxruntimes_operators_holds_the_scores_of_all_heads(tmp_path: Path) -> None:
+    bundle = made(tmp_path, "plain")
+    decoder = bundle.manifest.decoder
+    assert decoder is not None
+    memory, rows = OnnxMemory(bundle, PORTABLE, False, True), 64
+
+    def activations(context: int) -> float:
+        configuration = Configuration(context, rows, "float32", "packed", 0, (), 0, "kept")
+        return memory.running(configuration).anonymous["activations"]
+
+    assert activations(2048) - activations(1024) >= 4 * (decoder.num_heads + 1) * rows * 1024
