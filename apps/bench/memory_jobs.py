@@ -18,7 +18,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.enforced import set_limit
 from edgeinfer.apps.bench.synthetic import pseudo_text
-from edgeinfer.apps.bench.watch import mapped_memory
+from edgeinfer.apps.bench.watch import Growth, mapped_memory
 from edgeinfer.errors import BackendError, BudgetError
 from edgeinfer.results import Result
 
@@ -135,19 +135,19 @@ def time_replies(
         set_limit(limit, plan.budget_bytes, mapped=sum(plan.footprint.file.values()))
     try:
         with edgeinfer.load(model, **options) as loaded:
-            plan = loaded.plan
+            plan, growth = loaded.plan, Growth()
             replies = [loaded.generate(ids, max_tokens=max_tokens, ignore_eos=ignore_eos) for ids in prompts]
-            mapped = _resident_weights(model)
+            generation, mapped = growth.bytes(), _resident_weights(model)
     except BudgetError as error:
         return {"refused": error.message}
     return {
         "planned": plan.planned_bytes,
         "terms": plan.terms,
         "weights_resident": mapped + plan.terms.get("weights_packed", 0),
-        "used": replies[-1].memory.used,
+        "generation": generation,
         "choice": plan.to_dict()["choice"],
         "plan_given_up": plan.given_up,
-        "peak_rss_bytes": max(reply.memory.peak_rss_bytes for reply in replies),
+        "peak_rss_bytes": max(growth.peak_before, *(reply.memory.peak_rss_bytes for reply in replies)),
         "given_up": replies[-1].memory.given_up,
         "ms_per_token": [reply.timings.per_token_ms for reply in replies],
         "prompt_ms": [reply.timings.prompt_ms for reply in replies],

@@ -260,7 +260,7 @@ def _cuts(data: Mapping[str, Any]) -> Iterator[str]:
         if "generation_bytes" not in setups.get(name, {}):
             continue
         sizes, whole = smallest["generation_bytes"], setups[name]["generation_bytes"]
-        cuts = {key: f"{1 - sizes[key] / whole[key]:.1%}" for key in sizes}
+        cuts = {key: f"{1 - sizes[key] / whole[key]:.1%}" if whole[key] else "-" for key in sizes}
         alone = f"of cache, passes and drafts alone {cuts['planned_alone']}, {cuts['measured_alone']}"
         text = f"{cuts['planned']} reserved, {cuts['measured']} measured; {alone}"
         yield f"Generation memory cut against {name}: {text}."

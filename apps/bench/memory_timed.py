@@ -33,8 +33,9 @@ __all__ = [
     "time_setups",
 ]
 
-# Of a process that generates nothing: what any model costs once it is loaded.
-_AROUND = ("interpreter", "libraries", "objects", "tokenizer", "session", "code")
+# Of a process that generates nothing: what any model costs once it is loaded, and what is kept for chance.
+_AROUND = frozenset({"interpreter", "libraries", "objects", "reserve", "loading", "session", "code"})
+_AROUND |= {"tokenizer", "tokenizer_mapped"}
 _WEIGHTS = ("weights_packed", "weights_mapped", "experts")
 # The largest budget, over what is planned without one: a process grows a little between planning and loading.
 _AMPLE = 1.02
@@ -89,8 +90,11 @@ class TimedRun:
 
         Args:
             planned: what is reserved, rather than what was measured.
-            alone: without interpreter, libraries, session and tokenizer: cache, passes and drafts.
+            alone: cache, passes and drafts; measured, what the process grew by from loaded to its largest, pages of
+                files aside.
         """
+        if alone and not planned:
+            return int(self.found["generation"])
         terms = self.found["terms"]
         # While weights are streamed, those at the end are not those at the peak.
         by_plan = planned or self.found["choice"]["weights"] == "streamed"
@@ -98,10 +102,7 @@ class TimedRun:
         size = (self.found["planned"] if planned else self.peak_rss) - weights
         if not alone:
             return int(size)
-        around = {name: terms.get(name, 0) for name in _AROUND}
-        if not planned:
-            around["tokenizer"], around["objects"] = self.found["used"].get("tokenizer", 0), 0
-        return int(size - sum(around.values()))
+        return int(size - sum(terms.get(name, 0) for name in _AROUND))
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,25 @@
 
     XDG_CACHE_HOME=EMPTY python -m edgeinfer.apps.bench.plan_speeds -m MODEL --plans 100 --budgets 10 --out FILE
 
-A device is measured as it is in use: some replies by default options, then every way to run once, by the processor's
-time, so with one thread. Speeds of a busy machine drift, so each measured one is taken beside plain decoding, and
-predictions are held against it as if the machine were as fast as at first.
+A device is measured as it is in use: some replies by default options, then every way to run. All of it goes by the
+processor's time, what passes and guesses cost as well as what replies take, so with one thread: by a busy machine's
+clock costs and replies would be of different moments. Speeds drift all the same, so each measured one is taken beside
+plain decoding, and predictions are held against it as if the machine were as fast as at first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
@@ -39,7 +42,8 @@ _EVERY_SPECULATION = ("off", "auto", "copy", "copy,ngram", "copy,ngram,recycle",
 _EVERY_MOST = (3, 15)
 # A cache of so many bits is worth this share of the speed to a plan (runtime/planning/search.py).
 _WORTH = {"float32": 1.0, "float16": 0.98, "int8": 0.85, "int4": 0.7}
-_WARM = 2
+# Rounds of replies by default options, by which the device is measured; and of all enumerated ways, in turns.
+_WARM, _TURNS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class PlanSpeed:
         known: whether passes of this kind had been timed before.
         predicted, measured: tokens a second, the latter as if the machine were as fast as at first.
         least: bytes of the smallest budget that has room for it.
+        tried: tokens a second that are predicted once it has run.
     """
 
     options: Mapping[str, Any]
@@ -58,6 +63,7 @@ class PlanSpeed:
     predicted: float
     measured: float
     least: int = 0
+    tried: float = 0.0
 
     @property
     def error(self) -> float:
@@ -95,29 +101,51 @@ class PlanTimer:
     ) -> None:
         self._model, self._prompts, self._max = model, prompts, max_tokens
         self._common = dict(common)
-        self._first = 0.0
+        self._first = self._before = 0.0
 
     def learn(self, rounds: int) -> None:
         """Has this device measure passes and drafts, as use does."""
         for _ in range(rounds):
             self._replies({})
-        self._first = self._plain()
+        self._first = self._before = self._plain()
 
     def has(self, options: Mapping[str, Any]) -> bool:
         """Whether the model can run this way: it may have no draft model, or not this type of cache."""
         try:
-            plan = edgeinfer.plan(self._model, **self._common | dict(options))
+            plan = self._planned(options)
         except UsageError:
             return False
         return plan.configuration.draft_model or "model" not in options["speculation"]
 
     def timed(self, options: Mapping[str, Any]) -> PlanSpeed:
         """A way to run: planned by what is known so far, then timed."""
-        plan = edgeinfer.plan(self._model, **self._common | dict(options))
-        before = self._plain()
-        speed = self._replies(options)
-        drift = self._first / statistics.mean((before, self._plain()))
-        return PlanSpeed(options, plan.speed.measured, plan.speed.tokens_per_second, speed * drift, plan.planned_bytes)
+        plan, speed = self._planned(options), self._measured(options)
+        return PlanSpeed(options, plan.speed.measured, plan.speed.tokens_per_second, speed, plan.planned_bytes)
+
+    def timed_in_turns(self, ways: Sequence[Mapping[str, Any]], turns: int) -> list[PlanSpeed]:
+        """Ways to run: planned by what is known before any of them ran, timed so often, and planned once more."""
+        plans = [self._planned(way) for way in ways]
+        runs = [[self._measured(way) for way in ways] for _ in range(turns)]
+        speeds = [statistics.median(each) for each in zip(*runs, strict=True)]
+        return [
+            PlanSpeed(
+                way,
+                plan.speed.measured,
+                plan.speed.tokens_per_second,
+                speed,
+                plan.planned_bytes,
+                self._planned(way).speed.tokens_per_second,
+            )
+            for way, plan, speed in zip(ways, plans, speeds, strict=True)
+        ]
+
+    def _planned(self, options: Mapping[str, Any]) -> edgeinfer.MemoryPlan:
+        return edgeinfer.plan(self._model, **self._common | dict(options))
+
+    def _measured(self, options: Mapping[str, Any]) -> float:
+        """Tokens a second between two looks at plain decoding, as if that were as fast as at first."""
+        speed, before, self._before = self._replies(options), self._before, self._plain()
+        return speed * self._first / statistics.mean((before, self._before))
 
     def _plain(self) -> float:
         return self._replies({}, speculation="off")
@@ -166,15 +194,19 @@ def enumerated_ways() -> list[dict[str, Any]]:
     return ways
 
 
-def choices_within(ways: Sequence[PlanSpeed], budgets: int) -> list[BudgetChoice]:
-    """What so many budgets, evenly spaced from the smallest way to the largest, get of these."""
+def choices_within(ways: Sequence[PlanSpeed], budgets: int, *, tried: bool = False) -> list[BudgetChoice]:
+    """What so many budgets, evenly spaced from the smallest way to the largest, get of these.
+
+    Args:
+        tried: they are chosen by what is predicted once all have run, not before.
+    """
     sizes = [way.least for way in ways]
     step = (max(sizes) - min(sizes)) / max(budgets - 1, 1)
     found = []
     for number in range(budgets):
         budget = round(min(sizes) + step * number)
         fitting = [way for way in ways if way.least <= budget]
-        chosen = max(fitting, key=lambda way: way.predicted * _worth(way))
+        chosen = max(fitting, key=lambda way: (way.tried if tried else way.predicted) * _worth(way))
         best = max(fitting, key=lambda way: way.measured * _worth(way))
         share = chosen.measured * _worth(chosen) / (best.measured * _worth(best))
         found.append(BudgetChoice(budget, chosen.options, best.options, share))
@@ -197,9 +229,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--per-category", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     return parser
+
+
+@contextlib.contextmanager
+def _by_processor_time() -> Iterator[None]:
+    """Has everything in this process that is timed go by the processor's time."""
+    with mock.patch.multiple(time, perf_counter=time.process_time, perf_counter_ns=time.process_time_ns):
+        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,24 +248,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts = builtin_prompts(options.per_category)
         else:
             prompts = load_prompts(options.data, options.per_category, categories=("tales/retell", "mtbench"))
-        common = {"threads": options.threads} | ({"draft_model": options.draft_model} if options.draft_model else {})
+        common = {"threads": 1} | ({"draft_model": options.draft_model} if options.draft_model else {})
         watch = PlanTimer(options.model, prompts, options.max_tokens, common)
-        watch.learn(_WARM)
-        drawn = [watch.timed(way) for way in draw_ways(options.plans, options.seed) if watch.has(way)]
-        every = [watch.timed(way) for way in enumerated_ways() if watch.has(way)] if options.budgets else []
+        with _by_processor_time():
+            watch.learn(_WARM)
+            drawn = [watch.timed(way) for way in draw_ways(options.plans, options.seed) if watch.has(way)]
+            ways = [way for way in enumerated_ways() if watch.has(way)] if options.budgets else []
+            every = watch.timed_in_turns(ways, _TURNS)
     except EdgeInferError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    choices = choices_within(every, options.budgets) if every else []
-    _print(drawn, choices)
+    choices = [choices_within(every, options.budgets, tried=tried) for tried in (False, True)] if every else []
+    _print(drawn, *choices)
     if options.out:
         figures = {"plans": [asdict(each) | {"error": each.error} for each in drawn]}
-        figures |= {"ways": [asdict(each) for each in every], "budgets": [asdict(each) for each in choices]}
+        figures |= {"ways": [asdict(each) for each in every]}
+        figures |= {name: [asdict(e) for e in each] for name, each in zip(("untried", "tried"), choices, strict=False)}
         options.out.write_text(script_json("plan-speeds", figures), "utf-8")
     return 0
 
 
-def _print(drawn: Sequence[PlanSpeed], choices: Sequence[BudgetChoice]) -> None:
+def _print(
+    drawn: Sequence[PlanSpeed], untried: Sequence[BudgetChoice] = (), tried: Sequence[BudgetChoice] = ()
+) -> None:
     groups = {
         "all": drawn,
         "passes timed before": [each for each in drawn if each.known],
@@ -246,9 +289,10 @@ def _print(drawn: Sequence[PlanSpeed], choices: Sequence[BudgetChoice]) -> None:
     print_table(
         Table("Predicted against measured speed", ("plans", "number", "median", "90%", "predicted/measured"), rows)
     )
-    if choices:
-        near = sum(each.share >= 0.95 for each in choices)
-        print(f"{near} of {len(choices)} budgets get a plan within 5% of the best that fits.")
+    for when, choices in (("before any of these ran", untried), ("after", tried)):
+        if choices:
+            near = sum(each.share >= 0.95 for each in choices)
+            print(f"{near} of {len(choices)} budgets get a plan within 5% of the best that fits, by costs from {when}.")
 
 
 if __name__ == "__main__":

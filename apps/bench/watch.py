@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from edgeinfer.errors import BackendError
 
 __all__ = [
     "Ended",
+    "Growth",
     "Mapped",
     "Watched",
     "anonymous_bytes",
@@ -160,6 +162,27 @@ def peak_bytes(pid: int) -> int:
     return sample.peak if sample else 0
 
 
+class Growth:
+    """The most that this process takes beyond what it has now, pages of files aside.
+
+    Attributes:
+        peak_before: bytes that it had resident at most until now, which the system forgets.
+    """
+
+    def __init__(self) -> None:
+        before = _own_sample()
+        self.peak_before = before.peak
+        self._rss, self._file = before.rss, before.file
+        if sys.platform == "linux":
+            # Lets VmHWM begin again (proc(5)).
+            Path("/proc/self/clear_refs").write_text("5", "utf-8")
+
+    def bytes(self) -> int:
+        """What that is so far; pages of files that are there now are taken to have been there at the peak."""
+        now = _own_sample()
+        return max(0, now.peak - self._rss - (now.file - self._file))
+
+
 def mapped_files(pid: int) -> tuple[Path, ...]:
     """Every file that the process maps now; none where the system does not tell."""
     maps = Path(f"/proc/{pid}/maps")
@@ -193,6 +216,12 @@ def mapped_memory(pid: int, path: Path) -> Mapped:
     if not found:
         raise BackendError(f"The process does not map {path}.", "Give a bundle whose weights are used in place.")
     return Mapped(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
+
+
+def _own_sample() -> _Sample:
+    sample = _sample(os.getpid())
+    assert sample is not None, "this process runs"
+    return sample
 
 
 def _text(file: IO[bytes]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgeinfer
@@ -21,7 +22,7 @@ from edgeinfer.apps.bench.memory_plans import PlanCase, PlannedModel, PlanRun, P
 from edgeinfer.apps.bench.memory_sections import chat_section, plans_section, smallest_section, spec_memory_section
 from edgeinfer.apps.bench.memory_timed import ChatResults, LoadSetup, Timed, TimedRun
 from edgeinfer.apps.bench.render import print_section, section_markdown
-from edgeinfer.apps.bench.watch import Ended, Watched, watch
+from edgeinfer.apps.bench.watch import Ended, Growth, Watched, watch
 from edgeinfer.apps.cli.main import main
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
@@ -141,7 +142,7 @@ def timed(budget: int | None, short: float, deep: float, reason: str = "", name:
         "ms_per_token": [1e3 / short, 1e3 / deep] if not reason else [],
         "planned": sum(terms.values()) + (budget or 0),
         "terms": terms,
-        "used": {"tokenizer": 3},
+        "generation": 27,
         "weights_resident": 90,
         "choice": {"weights": "mapped", "context": 512, "kv": "float32"},
         "plan_given_up": ["the prompt in one pass"],
@@ -165,7 +166,15 @@ def test_generation_memory_is_all_beyond_the_weights() -> None:
     assert run.generation_bytes(planned=True, alone=False) == 75
     assert run.generation_bytes(planned=True, alone=True) == 40
     assert run.generation_bytes(planned=False, alone=False) == 60
-    assert run.generation_bytes(planned=False, alone=True) == 60 - 20 - 10 - 3
+    assert run.generation_bytes(planned=False, alone=True) == 27
+
+
+@linux_only
+def test_growth_is_what_the_process_took_and_gave_back() -> None:
+    growth = Growth()
+    np.ones(4_000_000)  # touched, and freed at once
+    assert 31e6 <= growth.bytes() < 40e6
+    assert growth.peak_before > 0
 
 
 def test_speeds_are_compared_with_runs_of_the_same_time() -> None:

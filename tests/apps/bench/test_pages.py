@@ -132,7 +132,7 @@ def told(planned: int, reason: str = "") -> TimedRun:
         "terms": {"kv": 3_000_000, "weights_mapped": 50_000_000},
         "choice": {"weights": "mapped"},
         "weights_resident": 50_000_000,
-        "used": {},
+        "generation": planned - 51_000_000,
     }
     return TimedRun(reason, planned - 1_000_000, planned // 2, 0, found)
 
