@@ -62,6 +62,7 @@ class _SearchSettings(TypedDict, total=False):
     resample_every: int
     scorer: Callable[[str, bool], float] | None
     answer: Answer
+    voters: int | None
     beams: int
     beam_groups: int
     diversity: float

@@ -26,7 +26,7 @@ __all__ = [
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
     "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
-    "extract", "aligned", "particles", "beam",
+    "extract", "aligned", "particles", "astar", "beam",
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -46,8 +46,8 @@ _METHOD: dict[str, Any] = {
     "help": "samples, several replies at once; first-finish, the first of several to end; best-of, the likeliest of "
     "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
     "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; aligned, replies of a form as "
-    "likely as the model finds them; particles, replies by the model's probability to a power and a scorer; beam, beam "
-    "search; all but samples are lossy (default: off)",
+    "likely as the model finds them; particles, replies by the model's probability to a power and a scorer; astar, the "
+    "best beginnings grow by drawn lines; beam, beam search; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -64,8 +64,8 @@ class SearchSettings:
     # Number i is drawn by seed + i.
     samples: int = option(
         4,
-        help="number of replies for samples, first-finish, best-of and vote, in a round of aligned, and of particles "
-        "(default: 4)",
+        help="number of replies for samples, first-finish, best-of and vote, in a round of aligned, of particles, and "
+        "of lines that astar draws behind a beginning (default: 4)",
         low=2,
         high=MOST_BRANCHES,
         cli="--samples",
@@ -74,7 +74,7 @@ class SearchSettings:
     )
     rounds: int = option(
         8,
-        help="rounds of samples that aligned learns from (default: 8)",
+        help="rounds of samples that aligned learns from, or beginnings that astar expands (default: 8)",
         low=1,
         high=256,
         cli="--rounds",
@@ -103,7 +103,8 @@ class SearchSettings:
     # A program's own code, so that neither requests nor bundles can give one.
     scorer: Callable[[str, bool], float] | None = option(
         None,
-        help="function of a text and whether it has ended, which gives the logarithm of particles' weight",
+        help="function of a text and whether it has ended, which gives the logarithm of particles' weight, or what "
+        "astar prefers",
         wire=False,
     )
     answer: Answer = option(
@@ -111,6 +112,15 @@ class SearchSettings:
         help="what vote compares: the whole text of a reply, its last line, or its last number (default: text)",
         choices=ANSWERS,
         cli="--answer",
+        group=_SEARCH,
+    )
+    voters: int | None = option(
+        None,
+        help="number of replies whose answers vote counts, those of the most lines (default: all)",
+        low=1,
+        high=MOST_BRANCHES,
+        cli="--voters",
+        metavar="N",
         group=_SEARCH,
     )
     beams: int = option(
@@ -252,15 +262,19 @@ class Search(SearchSettings, OptionGroup):
             passage that the model finds likeliest, word for word; "aligned" draws replies that follow a schema, a
             grammar or choices as often as the model writes them, which masking alone does not (ASAp); "particles" draws
             several replies by p(reply)**power * exp(scorer(reply)) and answers with one by its weight (Power-SMC,
-            reward-guided SMC); "beam" keeps several of the likeliest beginnings (diverse beam search).
+            reward-guided SMC); "astar" draws several next lines behind the best beginning so far, and goes on so
+            until the best one is whole; "beam" keeps several of the likeliest beginnings (diverse beam search).
         samples: number of replies for "samples", "first-finish", "best-of" and "vote", where number i is drawn with
-            seed + i; number of "particles".
-        rounds: for "aligned": rounds of so many samples, of which each makes the next truer.
+            seed + i; number of "particles", and of lines that "astar" draws at once.
+        rounds: for "aligned": rounds of so many samples, of which each makes the next truer; for "astar": beginnings
+            that it expands at most.
         power, resample_every: for "particles": the power, and after how many tokens those of little weight are
             replaced.
         scorer: for "particles": function of a text and whether it has ended, which gives the logarithm of a weight: 0
-            for what is as welcome as any, -inf for what is never to be chosen.
+            for what is as welcome as any, -inf for what is never to be chosen; for "astar": gives how good it is, else
+            that is the mean log-probability of the tokens.
         answer: what "vote" compares: the whole "text" of a reply, its last "line", or its last "number".
+        voters: of "vote": only so many replies are counted, those of the most lines (complexity-based consistency).
         beams, beam_groups, diversity, length_penalty: for "beam": number of beams, groups of them that avoid the tokens
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
         look_ahead: number of tokens that "lookahead" evaluates ahead.
@@ -289,8 +303,10 @@ def _check(method: str, settings: SearchSettings) -> None:
     if (method == "extract") != (settings.passage is not None):
         raise UsageError("passage and search='extract' go together.", "Give both, or neither.")
     require(settings.scorer is None or callable(settings.scorer), "scorer", settings.scorer, "a function")
-    if settings.scorer is not None and method != "particles":
-        raise UsageError("A scorer needs search='particles'.", "Give both, or leave out the scorer.")
+    if settings.scorer is not None and method not in ("particles", "astar"):
+        raise UsageError("A scorer needs search='particles' or 'astar'.", "Give both, or leave out the scorer.")
+    fits = settings.voters is None or settings.voters <= settings.samples
+    require(fits, "voters", settings.voters, f"at most samples={settings.samples}")
     require_few("passage", settings.passage or "", _MOST_PASSAGE)
     resistance = settings.resistance
     numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))

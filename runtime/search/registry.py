@@ -10,6 +10,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.forks import can_fork
 from edgeinfer.runtime.search.aligned import Aligned
+from edgeinfer.runtime.search.astar import AStar
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
 from edgeinfer.runtime.search.contrast import Contrast
@@ -58,6 +59,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "extract": SearchKind(Extract, "never"),
     "aligned": SearchKind(Aligned, "always", constrained=True),
     "particles": SearchKind(Particles, "always", constrained=True, checked=True, thinks=True),
+    "astar": SearchKind(AStar, "always", constrained=True, thinks=True),
     "beam": SearchKind(Beam, "never", constrained=True),
 }
 

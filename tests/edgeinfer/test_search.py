@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # Truncation may leave nothing of a form.
     "aligned": WARM | {"top_p": 1.0, "choices": ("He met a dog.", "She met a cat.", "They went home.")},
     "particles": WARM | {"resample_every": 4, "scorer": lambda text, ended: float(text.count("a"))},
+    "astar": WARM | {"samples": 2, "rounds": 3, "scorer": lambda text, ended: float(text.count("a"))},
     "beam": {"beams": 4, "beam_groups": 2},
 }
 

@@ -64,9 +64,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "extract": {"passage": "Tom had a red ball. He met a dog in the park."},
     "aligned": WARM,
     "particles": WARM | {"resample_every": 2},
+    "astar": WARM | {"samples": 2, "rounds": 2},
     "beam": {"beams": 4, "beam_groups": 2},
 }
-FOLLOWS = ("off", "cautious", "contrast", "aligned", "particles", "beam")
+FOLLOWS = ("off", "cautious", "contrast", "aligned", "particles", "astar", "beam")
 DRAWS_BY_RULE = ("lookahead", "momentum", "extract", "beam")
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -44,6 +44,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 SCORED: Mapping[str, Mapping[str, Any]] = {
     "best of 8": _DRAWN | {"search": "samples", "samples": 8},
     "particles": _OWN | _DRAWN | {"power": 1.0, "samples": 8},
+    "astar": _DRAWN | {"search": "astar", "samples": 4, "rounds": 8},
 }
 
 
@@ -124,7 +125,7 @@ def measure(
             scores, passes, tokens = list[float](), 0, 0
             for question in asked:
                 for seed in draws:
-                    scored = {"scorer": question.nats} if method == "particles" else {}
+                    scored = {"scorer": question.nats} if method in ("particles", "astar") else {}
                     result = _reply(model, question, {**options, **scored, "seed": seed})
                     texts = [result.text]
                     if method == "best of 8" and result.search is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgeinfer.errors import BackendError, UsageError
-from edgeinfer.runtime.search.drawn import answer_of, elect
+from edgeinfer.runtime.search.drawn import answer_of, elect, most_steps
 from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, alone
 
 WARM: dict[str, Any] = {"temperature": 0.9}
@@ -147,3 +147,18 @@ def test_ties_go_to_the_likelier_answer() -> None:
     assert elect(["a", "b", "b"], [-0.1, -3.0, -2.0]) == 2
     assert elect(["a", "b"], [-2.0, -1.0]) == 1
     assert elect(["a", "b", "a", "b"], [-1.0, -0.1, -2.0, -4.0]) == 0
+
+
+def test_the_longest_reasoning_votes() -> None:
+    """Of three short answers and two of more lines, the latter decide; as many as all are plain votes."""
+    texts = ["so 3", "so 3", "so 3", "first\n\nthen\n4", "first\nthen\n4"]
+    assert most_steps(texts, 2) == [3, 4] and most_steps(texts, 3) == [0, 3, 4] and most_steps(texts, 5) == [*range(5)]
+    for seed in range(5):
+        options = WARM | {"temperature": 0.5, "max_tokens": 4, "seed": seed}
+        votes = [
+            Trial(LettersBackend(400), search="vote", samples=6, **options | more).tokens()
+            for more in ({}, {"voters": 6})
+        ]
+        assert votes[0] == votes[1]
+    with pytest.raises(UsageError, match="at most samples=4"):
+        Trial(LettersBackend(), search="vote", voters=5, **WARM)
