@@ -18,8 +18,8 @@ def _read_qwen2(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 QWEN2 = Architecture(
-    classes=("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
-    model_types=("qwen2", "qwen2_5_vl_text", "qwen2_5_vl"),
+    classes=("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl"),
     read=_read_qwen2,
     roots=_ROOTS,
     ignorable=_IGNORABLE,

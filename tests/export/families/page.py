@@ -30,7 +30,8 @@ difference of any logit, in one pass, in chunks and on a draft tree, over all co
 `native` by our own kernel, `portable` by the operators of ONNX Runtime. `GGUF` is the architecture of llama.cpp that
 GGUF files are written as, where there is one; llama.cpp's logits of them are held to 1e-4 too.
 [BlockFFN](guide/models.md) runs as well; transformers does not have it.
-Of Gemma 3, 3n and 4, Mistral 3, Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also see, the language model is converted.
+Of Gemma 3, 3n and 4, Mistral 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, which also see, the language model is
+converted.
 
 `python -m tests.export.families.page` writes this page, and the tests hold every family to 1e-4.
 

@@ -170,6 +170,11 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 
 SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3": ("Gemma3", {}, {"vision_config": _EYES, "mm_tokens_per_image": 1}),
     "Gemma4": ("Gemma4", {}, {"vision_config": _EYES | {"num_key_value_heads": 2, "head_dim": 16}}),
+    "Qwen2VL": (
+        "Qwen2",
+        {"rope_parameters": _SECTIONS},
+        {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}},
+    ),
     "Qwen2_5_VL": ("Qwen2", {"rope_parameters": _SECTIONS}, {"vision_config": _QWEN_EYES}),
     "Qwen3VL": ("Qwen3", {"rope_parameters": _SECTIONS, "head_dim": 16}, {"vision_config": _QWEN_EYES}),
     "Mistral3": ("Ministral3", {"model_type": "ministral3"}, {"vision_config": _EYES | {"model_type": "pixtral"}}),
