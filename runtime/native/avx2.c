@@ -23,7 +23,7 @@ INLINE void add_plane(piece p, const uint8_t *plane, int factor, __m256i sums[PA
             for (int c = 0; c < p.width; c += 2) {
                 const uint8_t *at = plane + v * LOWBIT_TILE + c * 32;
                 __m256i left = load(at), right = load(at + 32);
-                fetch(p, plane, v);
+                fetch(p, plane, v, c);
                 for (int s = 0; s < slots; s++) {
                     __m256i l = unpack(format, s, left, left), r = unpack(format, s, right, right);
                     for (int i = 0; i < p.rows; i++) {

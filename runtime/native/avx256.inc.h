@@ -23,9 +23,9 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 enum { REGISTERS = 4 };
 /* Rows whose integer sums, two registers each, stay in registers beside the weights. */
 enum { PANEL = 4 };
-/* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
- * itself: it is told AHEAD bytes early. With fewer rows telling it only costs. */
-enum { FETCH_FROM = 4, AHEAD = 2048 };
+/* Bytes that are asked for early, into the second-level cache, of whose requests more can wait than of the first's
+ * (docs/LOG.md, 2026-11-26). */
+enum { AHEAD = 6144 };
 /* Panels take turns after this many k: if each crossed the whole tile, memory would wait for all but the first. */
 enum { TURN = 128 };
 /* One block of weights, `width` registers of the tile, and of some rows. */
@@ -62,12 +62,11 @@ INLINE __m256i unpack(int format, int s, __m256i data, __m256i low) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)lowbit_e2m1)), codes);
 }
 
-/* Asks for what lies ahead of k = v of a plane, each pass over half a tile's columns for half of the bytes. Two planes
- * are more than the first cache waits for at once: they are asked into the second. */
-INLINE void fetch(piece p, const uint8_t *plane, int v) {
-    const char *line = (const char *)(plane + p.ahead + v * LOWBIT_GROUP);
-    if (p.rows >= FETCH_FROM && p.format == BITS8) _mm_prefetch(line, _MM_HINT_T1);
-    if (p.rows >= FETCH_FROM && p.format != BITS8) _mm_prefetch(line, _MM_HINT_T0);
+/* Asks for what lies ahead of registers c and c + 1 at k = v of a plane; passes over half a tile's columns each ask for
+ * half of the bytes. */
+INLINE void fetch(piece p, const uint8_t *plane, int v, int c) {
+    const int at = p.width == REGISTERS ? v * LOWBIT_TILE + c * 32 : v * LOWBIT_GROUP;
+    _mm_prefetch((const char *)(plane + p.ahead + at), _MM_HINT_T1);
 }
 
 /* Scales of 8 columns of a block, in the units of values.h. */

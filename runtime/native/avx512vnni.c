@@ -24,10 +24,10 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
 
 /* Rows whose integer sums, two registers each, stay in registers beside the weights, and whose float sums do as well. */
 enum { PANEL = 8, HELD = 6 };
-/* From this many rows on arithmetic takes longer than a tile's bytes, and the memory system no longer runs ahead by
- * itself: it is told AHEAD bytes early. With fewer rows telling it of every line only costs; at 2 bits one line per
- * block is worth a quarter (docs/LOG.md, 2026-11-21). */
-enum { FETCH_FROM = 7, AHEAD = 2048 };
+/* Bytes that are asked for early: AHEAD_L2 ahead into the second-level cache, of whose requests more can wait than of the
+ * first's, and from L1_FROM rows on, where loads wait for arithmetic too, AHEAD_L1 ahead into the first
+ * (docs/LOG.md, 2026-11-26). */
+enum { AHEAD_L2 = 6144, AHEAD_L1 = 1024, L1_FROM = 3 };
 INLINE int slot_bits(int format) { return format == BITS2 ? 2 : 4; }
 
 /* Rows whose sums fit the registers even once per slot of the weights' bytes. */
@@ -61,6 +61,12 @@ INLINE void unpack(int format, int count, const uint8_t *data, const uint8_t *lo
         out[s] = _mm512_and_si512(shifted, mask);
         if (format == E2M1) out[s] = _mm512_shuffle_epi8(values_of_e2m1(), out[s]);
     }
+}
+
+/* Asks for the lines that come some time after this one. */
+INLINE void fetch(int count, const uint8_t *line) {
+    _mm_prefetch((const char *)(line + AHEAD_L2), _MM_HINT_T1);
+    if (count >= L1_FROM) _mm_prefetch((const char *)(line + AHEAD_L1), _MM_HINT_T0);
 }
 
 INLINE __m512i four(const int8_t *values) {
@@ -102,8 +108,8 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         for (int g = 0; g < 2; g++) {
             int at = v * LOWBIT_TILE + g * 64;
             unpack(format, count, data + at, low + (format == BITS8 ? at : 0), weights[g]);
-            if (count >= FETCH_FROM) _mm_prefetch((const char *)(data + at + AHEAD), _MM_HINT_T0);
-            if (count >= FETCH_FROM && format == BITS8) _mm_prefetch((const char *)(low + at + AHEAD), _MM_HINT_T0);
+            fetch(count, data + at);
+            if (format == BITS8) fetch(count, low + at);
         }
         for (int s = 0; s < slots; s++)
             for (int r = 0; r < count; r++) {
@@ -138,7 +144,6 @@ INLINE void panel(int format, int block, int count, const tile_view *view, int64
     for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t.m + first;
         __m512i dots[PANEL][2];
-        if (format == BITS2) _mm_prefetch((const char *)(t.data + b * t.data_step + AHEAD), _MM_HINT_T0);
         dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
                   t.values + at * block, block, dots);
         UNROLL for (int g = 0; g < 2; g++) {

@@ -23,8 +23,8 @@ INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
             const int at = v * LOWBIT_TILE + c * 32;
             __m256i left = load(p.data + at), right = load(p.data + at + 32);
             __m256i low_left = both ? load(p.low + at) : left, low_right = both ? load(p.low + at + 32) : right;
-            fetch(p, p.data, v);
-            if (both) fetch(p, p.low, v);
+            fetch(p, p.data, v, c);
+            if (both) fetch(p, p.low, v, c);
             for (int s = 0; s < slots; s++) {
                 __m256i l = unpack(p.format, s, left, low_left), r = unpack(p.format, s, right, low_right);
                 for (int i = 0; i < p.rows; i++) {
