@@ -16,6 +16,10 @@ _USUAL_GAP = 2.0
 _SLOWER, _FASTER = 0.5, 1.5
 # By how much a new figure counts in the running mean of a step without prompts.
 _WEIGHT = 0.2
+# Passes with prompts in a row after which one without tells again what a step takes.
+_LOOK = 32
+# A step of so many times more or fewer rows tells nothing of a step.
+_NEAR = 2
 
 
 class PromptShare:
@@ -24,10 +28,10 @@ class PromptShare:
     Args:
         most: rows of prompts in any pass.
         inter_token_latency: milliseconds that a step with such a pass may take; None is twice those of one without
-            prompts, and infinity as long as it takes. At least one row of a prompt comes with each pass in any case.
+            prompts, and infinity as long as it takes. One row of a prompt comes with a pass in any case.
 
     Attributes:
-        rows: of prompts in the next pass with others'.
+        rows: of prompts in a pass with others'; see `beside`.
     """
 
     def __init__(self, most: int, inter_token_latency: float | None = None) -> None:
@@ -35,6 +39,18 @@ class PromptShare:
         self._wanted_ms = inter_token_latency
         self._most = most
         self._plain_ms: dict[int, float] = {}  # by rows
+        self._since = 0  # passes with prompts since the last without
+
+    def beside(self, rows: int) -> int:
+        """Rows of prompts in the next pass with so many rows of sequences that are being decoded.
+
+        While prompts wait, no pass would tell what a step takes without them, and what they may have could not grow.
+        So where nothing like it is known, and again every `_LOOK` passes, one goes without.
+        """
+        if self._wanted_ms is not None:
+            return self.rows
+        near = any(max(known, rows) <= _NEAR * min(known, rows) for known in self._plain_ms)
+        return self.rows if near and self._since < _LOOK else 0
 
     def observe(self, rows: int, prompt_rows: int, ms: float) -> None:
         """Learns from a step whose pass had so many rows of sequences that are being decoded, and of prompts.
@@ -42,6 +58,7 @@ class PromptShare:
         Args:
             ms: milliseconds of the step, which are those between two tokens of each sequence.
         """
+        self._since = self._since + 1 if prompt_rows else 0
         if not prompt_rows:
             known = self._plain_ms.get(rows, ms)
             self._plain_ms[rows] = known + _WEIGHT * (ms - known)
