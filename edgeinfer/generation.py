@@ -86,7 +86,7 @@ class TokenStream:
         self._chunks = self._run()
 
     def _new_strategy(self, parts: ModelParts) -> DecodingStrategy:
-        return make_strategy(parts, self._sampler, self._config, self._stop_ids, continues=self._request.continues)
+        return make_strategy(parts, self._sampler, self._request, self._stop_ids)
 
     @property
     def result(self) -> Result:

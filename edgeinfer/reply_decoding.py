@@ -43,6 +43,7 @@ class GenerationRequest:
         reply: tokens that it has already.
         draft: what may follow them.
         contexts: that the prompt begins with, where these were evaluated apart.
+        lame: tokens of the worse prompt of a chat; elsewhere the text of the option is it.
         on_finish: called once with the result.
     """
 
@@ -53,6 +54,7 @@ class GenerationRequest:
     reply: tuple[int, ...] = ()
     draft: tuple[int, ...] = ()
     contexts: JoinedContexts | None = None
+    lame: tuple[int, ...] = ()
     on_finish: Callable[[Result], None] | None = None
 
 
@@ -108,20 +110,19 @@ def make_constraint(
 
 
 def make_strategy(
-    parts: ModelParts, sampler: Sampler, config: GenerationConfig, stop_ids: frozenset[int], *, continues: bool
+    parts: ModelParts, sampler: Sampler, request: GenerationRequest, stop_ids: frozenset[int]
 ) -> DecodingStrategy:
     """Makes the strategy that a request asks for: a search, less compute, drafting ahead, or one token per pass.
 
     Args:
         sampler: of the reply's tokens.
         stop_ids: that end it.
-        continues: the reply goes on with the prompt's text.
 
     Raises:
         UsageError: what is asked for needs what is not there, or excludes something else that is asked for.
         CapabilityError: the backend cannot do it.
     """
-    engine = parts.engine
+    engine, config = parts.engine, request.config
     if parts.remote is not None:
         require_plain(config, computes=("full", "entropy"))
         return parts.remote.strategy(engine, sampler, config)
@@ -139,7 +140,8 @@ def make_strategy(
             cancelled=lambda: engine.cancelled,
             fed=lambda: engine.cached_tokens,
             chunk=engine.chunk,
-            continues=continues,
+            continues=request.continues,
+            lame=request.lame,
             uncertainty=parts.uncertainty if config.uncertainty is None else config.uncertainty,
             spare_bytes=parts.ledger.plan.spare_bytes,
         )

@@ -195,18 +195,19 @@ class Replying(LoadedModel):
         """
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
+        asked: dict[str, Any] = {"tools": tools, "variables": variables, "begun": begun, "fitting": True}
+        asked["parse_special"] = config.parses_content
         if tokens is None:
-            tokens = self.tokenize_chat(
-                messages,
-                tools=tools,
-                variables=variables,
-                begun=begun,
-                parse_special=config.parses_content,
-                fitting=True,
-            )
+            tokens = self.tokenize_chat(messages, **asked)
+        lame = [] if config.lame_prompt is None else self.tokenize_chat(_asking(messages, config.lame_prompt), **asked)
         return self._start(
             GenerationRequest(
-                prompt=list(tokens), config=config, started=started, continues=bool(begun), on_finish=on_finish
+                prompt=list(tokens),
+                config=config,
+                started=started,
+                continues=bool(begun),
+                lame=tuple(lame),
+                on_finish=on_finish,
             )
         )
 
@@ -362,6 +363,12 @@ class Replying(LoadedModel):
     def _start(self, request: GenerationRequest) -> TokenStream:
         """Begins a reply."""
         raise NotImplementedError
+
+
+def _asking(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """The same conversation with this in the place of the user's last message."""
+    last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
+    return [*messages[:last], {"role": "user", "content": text}, *messages[last + 1 :]]
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:

@@ -281,7 +281,8 @@ class Search(SearchSettings, OptionGroup):
         candidates: number of candidate tokens for "lookahead" and "momentum"; None means 3 and 5.
         uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means what
             `tools.tune_uncertainty` learnt of the model, else 1.5.
-        lame_prompt, contrast_strength: for "contrast": the worse prompt, and how strongly to steer away from it.
+        lame_prompt, contrast_strength: for "contrast": the worse prompt, in a chat instead of the user's last message,
+            and how strongly to steer away from it.
         passage: for "extract": the text of which the reply is a span.
         resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """

@@ -55,7 +55,7 @@ class ChatPrompt:
         options: of GenerationConfig, for the first reply.
         variables: further names for the chat template.
         begun: what the reply already says.
-        tokens: of all that, once they are made; messages are not kept then.
+        tokens: of all that, once they are made; messages are kept then only for a worse prompt among them.
         fields: of the request that hold the messages and ask for a form of the reply.
     """
 
@@ -82,14 +82,17 @@ class ChatPrompt:
             message, hint = f"{model.info.name} has no chat template.", "Send a text to /v1/completions instead."
             raise RequestError(message, hint, param=self.fields[0], code="template_rejected")
         with self._naming():
+            messages = self.tools.messages(self.messages)
             ids = model.tokenize_chat(
-                self.tools.messages(self.messages),
+                messages,
                 tools=self.tools.template_tools,
                 variables=self.variables,
                 begun=self.begun,
                 fitting=True,
                 parse_special=GenerationConfig.of(**self.options).parses_content,
             )
+        if self.options.get("lame_prompt") is not None:
+            return replace(self, messages=messages, tokens=PromptTokens(ids, model))
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
     def start(self, model: ChatModel[StreamT], index: int) -> tuple[StreamT, ReplyReader]:
@@ -104,6 +107,8 @@ class ChatPrompt:
         with self._naming():
             stream = model.stream_chat(
                 prepared.messages,
+                tools=self.tools.template_tools,
+                variables=prepared.variables,
                 begun=self.begun,
                 tokens=prepared.tokens.of(model),
                 **reply_options(self.tools.options(model, self.options), index),

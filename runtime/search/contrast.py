@@ -39,7 +39,9 @@ class Contrast(SearchStrategy):
     def __init__(self, parts: SearchParts) -> None:
         super().__init__(parts)
         lame, tokenizer = self._config.lame_prompt or "", parts.tokenizer
-        if self._config.parses_prompt:
+        if parts.lame:
+            self._lame = list(parts.lame)
+        elif self._config.parses_prompt:
             self._lame = tokenizer.encode(lame)
         else:
             self._lame = LiteralEncoder(tokenizer, parts.stop_ids).literal(lame, add_special_tokens=True)

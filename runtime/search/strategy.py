@@ -56,6 +56,7 @@ class SearchParts:
         continues: the reply goes on with the prompt's text, as `generation.TokenStream` has it.
         uncertainty: entropy in nats above which the next token is uncertain.
         spare_bytes: that copies of rows may take; None is any.
+        lame: tokens of the worse prompt; empty where the option's text is it.
     """
 
     backend: Backend
@@ -69,6 +70,7 @@ class SearchParts:
     continues: bool
     uncertainty: float
     spare_bytes: int | None = None
+    lame: tuple[int, ...] = ()
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""

@@ -102,3 +102,16 @@ def test_worse_prompts_follow_the_option(tales: edgeinfer.Model) -> None:
     prompt = tales.tokenize("<|user|>Tell a story about a dog.<|end|><|assistant|>")
     texts = {p: tales.generate(prompt, lame_prompt=lame, parse_special=p, **options).text for p in (None, True, False)}
     assert texts[None] == texts[True] != texts[False]
+
+
+def test_a_worse_prompt_of_a_chat_is_its_last_message(tales: edgeinfer.Model) -> None:
+    """Which the chat template writes as it does the user's own."""
+    options: dict[str, Any] = {"search": "contrast", "max_tokens": 12, "uncertainty": 0.0, "contrast_strength": 3.0}
+    asked, worse = "Tell a story about a dog.", "Tell a story."
+    prompt, lame = (f"<|user|>{text}<|end|><|assistant|>" for text in (asked, worse))
+    messages = [{"role": "user", "content": asked}]
+    assert tales.tokenize_chat(messages) == tales.tokenize(prompt)
+    found = tales.stream_chat(messages, lame_prompt=worse, **options).complete()
+    assert found.text == tales.generate(tales.tokenize(prompt), lame_prompt=lame, **options).text
+    bare = tales.generate(tales.tokenize(prompt), lame_prompt=worse, **options).text
+    assert found.text != bare

@@ -36,6 +36,14 @@ def content(answer: dict[str, Any]) -> str:
     return text
 
 
+def test_a_worse_prompt_stands_in_the_same_conversation(model: edgeinfer.Model) -> None:
+    """Behind the same system message, as a program's own is."""
+    options: dict[str, Any] = {"search": "contrast", "uncertainty": 0.0, "contrast_strength": 3.0, "lame_prompt": "Go"}
+    own = model.stream_chat(MESSAGES, **OPTIONS | options).complete().text
+    assert content(complete(model, **options)) == own
+    assert own != model.stream_chat(MESSAGES, **OPTIONS | options | {"lame_prompt": "Stop"}).complete().text
+
+
 def test_an_answer(model: edgeinfer.Model) -> None:
     answer = json.loads(json.dumps(complete(model)))
     assert answer["object"] == "chat.completion"
