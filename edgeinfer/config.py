@@ -325,6 +325,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
         require(fits, "expert_memory", self.expert_memory, "left out unless weights is 'experts'")
         self.check_device()
         self.check_remote()
+        self.check_rpc()
         if self.remote is not None:
             require(self.overflow == "stop", "overflow", self.overflow, "'stop' where a server decides the text")
 

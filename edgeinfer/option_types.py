@@ -202,6 +202,10 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
         remote_key: API key of that server.
         remote_digest: sha256 that the server's model must have; None is any.
         remote_loss: what to do when the server is lost: "stop", the default, or "local", which is lossy.
+        remote_draft_price: milliseconds of waiting that a drafted token must save, for its energy.
+        remote_kilobyte_price: milliseconds of waiting that a kilobyte sent or received must save, for its energy.
+        rpc: RPC servers of llama.cpp that hold layers of a GGUF model, as "HOST:PORT,..."; they have no encryption.
+        rpc_public: allow such servers outside this machine and private networks.
     """
 
     adapters: Mapping[str, str | Path]
@@ -214,6 +218,10 @@ class RareLoadOptions(CacheDict, _LoadDrafting, total=False):
     remote_key: str | None
     remote_digest: str | None
     remote_loss: RemoteLoss
+    remote_draft_price: float
+    remote_kilobyte_price: float
+    rpc: str | None
+    rpc_public: bool
 
 
 class LoadOptionsButContext(RareLoadOptions, total=False):

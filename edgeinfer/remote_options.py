@@ -1,4 +1,4 @@
-"""Options by which a model elsewhere decides the text that the loaded one drafts, and what that came to."""
+"""Options by which other machines take part: one decides the text that the loaded model drafts, or some hold layers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ VERIFIED_OPTIONS = (
     "seed", "stop_token_ids", "ignore_eos", "choices", "json_schema", "json_object", "regex", "grammar",
     "parse_special",
 )  # fmt: skip
+
+# As llama.cpp's GGML_RPC_MAX_SERVERS.
+_MOST_RPC = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,73 @@ class RemoteOptions:
         group="remote",
     )
 
+    remote_draft_price: float = option(
+        0.0,
+        help="milliseconds of waiting that a drafted token must save, for the energy it takes here (default: 0)",
+        low=0.0,
+        high=1_000.0,
+        cli="--remote-draft-price",
+        metavar="MS",
+        group="remote",
+    )
+    remote_kilobyte_price: float = option(
+        0.0,
+        help="milliseconds of waiting that a kilobyte sent or received must save, for the energy it takes (default: 0)",
+        low=0.0,
+        high=100_000.0,
+        cli="--remote-kilobyte-price",
+        metavar="MS",
+        group="remote",
+    )
+
+    rpc: str | None = option(
+        None,
+        help="RPC servers of llama.cpp that hold layers of a GGUF model, without encryption or keys (default: none)",
+        cli="--rpc",
+        metavar="HOST:PORT,...",
+        group="remote",
+    )
+    rpc_public: bool = option(
+        False,
+        help="allow RPC servers outside this machine and private networks, where anyone can read and change what is "
+        "sent (default: no)",
+        cli="--rpc-public",
+        group="remote",
+    )
+
+    @property
+    def rpc_servers(self) -> tuple[str, ...]:
+        """The servers of `rpc`, each HOST:PORT."""
+        return tuple(filter(None, map(str.strip, (self.rpc or "").split(","))))
+
+    def check_rpc(self) -> None:
+        """Refuses RPC servers that are none, and those on networks where strangers are.
+
+        Raises:
+            UsageError: one of them is.
+        """
+        if self.rpc is None and self.rpc_public:
+            raise UsageError(Setting("rpc_public") + " needs a server.", "Name one with " + Setting("rpc") + ".")
+        if self.rpc is not None and not 0 < len(self.rpc_servers) <= _MOST_RPC:
+            raise UsageError(f"{self.rpc!r} are no RPC servers.", f"Name 1 to {_MOST_RPC}, as in 192.168.1.20:50052.")
+        for server in self.rpc_servers:
+            host, _, port = server.rpartition(":")
+            if not host or "/" in host or not port.isdecimal() or not 0 < int(port[:6]) < 65_536:
+                raise UsageError(f"{server!r} is no RPC server.", "Write it like 192.168.1.20:50052.")
+            if not (self.rpc_public or _is_near(host.strip("[]"))):
+                message = f"{host} is not on a private network, and llama.cpp's RPC has no keys and no encryption."
+                raise UsageError(message, "Use a tunnel, or allow it with " + Setting("rpc_public", True) + ".")
+
+    def refuse_rpc(self, engine: str) -> None:
+        """Refuses RPC servers where what runs the model has no use for them.
+
+        Raises:
+            UsageError: some are named.
+        """
+        if self.rpc is not None:
+            message = f"{engine} runs this model, which does not divide it between machines."
+            raise UsageError(message, "Leave " + Setting("rpc") + " out, or load a GGUF file.")
+
     def check_remote(self) -> None:
         """Refuses what is no URL, and one by which strangers could read along.
 
@@ -77,8 +147,8 @@ class RemoteOptions:
             UsageError: an option has such a value, or needs a server.
         """
         if self.remote is None:
-            for name in ("remote_api", "remote_model", "remote_key", "remote_digest", "remote_loss"):
-                if getattr(self, name) != options_of(RemoteOptions)[name].default:
+            for name, declared in options_of(RemoteOptions).items():
+                if name.startswith("remote") and getattr(self, name) != declared.default:
                     raise UsageError(Setting(name) + " needs a server.", "Name one with " + Setting("remote") + ".")
             return
         parts = urlsplit(self.remote)

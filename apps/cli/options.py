@@ -53,7 +53,10 @@ MEMORY = (
 CONVERTING = ("bits",)
 DRAFTING = ("speculation", "draft_model", "draft_max", "draft_experts", "remember")
 LOADING = ("adapters", *MEMORY, "threads", "exact", "backend", "native", "device", "gpu_layers", *DRAFTING)
-REMOTE = ("remote", "remote_api", "remote_model", "remote_digest", "remote_loss")
+REMOTE = (
+    *("remote", "remote_api", "remote_model", "remote_digest", "remote_loss"),
+    *("remote_draft_price", "remote_kilobyte_price", "rpc", "rpc_public"),
+)
 # An argument would be seen by other users of the machine.
 _REMOTE_KEY = "EDGEINFER_REMOTE_KEY"
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}

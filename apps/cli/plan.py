@@ -30,7 +30,7 @@ example:
   edgeinfer plan -m my-bundle --memory 600MB -c 4096
   edgeinfer plan -m my-bundle --curve
 """
-_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", *DRAFTING)
+_PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", "rpc", "rpc_public", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
     "weights": ("weights_packed", "weights_mapped", "experts"),
@@ -198,7 +198,9 @@ def _print_terms(plan: MemoryPlan) -> None:
         "threads": _tuned(plan, "threads"),
         "prompt tokens per pass": _tuned(plan, "prefill_chunk"),
         "device": plan.device,
-        "layers on a graphics processor": str(choice.gpu_layers or ""),
+        f"layers on {'other machines' if plan.device.startswith('RPC ') else 'a graphics processor'}": str(
+            choice.gpu_layers or ""
+        ),
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
 

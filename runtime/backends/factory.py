@@ -90,6 +90,7 @@ class BackendFactory(ABC):
             UsageError, DeviceError: it cannot run one as asked.
         """
         config.refuse_gpu_layers(self.engine())
+        config.refuse_rpc(self.engine())
         return choose_device(config, self.graphs)
 
     @abstractmethod

@@ -1,48 +1,93 @@
-"""How long drafts should be that are sent to a verifier elsewhere: what rounds and drafts take here, as measured."""
+"""The governor of drafts for a verifier elsewhere: draft or stream, and how many tokens, by what both take as measured.
+
+It reads no clock, so tests run it in simulated time (`tests/runtime/remote/simulated.py`)."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
-__all__ = ["Channel"]
+from edgeinfer.records import dataclass
 
-# How many figures of a kind are kept, of which the least say what it takes: other work makes the rest longer.
+__all__ = ["Channel", "Prices"]
+
+# Samples kept of each kind; the least of them says what it takes, as other work makes the rest longer.
 _KEPT = 8
-# Share of drafted tokens that a verifier is taken to accept before it has seen any, and how many tokens that is worth.
+# Share of drafted tokens assumed to be accepted before any was seen, and how many tokens that assumption weighs.
 _PRIOR, _PRIOR_TOKENS = 0.7, 8.0
-# How much longer a pass takes for each row more, before passes of several sizes were seen, and at the best.
+# By how much each further row is assumed to lengthen a pass before several sizes were seen, and at best.
 _ROW, _BEST_ROW = 0.1, 0.05
-# Passes of a size after which the least of them is believed; one may have met with other work.
+# Passes of one size after which the least of them is believed; one may have met with other work.
 _BELIEVED = 3
 # Tokens of the first draft, before anything is known of the way.
 _FIRST = 4
-# Tokens that count in the share accepted: older ones by less.
+# Tokens that count in the share accepted; older ones count less.
 _MEMORY = 64.0
-# By so much drafting must be faster than streaming, which asks nothing of this machine.
-_GAIN = 1.02
-# Rounds in a row by which their pace is judged, whatever was expected of them.
-_JUDGED = 8
+# Rounds whose pace is judged: so many tell for sure, and fewer where they are slower by a lot.
+_JUDGED, _SOON, _BADLY = 8, 4, 1.3
+# How much faster rounds must be expected to be than the stream they end, and than one where costs are only assumed.
+_GAIN, _HOPED_GAIN = 1.06, 1.15
+# Share of the time that may be lost by trying what turns out slower.
+_RISK = 0.012
+# How much of the share accepted is counted on where it is asked what may be lost.
+_DOUBT = 0.8
+# What may be lost before anything was earned: the time of so many streamed tokens.
+_ALLOWED = 16
+# Tokens of a stream that are timed together, and of a stream that is only tried.
+_WINDOW, TRIED = 8, 16
+# Tokens after which a stream's pace is measured again, if rounds are not faster than it by this factor.
+_STALE, _CLEARLY = 400, 1.5
+# Of a stream's tokens all of the first so many are compared with drafts, then those of one window in four.
+_COMPARED = 32
+# Bytes of a round's request and answer, of each drafted token, and of a streamed token, by HTTP/1.1 and JSON.
+_ROUND_BYTES, _DRAFT_BYTES, _EVENT_BYTES = 800, 6, 40
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a device's energy is worth, in milliseconds of waiting.
+
+    Attributes:
+        draft: of a drafted token.
+        kilobyte: of a kilobyte on the way, either way.
+    """
+
+    draft: float = 0.0
+    kilobyte: float = 0.0
+
+    def of(self, drafted: float, size: float) -> float:
+        """Of so many drafted tokens and bytes."""
+        return self.draft * drafted + self.kilobyte * size / 1e3
 
 
 class Channel:
-    """What was measured of a way to a verifier and of the drafter.
+    """What was measured of a way to a verifier and of the drafter, and what follows from it.
 
     A round with g drafted tokens takes g drafts, the way there and back, and a pass of 1 + g rows. The verifier then
     decides (1 - a^(1+g)) / (1 - a) tokens, where it accepts a share a of what is drafted. Where it accepts all, drafts
     that were made while the round was under way are the next round's (PEARL, Liu et al. 2025), and cost nothing.
 
+    A stream goes on until rounds are expected to be faster, and rounds go on until they were slower. What is tried and
+    turns out slower is paid from an account, into which a small share of the time goes.
+
     Args:
         most: tokens of a draft.
+        prices: of drafts and bytes, which count like time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, prices: Prices | None = None) -> None:
+        self._most, self._prices = most, prices or Prices()
         self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
         self._draft_ms, self._link_ms, self._stream_ms = (deque[float](maxlen=_KEPT) for _ in range(3))
         self._pass_ms: dict[int, deque[float]] = {}  # of the server, by rows
-        self._rounds: deque[tuple[int, float]] = deque(maxlen=_JUDGED)  # tokens and milliseconds, since the last stream
-        self._probes = False
+        # Tokens and costs of rounds since the last stream, and how much longer than expected rounds took.
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=_JUDGED)
+        self._excess: deque[float] = deque(maxlen=_KEPT)
+        self._streams = self._trying = False
+        self._spare: float | None = None  # milliseconds that may be lost; None before rounds and passes are known
+        self._window = self._unmeasured = self._run = 0  # tokens
+        self._window_ms = 0.0
         self.links: list[float] = []
         self.passes: list[float] = []
 
@@ -61,6 +106,11 @@ class Channel:
         """Median milliseconds of a round in the server; 0 before the first."""
         return median(self.passes) if self.passes else 0.0
 
+    @property
+    def compares(self) -> bool:
+        """Whether the next token of the stream shall be drafted too, to see how many would be accepted."""
+        return self._run < _COMPARED or self._run // _WINDOW % 4 == 0
+
     def drafted(self, ms: float) -> None:
         """One token was drafted in so many milliseconds."""
         self._draft_ms.append(ms)
@@ -73,9 +123,15 @@ class Channel:
         self._pass_ms.setdefault(1 + drafted, deque(maxlen=_KEPT)).append(server_ms)
         self.judged(accepted, min(drafted, accepted + 1))
 
-    def went(self, tokens: int, ms: float) -> None:
-        """A round brought so many tokens, its drafts and all else included."""
-        self._rounds.append((tokens, ms))
+    def went(self, drafted: int, tokens: int, ms: float) -> None:
+        """A round with so many drafted tokens brought so many tokens, and took so long with its drafts."""
+        cost = ms + self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
+        self._rounds.append((tokens, cost))
+        self._excess.append(cost / max(self._round_costs(_ROW)[min(drafted, self._most)], 0.1))
+        self._unmeasured += tokens
+        if self._spare is not None:
+            most = 2 * self._risk(drafted)
+            self._spare = min(self._spare + tokens * self._stream_cost(_ROW) - cost, max(most, self._spare))
 
     def judged(self, agreed: int, seen: int) -> None:
         """Of so many tokens that were compared with the verifier's, one after the other, so many agreed."""
@@ -85,76 +141,169 @@ class Channel:
             self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
 
     def streamed(self, tokens: int, ms: float) -> None:
-        """The verifier made so many tokens by itself in so many milliseconds."""
-        if tokens:
-            self._stream_ms.append(ms / tokens)
-            self._probes = True
-        self._rounds.clear()
+        """The verifier sent so many tokens of a stream, so long after those before them."""
+        self._window, self._window_ms, self._run = self._window + tokens, self._window_ms + ms, self._run + tokens
+        if self._window < _WINDOW:
+            return
+        self._stream_ms.append(self._window_ms / self._window)
+        if self._spare is not None:
+            self._spare = min(self._spare + _RISK * self._window_ms, max(4 * self._risk(self._most), self._spare))
+        # What was slow once is less and less a reason not to try again.
+        self._excess = deque((1 + 0.9 * (excess - 1) for excess in self._excess), maxlen=_KEPT)
+        self._window, self._window_ms, self._unmeasured = 0, 0.0, 0
 
     def length(self) -> int | None:
-        """Tokens that the next draft should have; None where it is faster to let the verifier stream.
-
-        Behind a stream a draft is tried where it would pay if rows cost as little as they may: what passes take was
-        perhaps measured beside other work.
-        """
+        """Tokens that the next draft should have; None where it is faster to let the verifier stream."""
         if not (self._link_ms and self._draft_ms):
             return min(_FIRST, self._most)
-        best = self._paying(_ROW)
-        if best is not None and not self._disappoints:
-            return best
-        probing, self._probes = self._probes, False
-        return self._paying(_BEST_ROW, believing=False) if probing else None
+        if self._spare is None:
+            self._spare = _ALLOWED * self._stream_cost(_ROW)
+        if self._streams:
+            length = self._entering()
+        else:
+            best, gain = self._best(_ROW)
+            self._trying = gain >= 1 and not self._disappoints and self._tries_stream(gain)
+            length = None if gain < 1 or self._disappoints or self._trying else best
+        if length is None and not self._streams:
+            self._start_stream()
+        return length
+
+    def leaves(self) -> bool:
+        """Whether a stream shall end now, since rounds are expected to be faster."""
+        return self._window == 0 and not self._trying and self._entering(peeking=True) is not None
+
+    def tokens_of_stream(self) -> int | None:
+        """Tokens to ask for; None where the stream shall go on to the end of the reply."""
+        return TRIED if self._trying else None
 
     def ahead(self) -> int:
-        """Tokens that can be drafted while a round is under way."""
+        """Tokens that are worth drafting while a round is under way."""
         if not (self._link_ms and self._draft_ms):
             return self._most
-        return int((min(self._link_ms) + self._server_ms(1, _ROW)) / max(median(self._draft_ms), 1e-3))
+        draft = max(median(self._draft_ms), 1e-3)
+        length, _ = self._best(_ROW)
+        # Of use where all of the draft is accepted, and the token behind it was foretold.
+        if self._prices.draft > self.acceptance ** (length + 1) * draft:
+            return 0
+        return min(length, int((min(self._link_ms) + self._server_ms(_ROW)[0]) / draft))
+
+    def _start_stream(self) -> None:
+        self._streams = True
+        self._rounds.clear()
+        self._window, self._window_ms, self._run = 0, 0.0, 0
+
+    def _entering(self, *, peeking: bool = False) -> int | None:
+        """The length of drafts with which rounds shall follow a stream; None where it shall go on."""
+        if self._trying and not peeking:
+            self._trying = self._streams = False
+            best, gain = self._best(_ROW)
+            if gain >= 1:
+                return best
+            self._start_stream()
+            return None
+        length, gain = self._best(_ROW)
+        pays = gain >= _GAIN
+        if not pays:
+            length, gain = self._best(_BEST_ROW, hoping=True)
+            pays = gain >= _HOPED_GAIN
+        if not pays or length == 0 or (self._spare or 0.0) < self._risk(length):
+            return None
+        if not peeking:
+            self._spare = (self._spare or 0.0) - min(self._link_ms)
+            self._streams = False
+        return length
+
+    def _tries_stream(self, gain: float) -> bool:
+        """Whether a stream's pace is to be measured, though rounds are expected to be faster."""
+        known = bool(self._stream_ms) and self._unmeasured < _STALE
+        if known or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
+            return False
+        lost = TRIED * (self._stream_cost(_ROW) - self._pace) + min(self._link_ms)
+        if (self._spare or 0.0) < lost:
+            return False
+        self._spare = (self._spare or 0.0) - lost
+        return True
+
+    @property
+    def _pace(self) -> float:
+        """Cost of a token in the last rounds."""
+        return sum(cost for _, cost in self._rounds) / max(1, sum(tokens for tokens, _ in self._rounds))
 
     @property
     def _disappoints(self) -> bool:
         """Whether rounds are slower than streams were, whatever was expected of them."""
-        if len(self._rounds) < _JUDGED or not self._stream_ms:
+        if not self._stream_ms or len(self._rounds) < _SOON:
             return False
-        tokens, ms = sum(tokens for tokens, _ in self._rounds), sum(ms for _, ms in self._rounds)
-        return tokens * median(self._stream_ms) < ms
+        return self._pace > self._stream_cost(_ROW) * (1 if len(self._rounds) == _JUDGED else _BADLY)
 
-    def _paying(self, row: float, *, believing: bool = True) -> int | None:
-        """The length of drafts that brings most, where that is more than a stream; None where none does.
+    def _risk(self, drafted: int) -> float:
+        """What is lost where the first rounds of such drafts bring as little as may be."""
+        stream = self._stream_cost(_ROW)
+        least = _tokens(_DOUBT * self.acceptance, drafted) * stream
+        return max(_SOON * (self._round_costs(_ROW)[drafted] - least), 2 * stream)
+
+    def _best(self, row: float, *, hoping: bool = False) -> tuple[int, float]:
+        """The length of drafts whose rounds bring tokens at the least cost, and how much faster than a stream they are
+        expected to be.
 
         Args:
             row: how much longer a pass takes for each row, where that was not measured.
-            believing: what was measured.
+            hoping: that rows cost so little, and rounds no more than expected, whatever was measured.
         """
-        ahead, base = self.ahead(), self._server_ms(1, row)
-        draft, link = median(self._draft_ms), min(self._link_ms)
+        share, stream = self.acceptance, self._stream_cost(row)
+        excess = 1.0 if hoping or not self._excess else min(max(median(self._excess), 0.7), 3.0)
+        costs = self._round_costs(row, hoping=hoping)
+        gain, length = max((_tokens(share, at) / cost, -at) for at, cost in enumerate(costs))
+        return -length, gain * stream / excess
 
-        def pace(drafted: int) -> float:
-            """Tokens that a millisecond is expected to bring."""
-            share = self.acceptance
-            whole = share ** (drafted + 1)
+    def _round_costs(self, row: float, *, hoping: bool = False) -> list[float]:
+        """What rounds cost that draft none, one, two tokens and so on; arguments as `_best` has them."""
+        draft = median(self._draft_ms) if self._draft_ms else 0.0
+        link = min(self._link_ms) if self._link_ms else 0.0
+        passes = self._server_ms(row)
+        if hoping:
+            passes = [passes[0] * (1 + row * drafted) for drafted in range(self._most + 1)]
+        ahead = (link + passes[0]) / max(draft, 1e-3)
+        share, whole, costs = self.acceptance, 1.0, []
+        for drafted, server in enumerate(passes):
+            whole *= share
             paid = drafted - whole * min(drafted, ahead)
-            verifying = self._server_ms(1 + drafted, row) if believing else base * (1 + row * drafted)
-            return (1 - whole) / (1 - share) / (paid * draft + link + verifying)
+            price = self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
+            costs.append(paid * draft + link + server + price)
+        return costs
 
-        best = max(range(self._most + 1), key=pace)
-        stream = min(self._stream_ms) if self._stream_ms else base
-        return best if pace(best) * stream >= _GAIN else None
+    def _stream_cost(self, row: float) -> float:
+        """Cost of a streamed token: as the last windows had it, or a pass of one row."""
+        ms = median(list(self._stream_ms)[-4:]) if self._stream_ms else self._server_ms(row)[0]
+        return ms + self._prices.of(0, _EVENT_BYTES)
 
-    def _server_ms(self, rows: int, row: float) -> float:
-        """What the server takes for a pass of so many rows: on the line through the nearest sizes that are believed,
-        and no more than the least that one of as many rows or more took."""
-        kept = dict(self._pass_ms)
+    def _server_ms(self, row: float) -> list[float]:
+        """What the server takes for passes of one row, two rows and so on: on the line through the nearest sizes that
+        are believed, and no more than the least that one of as many rows or more took."""
+        least = {size: min(ms) for size, ms in self._pass_ms.items()}
         if self._stream_ms:
-            kept[1] = deque([*kept.get(1, ()), *self._stream_ms])
-        if not kept:
-            return 0.1
-        least = {size: min(ms) for size, ms in kept.items()}
-        sizes = sorted(size for size in kept if len(kept[size]) >= _BELIEVED or size == 1) or sorted(kept)
-        low = max((size for size in sizes if size <= rows), default=sizes[0])
-        high = min((size for size in sizes if size > low), default=sizes[0])
-        slope = row * least[low]
-        if high != low:
-            slope = max((least[high] - least[low]) / (high - low), 0.0)
-        bounds = [ms for size, ms in least.items() if size >= rows]
-        return max(min([least[low] + slope * (rows - low), *bounds]), 0.1)
+            least[1] = min([*self._stream_ms, *self._pass_ms.get(1, ())])
+        if not least:
+            return [0.1] * (self._most + 1)
+        sizes = sorted(size for size in least if size == 1 or len(self._pass_ms[size]) >= _BELIEVED) or sorted(least)
+        costs, bound = [0.0] * (self._most + 1), math.inf
+        for rows in range(max(self._most + 1, *least), 0, -1):
+            bound = min(bound, least.get(rows, math.inf))
+            if rows <= self._most + 1:
+                costs[rows - 1] = max(min(_on_line(least, sizes, rows, row), bound), 0.1)
+        return costs
+
+
+def _on_line(least: dict[int, float], sizes: list[int], rows: int, row: float) -> float:
+    """What so many rows take on the line through the nearest sizes; `row` as `Channel._best` has it."""
+    low = max((size for size in sizes if size <= rows), default=sizes[0])
+    high = min((size for size in sizes if size > low), default=None)
+    slope = row * least[low] / (1 + row * (low - 1))
+    if high is not None:
+        slope = max((least[high] - least[low]) / (high - low), 0.0)
+    return least[low] + slope * (rows - low)
+
+
+def _tokens(share: float, drafted: int) -> float:
+    """Tokens that a round decides, where a share of what is drafted is accepted."""
+    return (1 - share ** (drafted + 1)) / (1 - share)

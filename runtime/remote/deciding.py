@@ -1,15 +1,17 @@
-"""How a loaded model has its replies decided by a server: one way to it, and what was measured of that."""
+"""How a loaded model has its replies decided by a server: which API it speaks, and what was measured of the way."""
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.config import GenerationConfig, LoadConfig
 from edgeinfer.options import options_of
 from edgeinfer.remote_options import VERIFIED_OPTIONS
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.remote.channel import Channel
+from edgeinfer.runtime.remote.channel import Channel, Prices
 from edgeinfer.runtime.remote.contract import RemoteAccess, RemoteServer
 from edgeinfer.runtime.remote.decoding import RemoteDecoding
 from edgeinfer.runtime.sampling import Sampler
@@ -22,6 +24,8 @@ __all__ = ["RemoteDeciding", "remote_deciding"]
 
 # Tokens of a draft at most.
 _MOST = 32
+# Servers that name themselves as owners of their models, and verify drafts.
+_VERIFYING = ("edgeinfer", "sglang", "vllm")
 
 
 class RemoteDeciding:
@@ -36,15 +40,13 @@ class RemoteDeciding:
     """
 
     def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
-        from edgeinfer.runtime.remote.registry import API_SERVERS, find_api  # few programs need an HTTP client
-
-        self._servers, self._find = API_SERVERS, find_api
+        importlib.import_module("edgeinfer.runtime.remote.http")  # which says where httpx is wanting
         self._config, self._access = config, access
-        self._channel = Channel(_MOST)
+        self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
         self._server: RemoteServer | None = None
         self._entropies: Entropies | None = None
         if config.remote_api is not None:
-            self._server = self._servers[config.remote_api](access)
+            self._server = _new_server(config.remote_api, access)
 
     def strategy(self, engine: Engine, sampler: Sampler, config: GenerationConfig) -> RemoteDecoding:
         """The strategy of one reply.
@@ -74,8 +76,8 @@ class RemoteDeciding:
     def _answering(self) -> RemoteServer:
         """The server, by the API that it speaks; where it does not answer now, the next reply looks again."""
         if self._server is None:
-            api = self._find(self._access)
-            server = self._servers[api or "edgeinfer"](self._access)
+            api = _find_api(self._access)
+            server = _new_server(api or "edgeinfer", self._access)
             if api is None:
                 return server
             self._server = server
@@ -100,3 +102,36 @@ def _sent(config: GenerationConfig) -> dict[str, Any]:
     if bias := config.logit_bias:
         given["logit_bias"] = {str(token): False if value == -math.inf else value for token, value in bias.items()}
     return given
+
+
+def _new_server(api: str, access: RemoteAccess) -> RemoteServer:
+    """A server by the API that it speaks."""
+    # Here, as few programs need an HTTP client.
+    from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferServer
+    from edgeinfer.runtime.remote.openai_server import OpenAIServer
+    from edgeinfer.runtime.remote.sglang import SGLangServer
+    from edgeinfer.runtime.remote.vllm import VLLMServer
+
+    servers: dict[str, Callable[[RemoteAccess], RemoteServer]] = {
+        "edgeinfer": EdgeInferServer,
+        "sglang": SGLangServer,
+        "vllm": VLLMServer,
+        "openai": OpenAIServer,
+    }
+    return servers[api](access)
+
+
+def _find_api(access: RemoteAccess) -> str | None:
+    """The API of a server, as its list of models names its owner; None where it does not answer now."""
+    from edgeinfer.runtime.remote.http import UNANSWERED, Connection
+
+    connection = Connection(access)
+    try:
+        owner = str(connection.get("/v1/models")["data"][0]["owned_by"])
+    except UNANSWERED:
+        return None
+    except (ValueError, TypeError, KeyError, IndexError):
+        return "openai"
+    finally:
+        connection.close()
+    return owner if owner in _VERIFYING else "openai"

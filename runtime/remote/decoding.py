@@ -15,6 +15,7 @@ from edgeinfer.remote_options import RemoteUse
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
+from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.runtime.remote.channel import Channel
 from edgeinfer.runtime.remote.contract import Decided, RemoteReply, RemoteServer
 from edgeinfer.runtime.sampling import Sampler
@@ -23,8 +24,6 @@ __all__ = ["RemoteDecoding"]
 
 # Seconds between two looks at whether the reply was cancelled.
 _LOOK_S = 0.05
-# Tokens that are streamed before it is asked again whether drafts would be faster, at first and at most.
-_STREAMED, _MOST_STREAMED = 16, 256
 # Logits are needed for log-probabilities alone, which no server tells.
 _UNSEEN = np.zeros(0, np.float32)
 _OTHER_SERVER = "Check that an edgeinfer server with the same tokenizer runs there."
@@ -34,17 +33,17 @@ class _Answers:
     """What a round's thread was told, for the thread that decodes.
 
     Attributes:
-        came: in order.
+        came: in order, each with the seconds of the clock when it came.
         wanted: whether more is.
     """
 
     def __init__(self) -> None:
-        self.came: queue.SimpleQueue[Decided | Exception] = queue.SimpleQueue()
+        self.came: queue.SimpleQueue[tuple[Decided | Exception, float]] = queue.SimpleQueue()
         self.wanted = True
 
     def take(self, decided: Decided) -> bool:
         """Takes an answer; returns whether more is wanted."""
-        self.came.put(decided)
+        self.came.put((decided, time.perf_counter()))
         return self.wanted
 
 
@@ -86,8 +85,7 @@ class RemoteDecoding(DecodingStrategy):
         self._prompt = 0  # tokens of the text
         self._drafts: list[int] = []  # behind the text
         self._further = 0  # tokens of a stream that is under way; 0 is none
-        self._stream_started, self._came = 0.0, 0
-        self._stream_length = _STREAMED
+        self._streaming_since, self._came = 0.0, 0
         self._rounds = self._drafted = self._accepted = self._streamed = self._local = 0
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
@@ -122,8 +120,9 @@ class RemoteDecoding(DecodingStrategy):
         length = self._length()
         if length is None:
             # Where no draft will be verified, nothing is asked again.
-            self._further = max(1, min(room, self._stream_length) if self._reply.verifies else room)
-            self._stream_started, self._came = time.perf_counter(), 0
+            tried = self._channel.tokens_of_stream() if self._reply.verifies else None
+            self._further = max(1, room if tried is None else min(room, tried))
+            self._came = 0
             self._ask((), self._further - 1)
             return self._stream(room)
         length, begun = max(0, min(length, most)), time.perf_counter()
@@ -132,14 +131,14 @@ class RemoteDecoding(DecodingStrategy):
         draft = tuple(self._drafts[:length])
         started = time.perf_counter()
         self._ask(draft, 0)
-        decided = self._answer(min(most, length + 1 + self._channel.ahead()))
+        decided, _ = self._answer(min(most, length + 1 + self._channel.ahead()))
         if not decided.tokens:
             raise _no_room()
-        accepted = _common(decided.tokens, draft)
+        accepted = _agreeing(decided.tokens, draft)
         if self._rounds:  # the first evaluates the prompt
             ms = (time.perf_counter() - started) * 1e3
             self._channel.verified(length, accepted, decided.server_ms, ms)
-            self._channel.went(len(decided.tokens), (time.perf_counter() - begun) * 1e3)
+            self._channel.went(length, len(decided.tokens), (time.perf_counter() - begun) * 1e3)
         else:
             self._channel.judged(accepted, min(length, accepted + 1))
         self._rounds += 1
@@ -153,20 +152,30 @@ class RemoteDecoding(DecodingStrategy):
 
     def _stream(self, room: int) -> Sequence[int]:
         """The next tokens of a stream. What would have been drafted is compared with them."""
-        decided = self._answer(1 if self._reply is not None and self._reply.verifies else 0)
+        verifies = self._reply is not None and self._reply.verifies
+        decided, came = self._answer(1 if verifies and self._channel.compares else 0)
         tokens = decided.tokens[:room]
-        self._came += len(tokens)
+        if tokens and self._came:
+            self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3)
+        self._came, self._streaming_since = self._came + len(tokens), came
         if decided.last:
             if not self._came:
                 raise _no_room()
-            self._channel.streamed(self._came, (time.perf_counter() - self._stream_started) * 1e3)
-            self._further, self._stream_length = 0, min(2 * self._stream_length, _MOST_STREAMED)
+            self._further = 0
             if not tokens:
                 return self._round(room)
-        if self._drafts and self._reply is not None and self._reply.verifies:
+        if self._drafts and verifies:
             self._channel.judged(int(self._drafts[0] == tokens[0]), 1)
+        if self._further and verifies and self._channel.leaves():
+            self._end_stream()
         self._streamed += len(tokens)
         return tokens
+
+    def _end_stream(self) -> None:
+        """Leaves the stream that is under way."""
+        self._further = 0
+        self._answers.wanted = False
+        self._answers = _Answers()
 
     def _ask(self, draft: Sequence[int], further: int) -> None:
         """Sends a round, whose answers come to the queue."""
@@ -177,17 +186,17 @@ class RemoteDecoding(DecodingStrategy):
             try:
                 remote.verify(reply, draft, further, answers.take)
             except Exception as error:  # raised where it is waited for
-                answers.came.put(error)
+                answers.came.put((error, time.perf_counter()))
 
         # It ends with the program, whatever it waits for.
         threading.Thread(target=work, name="edgeinfer-remote", daemon=True).start()
 
-    def _answer(self, most: int) -> Decided:
-        """The next answer; until it comes, up to `most` tokens are drafted behind the text."""
+    def _answer(self, most: int) -> tuple[Decided, float]:
+        """The next answer, and when it came; until then, up to `most` tokens are drafted behind the text."""
         while True:
             busy = len(self._drafts) < most and self._has_room
             try:
-                answer = self._answers.came.get(block=not busy, timeout=_LOOK_S)
+                answer, came = self._answers.came.get(block=not busy, timeout=_LOOK_S)
             except queue.Empty:
                 if self._cancelled():
                     raise PassCancelledError("The reply was cancelled.") from None
@@ -198,7 +207,7 @@ class RemoteDecoding(DecodingStrategy):
                 raise answer
             if max(answer.tokens, default=0) >= self._backend.geometry.vocab_size:
                 raise RemoteError(f"{self._server.url} answers with tokens that there are not.", _OTHER_SERVER)
-            return answer
+            return answer, came
 
     @property
     def _has_room(self) -> bool:
@@ -229,7 +238,7 @@ class RemoteDecoding(DecodingStrategy):
 
     def _commit(self, tokens: Sequence[int]) -> None:
         """Adds decided tokens to the text; drafts that go on behind them stay, with their rows."""
-        agreed = _common(tokens, self._drafts)
+        agreed = _agreeing(tokens, self._drafts)
         base = len(self._text)
         self._text += tokens
         self._drafts = self._drafts[agreed:] if agreed == len(tokens) else []
@@ -249,9 +258,8 @@ class RemoteDecoding(DecodingStrategy):
 
     def leave(self) -> None:
         """Drops drafts, and the stream that is under way."""
-        self._drafts, self._further = [], 0
-        self._answers.wanted = False
-        self._answers = _Answers()
+        self._drafts = []
+        self._end_stream()
         cache = self._backend.cache
         if cache.length > len(self._text):
             cache.trim(cache.resumable(len(self._text)))
@@ -279,12 +287,9 @@ class RemoteDecoding(DecodingStrategy):
         )
 
 
-def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """With how many tokens both begin."""
-    for place, (mine, theirs) in enumerate(zip(tokens, others, strict=False)):
-        if mine != theirs:
-            return place
-    return min(len(tokens), len(others))
+def _agreeing(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Tokens at the beginning of a draft that are the decided ones."""
+    return shared_length(np.array(tokens), np.array(draft))
 
 
 def _no_room() -> ContextLengthError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ _FIRST_PAUSE_S, _LONGER, _TRIES = 0.05, 2.0, 7
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 # Bytes of an answer, and of one event of a stream. Log-probabilities of a long prompt are the largest.
 _LARGEST, _LARGEST_EVENT = 32_000_000, 1_000_000
+_TLS = "Look at the address, or trust the server's certificate: SSL_CERT_FILE names a file that has it."
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
 
@@ -67,7 +69,11 @@ class Connection:
         if access.key is not None:
             headers["Authorization"] = f"Bearer {access.key}"
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
-        self._http = httpx.Client(base_url=access.url, headers=headers, timeout=timeout, trust_env=False)
+        # Whom the system trusts, or SSL_CERT_FILE names; no proxy of the environment gets to see a text.
+        trusted = ssl.create_default_context() if access.url.startswith("https:") else False
+        self._http = httpx.Client(
+            base_url=access.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
+        )
 
     def get(self, path: str) -> Any:
         """What the server has at a path.
@@ -137,14 +143,22 @@ class RetriedReply:
                     if not tell(decided) or decided.last:
                         return
                 raise UnansweredError("the answer was cut off")
+            except httpx.ReadTimeout:
+                message = f"{self._access.url} has sent nothing for {_READ_S:g} seconds."
+                raise RemoteError(
+                    message, "Look whether the server is overloaded, then ask again.", lost=True
+                ) from None
             except (UnansweredError, httpx.TransportError) as error:
                 failure: Exception = error
+                if reason := _distrust(error):
+                    raise RemoteError(f"{self._access.url} has no TLS that can be trusted: {reason}.", _TLS) from None
             except RemoteRefusalError as error:
                 raise self._refused(error) from None
             except _MALFORMED as error:
                 raise self._malformed("what is no answer") from error
-            draft = draft if len(reply) == told else ()
-            further = max(0, further - (len(reply) - told))
+            if len(reply) > told:
+                draft, further = (), max(0, further - (len(reply) - told))
+                tried, pause = 1, _FIRST_PAUSE_S
             if tried == _TRIES or self._closed.wait(pause):
                 message = f"{self._access.url} cannot be reached: {shown(str(failure) or type(failure).__name__)}."
                 raise RemoteError(message, "Look after the server and the network, then ask again.", lost=True)
@@ -175,6 +189,14 @@ class RetriedReply:
             return RemoteError("The server asks for another API key.", "Give the key that it was started with.")
         message = str(error.told.get("message") or f"The server refuses with status {error.status}.")
         return RemoteError(shown(message[:500]))
+
+
+def _distrust(error: BaseException) -> str:
+    """Why a connection has no trustworthy TLS; empty where it failed for another reason."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return "" if cause is None else str(getattr(cause, "verify_message", "") or cause.reason or "it breaks off").lower()
 
 
 def tokens_in(value: Any) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of any lengths and streams take turns, whatever the clock says of them."""
     chance = random.Random(1)
     monkeypatch.setattr(Channel, "length", lambda _: chance.choice((None, 0, 1, 4, 9)))
-    monkeypatch.setattr("edgeinfer.runtime.remote.decoding._STREAMED", 3)
+    monkeypatch.setattr(Channel, "tokens_of_stream", lambda _: chance.choice((3, None)))
+    monkeypatch.setattr(Channel, "leaves", lambda _: chance.random() < 0.3)
 
 
 @pytest.mark.usefixtures("any_length")
@@ -69,8 +70,8 @@ def test_the_text_is_the_servers(server: Local, alone: edgeinfer.Model, options:
 @pytest.mark.usefixtures("any_length")
 def test_losses_and_delays_change_no_text(server: Local, alone: edgeinfer.Model) -> None:
     chance = random.Random(28)
-    # Cut within headers, within events, and long after the first rounds.
-    cuts = iter([chance.choice((0, 40, 300, 900, 2_500)) for _ in range(40)])
+    # Cut within headers, within events, and long after the first rounds. More than six in a row would end the reply.
+    cuts = iter([10_000 if at % 5 == 4 else chance.choice((0, 40, 300, 900, 2_500)) for at in range(60)])
     rounds = streamed = retries = 0
     with (
         Link(server.port, rtt_ms=2.0, mbits=50.0, cuts=cuts) as link,
@@ -221,50 +222,6 @@ def test_options_of_servers_are_checked() -> None:
         "http://nas",
     ):
         assert edgeinfer.LoadConfig(remote=url).remote == url
-
-
-def test_drafts_are_as_long_as_pays() -> None:
-    def channel(draft_ms: float, link_ms: float, server: dict[int, float], agreed: float) -> Channel:
-        made = Channel(32)
-        for _ in range(50):
-            made.drafted(draft_ms)
-            for rows, ms in server.items():
-                made.verified(rows - 1, 0, ms, ms + link_ms)
-        made.judged(0, 10**6)
-        made.judged(round(agreed * 1000), 1000)
-        return made
-
-    slow = {1: 150.0, 8: 180.0}
-    near, far = channel(5.0, 3.0, slow, 0.8).length(), channel(5.0, 60.0, slow, 0.8).length()
-    assert near is not None and far is not None and 3 < near <= far
-    # A fast server streams faster than it can be asked.
-    assert channel(10.0, 80.0, {1: 25.0, 8: 30.0}, 0.85).length() is None
-    assert channel(10.0, 3.0, slow, 0.02).length() in (0, None)
-    better = channel(5.0, 3.0, slow, 0.95).length()
-    assert better is not None and better > near
-
-
-def test_other_work_beside_passes_is_not_taken_for_their_cost() -> None:
-    channel = Channel(32)
-    channel.drafted(0.3)
-    channel.streamed(16, 16 * 13.0)
-    # Passes of five rows met with other work at first.
-    for ms in (106.0, 90.0, 70.0):
-        channel.verified(4, 3, ms, ms + 2.5)
-        channel.went(4, ms + 3)
-    assert channel.length() is not None, "once more behind the stream"
-    assert channel.length() is None, "and not again"
-    channel.streamed(16, 16 * 13.0)
-    for ms in (13.0, 14.0, 13.5):
-        channel.verified(0, 0, ms, ms + 2.5)
-    channel.verified(4, 3, 18.5, 21.0)
-    length = channel.length()
-    assert length is not None and length >= 3
-    # Rounds that bring less than streams did, whatever was expected of them.
-    for _ in range(8):
-        channel.went(1, 30.0)
-    channel.length()
-    assert channel.length() is None
 
 
 def test_two_models_write_where_each_is_needed(server: Local, alone: edgeinfer.Model) -> None:

@@ -40,7 +40,8 @@ def text(alone: edgeinfer.Model) -> list[int]:
 def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(2)
     monkeypatch.setattr(Channel, "length", lambda _: chance.choice((None, 0, 1, 4, 9)))
-    monkeypatch.setattr("edgeinfer.runtime.remote.decoding._STREAMED", 3)
+    monkeypatch.setattr(Channel, "tokens_of_stream", lambda _: chance.choice((3, None)))
+    monkeypatch.setattr(Channel, "leaves", lambda _: chance.random() < 0.3)
 
 
 @pytest.mark.usefixtures("any_length")

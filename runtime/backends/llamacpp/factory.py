@@ -13,7 +13,7 @@ from edgeinfer.errors import BackendError, BundleError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder
 from edgeinfer.runtime.backends.llamacpp.footprint import GgufMemory, layers_that_fit
-from edgeinfer.runtime.backends.llamacpp.graphics import Offload, find_processor, graphics_device
+from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor, Offload, find_processor, graphics_device
 from edgeinfer.runtime.backends.llamacpp.memory import (
     drafted_at_once,
     fits_blocks,
@@ -21,6 +21,7 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
     packed_bytes,
 )
 from edgeinfer.runtime.backends.llamacpp.placement import Division
+from edgeinfer.runtime.backends.llamacpp.rpc import RPC, rpc_processor
 from edgeinfer.runtime.devices.contract import Device
 from edgeinfer.runtime.devices.providers import device_error
 from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
@@ -70,21 +71,26 @@ class LlamaCppFactory(BackendFactory):
         return " ".join(("llama.cpp", *features(llama_library())))
 
     def device(self, config: LoadConfig) -> Device:
-        """A graphics processor where one is asked for."""
+        """A graphics processor where one is asked for, or servers that hold layers."""
+        if config.rpc_servers:
+            return graphics_device(rpc_processor(config.rpc_servers))
         if config.wants_graphics:
             return graphics_device(find_processor(config.device))
         return super().device(config)
 
     def memory(self, choice: BackendChoice, config: LoadConfig) -> ModelMemory:
         """Of a context."""
-        shared = not choice.device.on_cpu and find_processor(choice.device.name).shared
-        return GgufMemory(choice.bundle, shared, keeps=bool(config.prefix_cache))
+        keeps = bool(config.prefix_cache)
+        if choice.device.on_cpu:
+            return GgufMemory(choice.bundle, keeps=keeps)
+        processor = _processor(choice.device)
+        return GgufMemory(choice.bundle, processor.shared, keeps=keeps, head_here=not processor.keeps_head)
 
     def offload(self, choice: BackendChoice, config: LoadConfig) -> Callable[[Configuration], int] | None:
         """As many layers as are asked for, or as fit into the memory that is free now."""
         if choice.device.on_cpu:
             return None
-        gguf, processor = choice.bundle.gguf, find_processor(choice.device.name)
+        gguf, processor = choice.bundle.gguf, _processor(choice.device)
         if isinstance(config.gpu_layers, int):
             asked = Division.of(gguf, config.gpu_layers).gpu_layers
             return lambda configuration: asked
@@ -108,8 +114,10 @@ class LlamaCppFactory(BackendFactory):
             return self._make(order, None)
         layers = order.configuration.gpu_layers
         try:
-            return self._make(order, Offload(find_processor(order.device.name), layers) if layers else None)
+            return self._make(order, Offload(_processor(order.device), layers) if layers else None)
         except (BundleError, BackendError) as error:
+            if order.device.name.startswith(RPC):
+                raise
             raise device_error(order.device, error.message) from error
 
     def _make(self, order: BackendOrder, offload: Offload | None) -> Backend:
@@ -132,3 +140,10 @@ class LlamaCppFactory(BackendFactory):
             progress=order.progress,
             adapters=order.config.adapters,
         )
+
+
+def _processor(device: Device) -> GraphicsProcessor:
+    """What a device of ours is to llama.cpp."""
+    if device.name.startswith(RPC):
+        return rpc_processor(tuple(device.name.removeprefix(RPC).split(", ")))
+    return find_processor(device.name)

@@ -75,11 +75,13 @@ class GgufMemory:
     Attributes:
         shared: the memory of the graphics processor, where layers run on one, is the system's, and counts.
         keeps: other conversations, by a prefix cache.
+        head_here: the norm and the matrix that give logits stay in the process, where layers lie elsewhere.
     """
 
     bundle: Bundle
     shared: bool = False
     keeps: bool = False
+    head_here: bool = False
 
     def import_libraries(self) -> None:
         """Imports what loading will import."""
@@ -90,9 +92,11 @@ class GgufMemory:
     def weights(self, configuration: Configuration) -> Footprint:
         """Repacked copies, and pages of the file."""
         gguf, mode, layers = self.bundle.gguf, configuration.weights, configuration.gpu_layers
-        here = {"weights_packed": packed_bytes(gguf, mode, layers)}
-        there = {"weights": device_bytes(gguf, layers)} if layers else {}
-        return self._placed(here, {"weights_mapped": mapped_bytes(gguf, mode, layers)}, there)
+        head = device_bytes(gguf, 1) if layers and self.head_here else 0
+        copied, read = packed_bytes(gguf, mode, layers), mapped_bytes(gguf, mode, layers)
+        there = {"weights": device_bytes(gguf, layers) - head} if layers else {}
+        copied, read = (copied, read + head) if mode == "mapped" else (copied + head, read)
+        return self._placed({"weights_packed": copied}, {"weights_mapped": read}, there)
 
     def running(self, configuration: Configuration) -> Footprint:
         """Context, cache and passes; all of them are taken when the model is loaded."""

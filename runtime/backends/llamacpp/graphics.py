@@ -42,7 +42,8 @@ class GraphicsProcessor:
         description: of the hardware, in words.
         free, total: bytes of its memory.
         shared: its memory is the system's.
-        pointer: llama.cpp's own.
+        pointers: llama.cpp's own, of all devices that are taken for one.
+        keeps_head: the norm and the matrix that give logits lie there, where any layers do.
     """
 
     name: str
@@ -50,7 +51,8 @@ class GraphicsProcessor:
     free: int
     total: int
     shared: bool
-    pointer: int
+    pointers: tuple[int, ...]
+    keeps_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def check_processor(processor: GraphicsProcessor) -> None:
         DeviceError: it fails, or computes something else than the CPU.
     """
     logged_error()
-    fault = device_fault(llama_library(), processor.pointer)
+    fault = device_fault(llama_library(), processor.pointers[0])
     if fault:
         reason = logged_error()
         raise device_error(graphics_device(processor), f"{fault}: {reason}" if reason else fault)
@@ -114,7 +116,7 @@ def _described(ggml: Any, device: int) -> GraphicsProcessor:
     name = ggml.ggml_backend_dev_name(pointer).decode("utf-8", "replace")
     description = ggml.ggml_backend_dev_description(pointer).decode("utf-8", "replace")
     shared = _type(ggml, device) == _INTEGRATED or name.startswith(_METAL)
-    return GraphicsProcessor(name, description, free.value, total.value, shared, device)
+    return GraphicsProcessor(name, description, free.value, total.value, shared, (device,))
 
 
 def find_processor(name: str) -> GraphicsProcessor:

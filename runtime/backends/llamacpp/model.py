@@ -65,7 +65,9 @@ class LlamaModel:
         self.gguf = gguf
         self._paths = [split.path for split in gguf.splits]
         self._lock = Lock()
-        self._devices = (ctypes.c_void_p * 2)(None if offload is None else offload.processor.pointer)
+        pointers = () if offload is None else offload.processor.pointers
+        self._devices = (ctypes.c_void_p * (len(pointers) + 1))(*pointers)
+        self._head_here = offload is not None and not offload.processor.keeps_head
         self._gpu_layers = 0 if offload is None else offload.layers
         self._pointer = self._load(gguf, weights, expert_count, progress)
         self._vocabulary = self.lib.llama_model_get_vocab(self._pointer)
@@ -118,8 +120,9 @@ class LlamaModel:
         params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
         params.use_extra_bufts = weights == "packed"
         kept: list[Any] = []
-        if weights == "experts":
-            kept.append(packed_overrides(lib, gguf))
+        overrides = packed_overrides(lib, gguf, head=self._head_here, rest=weights == "experts")
+        if overrides is not None:
+            kept.append(overrides)
             params.tensor_buft_overrides = ctypes.cast(kept[-1], ctypes.c_void_p)
         if expert_count is not None:
             kept.append(_overridden(lib, gguf, expert_count))

@@ -58,18 +58,23 @@ class _InitParams(ctypes.Structure):
     _fields_ = (("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
-def packed_overrides(lib: Any, gguf: GgufFile) -> Any:
-    """A list for `tensor_buft_overrides` that packs what llama.cpp would pack, but for experts and the embedding.
+def packed_overrides(lib: Any, gguf: GgufFile, *, head: bool, rest: bool) -> Any:
+    """A list for `tensor_buft_overrides`; None where it is empty.
 
-    llama.cpp itself has one switch for all.
+    Args:
+        head: keeps the norm and the matrix that give logits here, whatever lies elsewhere. A server would send as many
+            numbers for each row as the vocabulary has tokens.
+        rest: packs what llama.cpp would pack, but for experts and the embedding; llama.cpp has one switch for all.
 
     Raises:
         UsageError: llama.cpp cannot be asked here.
     """
+    if not (head or rest):
+        return None
     ggml = _ggml(lib)
     chosen: dict[tuple[str, int], list[str]] = {}
     answers: dict[tuple[int, tuple[int, ...]], int | None] = {}
-    for tensor in gguf.tensors:
+    for tensor in gguf.tensors if rest else ():
         match = _PRODUCTS.fullmatch(tensor.name)
         if match is None and tensor.name != "output.weight":
             continue
@@ -80,7 +85,10 @@ def packed_overrides(lib: Any, gguf: GgufFile) -> Any:
         if answer is not None:
             layer, name = match.groups() if match else ("", tensor.name)
             chosen.setdefault((name, answer), []).append(layer)
-    entries = (_Override * (len(chosen) + 1))()
+    entries = (_Override * (len(chosen) + 2))()
+    if head:
+        # Of the processor's types llama.cpp then takes the best.
+        entries[len(chosen)] = _Override(b"^(output|token_embd)", ggml.ggml_backend_cpu_buffer_type())
     for entry, ((name, answer), layers) in zip(entries, chosen.items(), strict=False):
         inner = rf"blk\.({'|'.join(layers)})\." if layers[0] else ""
         entry.pattern = f"^{inner}{re.escape(name)}$".encode()
