@@ -1,36 +1,41 @@
 """A model elsewhere: its pace over links of many kinds, many devices on one server, and whether all texts are its own.
 
-    python -m edgeinfer.apps.bench.remote_speed -m BUNDLE --drafter SMALL --part speed --out remote.json
+    python -m edgeinfer.apps.bench.remote_speed --checkpoint CHECKPOINTS/tales --out docs/results/remote.json
 
 Starts `edgeinfer serve`, which drafts nothing, in a process of its own; links are shaped in this one. Each cell of
 `speed` alternates between drafts, the same server streaming over /v1/completions, and the larger model in this process.
-`devices` are models in threads of this process, each with its own connection. `texts` cuts connections at random, and
-compares each reply with the model's own.
+`devices` are processes, one after the other with drafts and streaming; the server's processor time tells what passes
+that it shares are worth, as devices take processors from it here. `texts` cuts connections at random, and compares each
+reply with the model's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
+import multiprocessing
 import random
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.link import Link
+from edgeinfer.apps.bench.model_files import BundleKind, TrainedArtifacts, default_folder
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.serve_load import running_server
+from edgeinfer.apps.bench.synthetic import find_shape
+from edgeinfer.remote_options import RemoteApi
 from edgeinfer.results import Result
 
-__all__ = ["main", "measure_devices", "measure_speed", "measure_texts"]
+__all__ = ["company_table", "links_table", "main", "measure_devices", "measure_speed", "measure_texts"]
 
 PROMPTS = (
     "Once upon a time there was a little dog named Spot.",
@@ -45,8 +50,11 @@ LINKS = (
     *((5.0, rate) for rate in (1.0, 10.0)),
     (50.0, 1.0),
 )
+SHAPE = "qwen2.5-0.5b"
 _WAYS = ("drafts", "streams", "local")
 _LIMIT_S = 600.0
+# Tokens in which a governor learns what a way takes.
+_LEARNING = 64
 
 
 def measure_speed(
@@ -74,7 +82,7 @@ def measure_speed(
             seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
             replies: list[Result] = []
             for model in (drafts, streams):
-                _timed(model, PROMPTS[0], tokens)
+                _timed(model, PROMPTS[0], max(tokens, _LEARNING))
             for repeat in range(repeats):
                 for way in _WAYS[repeat % 3 :] + _WAYS[: repeat % 3]:
                     took, result = _timed(models[way], PROMPTS[1 + repeat % (len(PROMPTS) - 1)], tokens)
@@ -121,33 +129,45 @@ def _foretold(near: dict[str, Any], cell: dict[str, Any]) -> float:
     return float(max(tokens / drafting, tokens / (near["seconds"]["streams"] + further)))
 
 
-def measure_devices(server: str, drafter: str | None, *, counts: Sequence[int], tokens: int) -> dict[str, Any]:
-    """Tokens a second of so many devices together, each with a prompt of its own."""
-    found: dict[str, Any] = {}
-    for count in counts:
-        with ExitStack() as stack:
-            models = [
-                stack.enter_context(edgeinfer.load(drafter, remote=server, threads=1, remember=False))
-                for _ in range(count)
-            ]
-            together = threading.Barrier(count + 1)
+def measure_devices(
+    server: str, process: int, drafter: str | None, *, counts: Sequence[int], tokens: int
+) -> Iterator[dict[str, Any]]:
+    """What so many devices together get, each with a prompt of its own, and what a token costs the server.
 
-            def work(model: edgeinfer.Model, number: int, together: threading.Barrier = together) -> None:
-                _timed(model, PROMPTS[0], 16)
-                together.wait(_LIMIT_S)
-                _timed(model, f"{PROMPTS[number % len(PROMPTS)]} {number}", tokens)
-                together.wait(_LIMIT_S)
+    Args:
+        server: its URL.
+        process: its id.
+    """
+    context, watched = multiprocessing.get_context("spawn"), psutil.Process(process)
+    ways: tuple[tuple[str, RemoteApi], ...] = (("drafts", "edgeinfer"), ("streams", "openai"))
+    for way, api in ways:
+        for count in counts:
+            together = context.Barrier(count + 1)
+            given = [(server, api, drafter, number, tokens, together) for number in range(count)]
+            devices = [context.Process(target=_device, args=each, daemon=True) for each in given]
+            for device in devices:
+                device.start()
+            together.wait(_LIMIT_S)
+            started, before = time.perf_counter(), watched.cpu_times()
+            together.wait(_LIMIT_S)
+            seconds, after = time.perf_counter() - started, watched.cpu_times()
+            for device in devices:
+                device.join(_LIMIT_S)
+            spent = after.user - before.user + after.system - before.system
+            figures = {
+                "tokens_per_second": count * tokens / seconds,
+                "server_ms_per_token": spent * 1e3 / tokens / count,
+            }
+            yield {"way": way, "devices": count, **figures}
 
-            threads = [threading.Thread(target=work, args=(model, at), daemon=True) for at, model in enumerate(models)]
-            for thread in threads:
-                thread.start()
-            together.wait(_LIMIT_S)
-            started = time.perf_counter()
-            together.wait(_LIMIT_S)
-            found[str(count)] = count * tokens / (time.perf_counter() - started)
-            for thread in threads:
-                thread.join(timeout=_LIMIT_S)
-    return {"tokens_per_second": found}
+
+def _device(server: str, api: RemoteApi, drafter: str | None, number: int, tokens: int, together: Barrier) -> None:
+    """One device, in a process of its own."""
+    with edgeinfer.load(drafter, remote=server, remote_api=api, threads=1, remember=False) as model:
+        _timed(model, PROMPTS[0], 2 * _LEARNING)
+        together.wait(_LIMIT_S)
+        _timed(model, f"{PROMPTS[number % len(PROMPTS)]} {number}", tokens)
+        together.wait(_LIMIT_S)
 
 
 def measure_texts(server: str, drafter: str | None, own: edgeinfer.Model, *, count: int, seed: int) -> dict[str, Any]:
@@ -179,7 +199,8 @@ def measure_texts(server: str, drafter: str | None, own: edgeinfer.Model, *, cou
     return {"replies": count, "same": same, "sent_again": retries, "rounds": rounds, "streamed": streamed}
 
 
-def _show(cells: Sequence[dict[str, Any]]) -> None:
+def links_table(figures: Mapping[str, Any]) -> Iterator[Table]:
+    """Tokens a second over each link, where they were measured."""
     header = ["RTT ms", "Mbit/s", *_WAYS, "foretold", "to streams", "to local", "accepted"]
     rows = [
         [
@@ -191,40 +212,62 @@ def _show(cells: Sequence[dict[str, Any]]) -> None:
             f"{cell['drafts_to_local']:.2f}",
             f"{cell['accepted']}/{cell['drafted']}",
         ]
-        for cell in cells
+        for cell in figures.get("cells", ())
     ]
-    print_table(Table("Tokens a second", header, rows))
+    if rows:
+        yield Table("Tokens a second", header, rows)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; exit code 1 where a text was not the server's."""
+def company_table(figures: Mapping[str, Any]) -> Iterator[Table]:
+    """What devices got together, where that was measured."""
+    header = ["devices", "way", "tokens/s", "server's processor, ms a token"]
+    rows = [
+        [str(row["devices"]), row["way"], f"{row['tokens_per_second']:.1f}", f"{row['server_ms_per_token']:.2f}"]
+        for row in figures.get("devices", ())
+    ]
+    if rows:
+        yield Table("Devices together", header, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="remote_speed", description=__doc__)
     parser.add_argument("-m", "--model", help="the server's; the built-in one without it")
+    text = "the built-in model's checkpoint, which is expanded to the cost of a 0.5B as the server's model"
+    parser.add_argument("--checkpoint", type=Path, help=text)
     parser.add_argument("--drafter", help="the devices'; the built-in one without it")
-    parser.add_argument("--part", choices=("speed", "devices", "texts"), default="speed")
+    parser.add_argument("--part", choices=("all", "speed", "devices", "texts"), default="all")
     parser.add_argument("--links", type=int, default=len(LINKS), help="how many of the links")
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--count", type=int, default=200, help="replies of --part texts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    args = parser.parse_args(arguments)
-    chosen = ["-t", "1", "--spec", "off", *([] if args.model is None else ["-m", args.model])]
-    with running_server(chosen) as (url, _), contextlib.ExitStack() as stack:
-        if args.part == "devices":
-            figures = measure_devices(url, args.drafter, counts=args.devices, tokens=args.tokens)
-            print(figures)
-        else:
-            large = stack.enter_context(edgeinfer.load(args.model, threads=1, speculation="off"))
-            if args.part == "texts":
-                figures = measure_texts(url, args.drafter, large, count=args.count, seed=args.seed)
-                print(figures)
-            else:
-                links, tokens = list(itertools.islice(LINKS, args.links)), args.tokens
-                cells = measure_speed(url, args.drafter, large, links=links, tokens=tokens, repeats=args.repeats)
-                figures = {"cells": list(cells)}
-                _show(figures["cells"])
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; exit code 1 where a text was not the server's."""
+    args = _parser().parse_args(arguments)
+    model, figures = args.model, dict[str, Any]()
+    if args.checkpoint is not None:
+        model = str(TrainedArtifacts(default_folder(), args.checkpoint, find_shape(SHAPE)).bundle(BundleKind()))
+    chosen = ["-t", "1", "--spec", "off", *([] if model is None else ["-m", model])]
+    with running_server(chosen) as (url, process):
+        if args.part in ("all", "devices"):
+            measured = measure_devices(url, process, args.drafter, counts=args.devices, tokens=args.tokens)
+            figures["devices"] = list(measured)
+        if args.part in ("all", "speed", "texts"):
+            with edgeinfer.load(model, threads=1, speculation="off") as large:
+                if args.part == "texts":
+                    figures |= measure_texts(url, args.drafter, large, count=args.count, seed=args.seed)
+                else:
+                    links, sizes = LINKS[: args.links], {"tokens": args.tokens, "repeats": args.repeats}
+                    figures["cells"] = list(measure_speed(url, args.drafter, large, links=links, **sizes))
+    for table in (*links_table(figures), *company_table(figures)):
+        print_table(table)
+    if args.part == "texts":
+        print(figures)
     if args.out is not None:
         args.out.write_text(script_json("remote_speed", {"part": args.part, **figures}), "utf-8")
     return 1 if figures.get("same", 0) != figures.get("replies", 0) else 0

@@ -4,8 +4,8 @@ python -m edgeinfer.apps.bench.reproduce [--only NAME,...] [--checkpoint PATH]..
     [--python ENGINE=PATH]... [--again] [--quick] [--list] [--readme]
 
 Runs that are there already are kept unless --again says otherwise; what a run needs and lacks is skipped with the
-reason; one that fails does not end the others. --readme fills the tables of README.md and docs/figures.md with what is
-there.
+reason; one that fails does not end the others. --readme fills the tables of README.md, docs/figures.md and
+docs/REMOTE.md with what is there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 __all__ = ["Reproduced", "main", "reproduce"]
 
 # Pages with tables of results.
-_PAGES = (Path("README.md"), Path("docs", "figures.md"))
+_PAGES = (Path("README.md"), Path("docs", "figures.md"), Path("docs", "REMOTE.md"))
 _KEPT, _MADE, _SKIPPED, _FAILED = "kept", "made", "skipped", "failed"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from edgeinfer.apps.bench.devices import devices_table
 from edgeinfer.apps.bench.environment import run_header
 from edgeinfer.apps.bench.model_files import Artifacts, BundleKind
-from edgeinfer.apps.bench.render import common, machine_facts, markdown, markdown_table
+from edgeinfer.apps.bench.remote_speed import company_table, links_table
+from edgeinfer.apps.bench.render import Table, common, machine_facts, markdown, markdown_table
 from edgeinfer.apps.bench.report import read_section, report_html
 from edgeinfer.apps.bench.synthetic import find_shape
 from edgeinfer.config import format_size
@@ -295,7 +296,8 @@ def block(folder: Path, name: str) -> str:
     name, _, summary = name.partition(".")
     data = read_result(folder, name)
     if data is None or head(data).get("quick"):
-        return f"Not measured yet: `python -m edgeinfer.apps.bench.reproduce --only {name}`.\n"
+        command = _SCRIPTS.get(name, f"python -m edgeinfer.apps.bench.reproduce --only {name}")
+        return f"Not measured yet: `{command}`.\n"
     if summary:
         return _SUMMARIES[f"{name}.{summary}"](data)
     section, _ = read_section(folder / f"{name}.json")
@@ -322,7 +324,21 @@ def _peers_summary(data: Any) -> str:
     return markdown_table(header, rows, left=(0,))
 
 
+def _tables(make: Callable[[Any], Iterable[Table]]) -> Callable[[Any], str]:
+    """Shows the tables that a function makes of a result."""
+    return lambda data: "\n".join(markdown_table(table.header, table.rows, left=()) for table in make(data))
+
+
 # Blocks that show one table of a result, by the names in their marks.
-_SUMMARIES: Mapping[str, Callable[[Any], str]] = {"peers.summary": _peers_summary}
+_SUMMARIES: Mapping[str, Callable[[Any], str]] = {
+    "peers.summary": _peers_summary,
+    "remote.links": _tables(links_table),
+    "remote.devices": _tables(company_table),
+}
+# What measures results that no run makes.
+_SCRIPTS = {
+    "remote": "python -m edgeinfer.apps.bench.remote_speed --checkpoint ../shared/models/tales "
+    "--out docs/results/remote.json"
+}
 # Blocks that show all files of a folder, by the folder's name.
 _TABLES: Mapping[str, Callable[[Path], str]] = {"devices": devices_table}

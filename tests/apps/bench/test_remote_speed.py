@@ -23,4 +23,10 @@ def test_each_part_is_measured(part: str, tmp_path: Path) -> None:
         (cell,) = figures["cells"]
         assert cell["tokens_per_second"].keys() == {"drafts", "streams", "local"} and cell["foretold"] > 0
     else:
-        assert figures["tokens_per_second"].keys() == {"1", "2"}
+        assert [(row["way"], row["devices"]) for row in figures["devices"]] == [
+            ("drafts", 1),
+            ("drafts", 2),
+            ("streams", 1),
+            ("streams", 2),
+        ]
+        assert all(row["server_ms_per_token"] > 0 for row in figures["devices"])

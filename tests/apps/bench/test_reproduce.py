@@ -35,7 +35,7 @@ from tests.tables import each_row
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs" / "results"
-PAGES = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md")]
+PAGES = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md", "docs/REMOTE.md")]
 # Folders of machines; an address of a page is none.
 PATHS = re.compile(r"(?<![\w./:~-])/(home|root|work|tmp|Users|mnt|opt)/")
 
@@ -54,7 +54,8 @@ def strings(data: Any) -> Iterator[str]:
 def test_pages_show_what_the_results_say() -> None:
     for page in PAGES:
         assert fill(page, RESULTS) == page, "run: python -m edgeinfer.apps.bench.reproduce --readme"
-    (summary, devices), shown = map(names, PAGES)
+    (summary, devices), shown, remote = map(names, PAGES)
+    assert remote == ["remote.links", "remote.devices"]
     assert set(shown) <= {run.name for run in RUNS} and len(set(shown)) == len(shown) > 5
     # Every engine's figures, the slower ones' too.
     assert (summary, devices) == ("peers.summary", "devices")
