@@ -239,7 +239,8 @@ def write_q4_0(checkpoint: Path, path: Path) -> None:
         write_gguf(checkpoint, floats, vocabulary=False)
         # Otherwise llama.cpp gives some of them more bits.
         types = {tensor.name: "Q4_0" for tensor in read_gguf(floats).tensors if len(tensor.shape) > 1}
-        quantize_gguf(floats, path, "Q4_0", tensor_types=types, threads=1)
+        # Experts that a checkpoint has in MXFP4 are in MXFP4 there too.
+        quantize_gguf(floats, path, "Q4_0", tensor_types=types, requantize=True, threads=1)
     finally:
         floats.unlink(missing_ok=True)
 
