@@ -306,8 +306,6 @@ def _check(method: str, settings: SearchSettings) -> None:
     require(settings.scorer is None or callable(settings.scorer), "scorer", settings.scorer, "a function")
     if settings.scorer is not None and method not in ("particles", "astar"):
         raise UsageError("A scorer needs search='particles' or 'astar'.", "Give both, or leave out the scorer.")
-    fits = settings.voters is None or settings.voters <= settings.samples
-    require(fits, "voters", settings.voters, f"at most samples={settings.samples}")
     require_few("passage", settings.passage or "", _MOST_PASSAGE)
     resistance = settings.resistance
     numbers = isinstance(resistance, list | tuple) and all(map(_RESISTANCE.holds, resistance))

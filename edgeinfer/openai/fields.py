@@ -135,7 +135,7 @@ class Fields:
             RequestError: the option cannot be that.
         """
         try:
-            GenerationConfig.of(**{to: value})
+            GenerationConfig.of(**_companion(to, value), **{to: value})
         except UsageError as error:
             raise RequestError(error.message, error.hint, param=self._where + name) from error
         return {to: value}
@@ -186,6 +186,20 @@ FINGERPRINT = f"edgeinfer-{VERSION}"
 # The options of GenerationConfig by their own names, and by those of OpenAI's, llama.cpp's and vLLM's servers.
 _OPTIONS = {field: name for name, option in options_of(GenerationConfig).items() for field in option.wire}
 _SEEDS = 2**64
+
+
+def _companion(name: str, value: Any) -> dict[str, Any]:
+    """What an option is checked beside that is refused alone; whether both came shows when the reply begins."""
+    match name, value:
+        case "lame_prompt", _:
+            return {"search": "contrast"}
+        case "passage", _:
+            return {"search": "extract"}
+        case "search", "contrast":
+            return {"lame_prompt": "."}
+        case "search", "extract":
+            return {"passage": "."}
+    return {}
 
 
 def sampling(fields: Fields) -> dict[str, Any]:

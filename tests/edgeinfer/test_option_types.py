@@ -88,12 +88,13 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "resistance": [1.0],
         "seed": 3,
         "lame_prompt": "Hm",
+        "passage": "Hm",
         "parse_special": True,
         "adapter": "terse",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
     elsewhere = {"max_tokens", "logprobs", "checker", "scorer"}  # what OpenAI's endpoints name in different ways
-    for name in options_of(GenerationConfig).keys() - elsewhere - {"lame_prompt", "passage"}:
+    for name in options_of(GenerationConfig).keys() - elsewhere:
         option = options_of(GenerationConfig)[name]
         fields = Fields({name: values.get(name, 3 if option.default is None else option.default)})
         assert sampling(fields).keys() == {name}

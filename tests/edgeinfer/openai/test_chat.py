@@ -42,6 +42,9 @@ def test_a_worse_prompt_stands_in_the_same_conversation(model: edgeinfer.Model) 
     own = model.stream_chat(MESSAGES, **OPTIONS | options).complete().text
     assert content(complete(model, **options)) == own
     assert own != model.stream_chat(MESSAGES, **OPTIONS | options | {"lame_prompt": "Stop"}).complete().text
+    for alone in ({"search": "contrast"}, {"lame_prompt": "Go"}):
+        with pytest.raises(EdgeInferError, match="go together"):
+            complete(model, **alone)
 
 
 def test_an_answer(model: edgeinfer.Model) -> None:
