@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from edgeinfer.runtime.native.binding import PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel
 
-__all__ = ["DOMAIN", "Arrays", "attributes", "constants", "make_model", "open_session", "run"]
+__all__ = ["DOMAIN", "Arrays", "attributes", "constants", "make_model", "open_session", "run", "run_in_place"]
 
 DOMAIN = "edgeinfer"
 Arrays = Mapping[str, NDArray[Any]]
@@ -101,3 +101,14 @@ def run(session: ort.InferenceSession, **given: NDArray[Any]) -> NDArray[np.floa
     (y,) = session.run(None, given)
     values: NDArray[np.float32] = y
     return values
+
+
+def run_in_place(session: ort.InferenceSession, **given: NDArray[Any]) -> NDArray[np.float32]:
+    """The only output, without its first axis, of a graph whose operators also write to some of these inputs."""
+    binding = session.io_binding()
+    for name, array in given.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)))
+    binding.bind_output("y")
+    session.run_with_iobinding(binding)
+    result: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0]
+    return result

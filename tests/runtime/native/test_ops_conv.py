@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -14,7 +13,7 @@ from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.codecs import find_row_codec
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.page_rows import PageRows
-from tests.runtime.native.graphs import make_model, open_session
+from tests.runtime.native.graphs import make_model, open_session, run_in_place
 from tests.tables import each_row
 
 NAMES = ("x", "pool", "layout", "pages", "rows", "extras", "weights", "bias", "layer_mask")
@@ -67,14 +66,7 @@ class Pass:
         given = self.given | changes
         values: dict[str, Any] = {"channels": CHANNELS, "width": WIDTH, "layer": 1, "part": 2}
         model = make_model("ShortConv", NAMES, given, self.known, **values)
-        session = open_session(kernel, model, threads)
-        binding = session.io_binding()
-        for name, array in given.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        binding.bind_output("y")
-        session.run_with_iobinding(binding)
-        result: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0]
-        return result
+        return run_in_place(open_session(kernel, model, threads), **given)
 
     def expected(self) -> NDArray[np.float32]:  # (S, D)
         before, after, values = np.split(self.given["x"][0], 3, axis=1)

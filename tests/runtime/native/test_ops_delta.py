@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer, StateLayer
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StatePool
-from tests.runtime.native.graphs import make_model, open_session
+from tests.runtime.native.graphs import make_model, open_session, run_in_place
 from tests.tables import each_row
 
 NAMES = (
@@ -51,14 +50,7 @@ class Pass:
     def run(self, kernel: NativeKernel, threads: int = 1, /, **changes: Any) -> NDArray[np.float32]:  # (S, heads v)
         given = self.given | changes
         model = make_model("GatedDelta", NAMES, given, self.known, **SIZES, layer=1, part=2, norm_epsilon=1e-6)
-        session = open_session(kernel, model, threads)
-        binding = session.io_binding()
-        for name, array in given.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
-        binding.bind_output("y")
-        session.run_with_iobinding(binding)
-        result: NDArray[np.float32] = binding.get_outputs()[0].numpy()[0]
-        return result
+        return run_in_place(open_session(kernel, model, threads), **given)
 
 
 def test_threads_and_company_leave_every_bit(kernel: NativeKernel) -> None:

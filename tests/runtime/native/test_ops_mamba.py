@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
@@ -16,7 +15,7 @@ from edgeinfer.bundle.recurrence import Mamba2Spec
 from edgeinfer.runtime.native.binding import Binding
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.paging.states import StateLayout
-from tests.runtime.native.graphs import make_model, open_session
+from tests.runtime.native.graphs import make_model, open_session, run_in_place
 from tests.tables import each_row
 
 COMMON_NAMES = ("x", "rows", "extras", "pool", "layout", "sequences", "layer_mask", "weights", "bias")
@@ -67,16 +66,8 @@ class Text:
         values = dataclasses.asdict(self.spec.state) | {"layer": 1, "part": 2, "norm_epsilon": EPSILON}
         values |= {name: getattr(self.spec, name) for name in ("norm_first", "least_step", "most_step")}
         values |= {name: value for name, value in changes.items() if name not in NAMES}
-        session = open_session(kernel, make_model("Mamba2", NAMES, given, self.known, **values), threads)
-        binding = session.io_binding()
-        for name, array in given.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)))
-        # What is written in place must be the very array.
-        binding.bind_ortvalue_input("pool", ort.OrtValue.ortvalue_from_numpy(given["pool"]))
-        binding.bind_output("y")
-        session.run_with_iobinding(binding)
-        result: Floats = binding.get_outputs()[0].numpy()[0]
-        return result
+        model = make_model("Mamba2", NAMES, given, self.known, **values)
+        return run_in_place(open_session(kernel, model, threads), **given)
 
     def expected(self) -> Floats:  # (ROWS, inner)
         spec = self.spec
