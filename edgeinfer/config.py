@@ -192,7 +192,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
     bits: int | None = option(
         None,
-        help="bits per weight when a checkpoint is converted on first use: 2, 4, 8 or 32 (default: 4, or what "
+        help="bits per weight when a checkpoint is converted on first use: 2, 3, 4, 8 or 32 (default: 4, or what "
         "fits in memory)",
         low=2,
         high=32,

@@ -72,7 +72,7 @@ def pull(
 
     Args:
         name: of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, or a checkpoint's directory.
-        bits: of the conversion: 2, 4, 8 or 32; None is 4, or what goes into this machine's memory.
+        bits: of the conversion: 2, 3, 4, 8 or 32; None is 4, or what goes into this machine's memory.
         revision: branch, tag or commit; None is the main branch.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
         cancelled: asked several times a second whether to stop.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgeinfer.bundle.experts import find_expert
+from edgeinfer.bundle.experts import find_expert, portable_bits
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
@@ -82,7 +82,8 @@ def candidate_schemes(
     signs = (True,) if limits.symmetric else (True, False)
     found = {}
     for name in names:
-        tried = tuple(b for b in BITS_TRIED if b >= PROTECTED_BITS) if is_protected(name) else BITS_TRIED
+        least = PROTECTED_BITS if is_protected(name) else 0
+        tried = tuple(b for b in BITS_TRIED if b >= least and (layout == NATIVE or portable_bits(b) == b))
         if name in ("embed", "head") and limits.head_bits is not None:
             tried = (limits.head_bits,)
         bits = (given[name],) if name in given else tried

@@ -24,13 +24,13 @@ __all__ = [
 
 FLOAT_BITS = 32
 # What an integer programme chooses among.
-BITS_TRIED = (2, 4, 8)
+BITS_TRIED = (2, 3, 4, 8)
 # The fewest bits of a shared expert.
 PROTECTED_BITS = 8
 # A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which
 # lose most by quantization: at 4 bits throughout, models of 0.26M and 1.3M weights gain 8% and 18% of perplexity.
 _SMALL_WEIGHTS = 1 << 16
-_WIDER = {2: 8, 4: 8, 8: FLOAT_BITS}
+_WIDER = {2: 8, 3: 8, 4: 8, 8: FLOAT_BITS}
 # Above this size (16 MB at 8 bits) embedding and head would take much of a small device's memory at 8 bits.
 _LARGE_VOCABULARY = 1 << 24
 _LARGE_MODEL = 1 << 26
@@ -53,7 +53,7 @@ class QuantScheme:
     """Block-wise integer quantization along the input dimension.
 
     Attributes:
-        bits: 2, 4 or 8 per value.
+        bits: 2, 3, 4 or 8 per value.
         block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
         e2m1: values are codes of E2M1 instead, as a checkpoint has them; no quantizer makes such.
@@ -135,7 +135,7 @@ class QuantPolicy:
         head_bits: of embedding and LM head.
         block_size: largest block.
         symmetric: no stored zero points. Large 8-bit matrices never have any.
-        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
+        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
             Those that a router chooses among never do; shared experts have at least 8 bits in any case.
     """
 

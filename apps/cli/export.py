@@ -42,7 +42,7 @@ _STATIC = ("context", "chunk", "widths", "layers")
 # The most that a manifest may have.
 _MOST_LAYERS = 2048
 # What bits of single tensors mean in a GGUF model.
-_BITS_TYPES = {"2": "Q2_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
+_BITS_TYPES = {"2": "Q2_K", "3": "Q3_K", "4": "Q4_0", "8": "Q8_0", "16": "F16", "32": "F32"}
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -90,7 +90,7 @@ def _add_quantization(parser: Parser) -> None:
         "bits per weight: fewer make a smaller and faster model, more stay closer to the original; 16 "
         "needs --format gguf, 32 is float32 (default: 4)"
     )
-    size.add_argument("--bits", type=int, choices=(2, 4, 8, 16, 32), help=text)
+    size.add_argument("--bits", type=int, choices=(2, 3, 4, 8, 16, 32), help=text)
     text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
@@ -126,7 +126,7 @@ def _add_quantization(parser: Parser) -> None:
     text = "quantize with scales and zero points, which is a little more precise (default)"
     sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
     text = "bits of the output layer (default: chosen by --bits)"
-    parser.add_argument("--head-bits", type=int, choices=(2, 4, 8, 32), help=text)
+    parser.add_argument("--head-bits", type=int, choices=(2, 3, 4, 8, 32), help=text)
     text = "quantize layers of at most 65536 weights like the others, instead of with more bits"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
 

@@ -35,8 +35,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "pull", execute, _DESCRIPTION)
     text = "name of the catalog (edgeinfer models --catalog), or hub id; of a GGUF repository with the type"
     parser.add_argument("repo", metavar="NAME|ORG/NAME[:TYPE]", help=text)
-    text = "bits of a checkpoint's weights: 2, 4, 8 or 32 (default: 4, or what fits this machine's memory)"
-    parser.add_argument("--bits", type=int, choices=(2, 4, 8, 32), help=text)
+    text = "bits of a checkpoint's weights: 2, 3, 4, 8 or 32 (default: 4, or what fits this machine's memory)"
+    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8, 32), help=text)
     text = "take the type of a GGUF repository that suits this machine, without asking"
     parser.add_argument("-y", "--yes", action="store_true", help=text)
     parser.add_argument("--no-convert", action="store_true", help="only fetch a checkpoint, for edgeinfer export")

@@ -2,7 +2,8 @@
 
 One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
 smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)
-with the same q and zero. Codes of E2M1 become 8 bits.
+with the same q and zero, or of a matrix alone with as much added to q as the middle moves. Codes of E2M1 become 8 bits,
+and 3 bits become 4, as the portable layout has neither.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from edgeinfer.bundle.packing import E2M1_DOUBLED, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
 
-__all__ = ["Expert", "common_format", "expert_biases", "expert_tensor", "find_expert", "widen"]
+__all__ = ["Expert", "common_format", "expert_biases", "expert_tensor", "find_expert", "portable_bits", "widen"]
 
 # Bits that codes of E2M1 become where only evenly spaced values are stored.
 _WIDENED = 8
@@ -53,8 +54,13 @@ def find_expert(name: str) -> Expert | None:
 
 def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
     """Bits, block and whether there are zero points, of the format that holds all these matrices exactly."""
-    bits, block = max(_WIDENED if s.e2m1 else s.bits for s in shapes), min(s.block_size for s in shapes)
-    return bits, block, any(s.zero_points or (s.bits != bits and not s.e2m1) for s in shapes)
+    bits, block = max(_WIDENED if s.e2m1 else portable_bits(s.bits) for s in shapes), min(s.block_size for s in shapes)
+    return bits, block, any(s.zero_points or (portable_bits(s.bits) != bits and not s.e2m1) for s in shapes)
+
+
+def portable_bits(bits: int) -> int:
+    """What values of so many bits are stored in outside the native layout."""
+    return 4 if bits == 3 else bits
 
 
 def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape) -> QuantizedMatrix:
@@ -71,6 +77,8 @@ def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape)
     if source.e2m1:
         values = (E2M1_DOUBLED[values] + np.int16(midpoint(_WIDENED))).astype(np.uint8)
         source = dataclasses.replace(source, bits=_WIDENED, e2m1=False)
+    elif not source.zero_points and not target.zero_points:
+        values = values + np.uint8(midpoint(target.bits) - midpoint(source.bits))
     times = source.block_size // target.block_size
     scales = np.repeat(rows.scales, times, axis=1)[:, : target.blocks]
     zeros = None

@@ -3,6 +3,7 @@
 The layout is defined in runtime/native/lowbit.h. In short: the rows of a matrix come in tiles of 32, those of a paired
 one in tiles of 16 of each half. A tile holds its blocks of K one after the other; a block holds four bytes of each row,
 then the next four. A byte holds as many values as fit, a fixed distance apart. 8-bit values are two planes of 4 bits.
+Every 32 values of 3 bits are two runs of their low two bits and one of their high ones.
 Scales are bfloat16, zero points bytes. Rows and values that fill up the last tile and block are zero.
 
 Inline scales lie before the values of their block, 64 bytes of them, so that a pass reads one run of bytes instead of
@@ -37,6 +38,11 @@ TILE = 32
 _LANE_BYTES = 4
 # Scales of the 32 rows of a tile and block.
 _INLINE_BYTES = 2 * TILE
+# At 3 bits, halves of 32 values, groups of four in a half and values of a group, which are a lane's bytes.
+_CHUNK = (2, 4, _LANE_BYTES)
+# Where the low two bits of a value of each group lie in a byte, and its high one.
+_LOW_SHIFTS = np.array([[0], [2], [4], [6]], np.uint8)
+_HIGH_SHIFTS = np.array([[[0], [1], [4], [5]], [[2], [3], [6], [7]]], np.uint8)
 
 Bytes = NDArray[np.uint8]
 
@@ -135,14 +141,14 @@ def _halves(shape: QuantizedShape) -> int:
     return 2 if shape.paired else 1
 
 
-def _per_byte(shape: QuantizedShape) -> int:
-    """Values in a byte of a plane."""
-    return 4 if shape.bits == 2 else 2
+def _plane_bits(shape: QuantizedShape) -> int:
+    """Bits of a value in one plane."""
+    return min(shape.bits, 4)
 
 
 def _span(shape: QuantizedShape) -> int:
-    """Bytes of a block of one row, in one plane; also how far the values of a byte are apart."""
-    return shape.block_size // _per_byte(shape)
+    """Bytes of a block of one row, in one plane; but for 3 bits also how far the values of a byte are apart."""
+    return shape.block_size * _plane_bits(shape) // 8
 
 
 def _padding(shape: QuantizedShape) -> slice:
@@ -173,10 +179,7 @@ def _rows_last(tiles: NDArray[Any]) -> NDArray[Any]:  # (T, 32, blocks) -> (T, b
 
 
 def _pack_plane(values: Bytes, shape: QuantizedShape) -> Bytes:  # (R, blocks, block_size) -> (T, blocks, 32 * span)
-    per_byte, span = _per_byte(shape), _span(shape)
-    packed = values[..., :span].copy()
-    for i in range(1, per_byte):
-        packed |= values[..., i * span : (i + 1) * span] << np.uint8(i * 8 // per_byte)
+    packed = _pack_chunks(values) if shape.bits == 3 else _pack_spans(values, shape)
     lanes = _to_tiles(packed.view(np.uint32), shape)  # (T, 32, blocks, span / 4)
     ordered = np.ascontiguousarray(lanes.transpose(0, 2, 3, 1))  # (T, blocks, span / 4, 32)
     return ordered.reshape(len(lanes), shape.blocks, -1).view(np.uint8)
@@ -187,13 +190,40 @@ def _unpack_plane(
     shape: QuantizedShape,
     count: int,
 ) -> Bytes:  # (R, blocks, block_size)
-    per_byte, span = _per_byte(shape), _span(shape)
+    span = _span(shape)
     ordered = np.ascontiguousarray(plane).view(np.uint32)
     lanes = ordered.reshape(len(plane), shape.blocks, span // _LANE_BYTES, TILE).transpose(0, 3, 1, 2)
     packed = _from_tiles(lanes, shape, count).view(np.uint8)  # (R, blocks, span)
+    return _unpack_chunks(packed) if shape.bits == 3 else _unpack_spans(packed, shape)
+
+
+def _pack_spans(values: Bytes, shape: QuantizedShape) -> Bytes:  # (R, blocks, block_size) -> (R, blocks, span)
+    bits, span = _plane_bits(shape), _span(shape)
+    packed = values[..., :span].copy()
+    for i in range(1, 8 // bits):
+        packed |= values[..., i * span : (i + 1) * span] << np.uint8(i * bits)
+    return packed
+
+
+def _unpack_spans(packed: Bytes, shape: QuantizedShape) -> Bytes:  # (R, blocks, span) -> (R, blocks, block_size)
+    bits, span = _plane_bits(shape), _span(shape)
     values = np.empty((len(packed), shape.blocks, shape.block_size), np.uint8)
-    for i in range(per_byte):
+    for i in range(8 // bits):
         part = values[..., i * span : (i + 1) * span]
-        np.right_shift(packed, np.uint8(i * 8 // per_byte), out=part)
-        part &= np.uint8((1 << 8 // per_byte) - 1)
+        np.right_shift(packed, np.uint8(i * bits), out=part)
+        part &= np.uint8((1 << bits) - 1)
     return values
+
+
+def _pack_chunks(values: Bytes) -> Bytes:  # (R, blocks, block_size) -> (R, blocks, span), of 3 bits
+    chunks = values.reshape(*values.shape[:2], -1, *_CHUNK)  # (R, blocks, chunks, 2, 4, 4)
+    low = np.bitwise_or.reduce((chunks & np.uint8(3)) << _LOW_SHIFTS, axis=-2)  # (R, blocks, chunks, 2, 4)
+    high = np.bitwise_or.reduce(chunks >> np.uint8(2) << _HIGH_SHIFTS, axis=(-3, -2))  # (R, blocks, chunks, 4)
+    return np.concatenate([low, high[..., None, :]], axis=-2).reshape(*values.shape[:2], -1)
+
+
+def _unpack_chunks(packed: Bytes) -> Bytes:  # (R, blocks, span) -> (R, blocks, block_size), of 3 bits
+    runs = packed.reshape(*packed.shape[:2], -1, 3, 1, _LANE_BYTES)
+    low = runs[..., :2, :, :] >> _LOW_SHIFTS & np.uint8(3)  # (R, blocks, chunks, 2, 4, 4)
+    high = runs[..., 2:, :, :] >> _HIGH_SHIFTS & np.uint8(1)
+    return (low | high << np.uint8(2)).reshape(*packed.shape[:2], -1)

@@ -1,10 +1,11 @@
 """The bytes of a quantized matrix in the portable layout.
 
 Layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized: a matrix (N, K) is cut along K into blocks of
-`block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, first value
-in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points packed like values, each row of
-blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
+`block_size` values (the last one padded with its zero point); values are unsigned, `8 / bits` to a byte, at 3 bits
+eight to three bytes, first value in the lowest bits; one float32 scale per block, a bfloat16 by value; zero points
+packed like values, each row of blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
 
+ONNX Runtime's operators multiply no 3 bits: a bundle in the portable layout has 4 instead, of the same values.
 In the native layout experts of 4 bits may be codes of E2M1 instead, as MXFP4 has them: each stands for twice its value,
 times the scale.
 """
@@ -36,10 +37,11 @@ __all__ = [
     "unpack",
 ]
 
-BITS = (2, 4, 8)
+BITS = (2, 3, 4, 8)
 BLOCK_SIZES = (32, 64, 128)
 # Twice the values of E2M1 by their codes. Source: OCP Microscaling Formats 1.0.
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_PLACES3 = np.arange(3, dtype=np.uint8)
 
 Dtype = Literal["float32", "uint8", "uint16"]
 # The arrays a stored tensor consists of, in the order they lie in the file: type and shape by name.
@@ -111,6 +113,9 @@ def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:  # (..., C)
     """Packs unsigned values along the last axis, first value in the lowest bits; the tail is padded with zeros."""
     if bits == 8:
         return np.ascontiguousarray(values)
+    if bits == 3:
+        each = values[..., None] >> _PLACES3 & np.uint8(1)  # (..., C, 3)
+        return np.packbits(each.reshape(*values.shape[:-1], 3 * values.shape[-1]), axis=-1, bitorder="little")
     per_byte = 8 // bits
     missing = -values.shape[-1] % per_byte
     if missing:
@@ -125,6 +130,10 @@ def unpack(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8
     """Reverses `pack`, dropping the padding."""
     if bits == 8:
         return packed[..., :count]
+    if bits == 3:
+        each = np.unpackbits(packed, axis=-1, count=3 * count, bitorder="little").reshape(*packed.shape[:-1], count, 3)
+        joined: NDArray[np.uint8] = np.bitwise_or.reduce(each << _PLACES3, axis=-1)
+        return joined
     per_byte = 8 // bits
     values = np.empty((*packed.shape[:-1], packed.shape[-1] * per_byte), np.uint8)
     mask = np.uint8((1 << bits) - 1)

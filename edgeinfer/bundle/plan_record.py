@@ -7,7 +7,7 @@ from edgeinfer.records import dataclass
 
 __all__ = ["PlanRecord", "PlannedTensor"]
 
-_BITS = (2, 4, 8, 32)
+_BITS = (2, 3, 4, 8, 32)
 
 
 def _require(condition: bool, what: str) -> None:

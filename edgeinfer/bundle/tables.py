@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert
-from edgeinfer.bundle.layouts import PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
+from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert, portable_bits
+from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
 from edgeinfer.bundle.spec import DecoderSpec
@@ -75,7 +75,7 @@ def lay_out(outlines: Iterable[Outline], layout: Layout) -> tuple[TensorEntry, .
         UsageError: some experts of a layer are quantized and others are not.
         BundleError: experts of a layer have different shapes.
     """
-    listed = list(outlines)
+    listed = [outline if layout == NATIVE else _widened(outline) for outline in outlines]
     stacks = _stacks(listed, layout)
     entries: dict[str, TensorEntry] = {}
     end = 0
@@ -114,7 +114,7 @@ def _stacks(outlines: list[Outline], layout: Layout) -> dict[str, list[Outline]]
     for layer, members in layers.items():
         quantized = [o.quantized for _, o in members if o.quantized is not None]
         if quantized and len(quantized) < len(members):
-            hint = "Give all experts of a layer 2, 4 or 8 bits, or 32 to all."
+            hint = "Give all experts of a layer 2, 3, 4 or 8 bits, or 32 to all."
             raise UsageError(f"Some experts of layer {layer} are quantized and others are not.", hint)
         if quantized and layout != PORTABLE:
             continue
@@ -139,6 +139,13 @@ def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:
         return dataclasses.replace(outline, transposed=False)
     wide = dataclasses.replace(outline.quantized, bits=bits, block_size=block, zero_points=zeros, e2m1=False)
     return dataclasses.replace(outline, quantized=wide)
+
+
+def _widened(outline: Outline) -> Outline:
+    shape = outline.quantized
+    if shape is None or portable_bits(shape.bits) == shape.bits:
+        return outline
+    return dataclasses.replace(outline, quantized=dataclasses.replace(shape, bits=portable_bits(shape.bits)))
 
 
 def _halves(outline: Outline) -> int:

@@ -27,7 +27,7 @@ from edgeinfer.hub.ids import GGUF, HubName, parse_name
 
 __all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
 
-_BITS = (2, 4, 8, 32)
+_BITS = (2, 3, 4, 8, 32)
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 
@@ -62,7 +62,7 @@ def resolve(
         UsageError: `bits` of what is no checkpoint.
     """
     if bits not in (None, *_BITS):
-        raise UsageError(f"{bits} bits are not supported.", "Choose 2, 4, 8 or 32.")
+        raise UsageError(f"{bits} bits are not supported.", "Choose 2, 3, 4, 8 or 32.")
     path = _found(model, bits)
     if path is None:
         path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)

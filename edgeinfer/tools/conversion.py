@@ -183,15 +183,16 @@ def _sizes(config: dict[str, Any]) -> DecoderSizes:
 
 
 def _bits(sizes: DecoderSizes, limit: int, note: Callable[[str], None], name: str) -> int:
-    """4, as fewer cost much of a model's sense; 2 where nothing else goes into memory.
+    """4, as fewer cost much of a model's sense; 3 or 2 where nothing else goes into memory.
 
     Experts wait on disk until they are chosen, so a mixture need not go into memory.
     """
-    if sizes.experts or sizes.weight_bytes(CATALOG_BITS) <= limit or sizes.weight_bytes(2) > limit:
+    fitting = [bits for bits in (CATALOG_BITS, 3, 2) if sizes.weight_bytes(bits) <= limit]
+    if sizes.experts or not fitting or fitting[0] == CATALOG_BITS:
         return CATALOG_BITS
     has = f"{format_size(sizes.weight_bytes(CATALOG_BITS))} at 4 bits, and there are {format_size(limit)}"
-    note(f"{name} takes {has}: 2 bits make it fit, and its text worse. --bits 4 runs it from disk, slowly.")
-    return 2
+    note(f"{name} takes {has}: {fitting[0]} bits make it fit, and its text worse. --bits 4 runs it from disk, slowly.")
+    return fitting[0]
 
 
 def _pull(run: _Run, name: str, found: Repository | None) -> Path:

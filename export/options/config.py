@@ -24,9 +24,9 @@ _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
 FORMATS = ("onnx", "gguf")
 EXPORTERS = ("native", "optimum")
-_BITS = (2, 4, 8, 32)
+_BITS = (2, 3, 4, 8, 32)
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
-_GGUF_TYPES = {2: "Q2_K", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
+_GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
 # Fewer say little of a model; more cost hours and change nothing.
 _FEWEST_TOKENS, _MOST_TOKENS = 64, 1 << 22
@@ -103,7 +103,7 @@ class ExportConfig:
             A layer whose width it does not divide takes the next smaller that does.
         symmetric: no stored zero points: a tenth smaller, a little less exact.
         head_bits: of embedding and LM head; None decides by their size, see edgeinfer.quant.default_head_bits.
-        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 or 4, float32 instead of 8.
+        keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
         method: how values are found, of edgeinfer.quant.methods; None is "gptq" where there is a calibration text, else
             "rtn".
         calibration: UTF-8 text the model is run on to learn which weights matter; None quantizes without.
@@ -259,7 +259,7 @@ class ExportConfig:
             f"layout={self.layout!r}": self.layout != NATIVE,
             "budget_bits": self.budget_bits is not None,
             "target_size": self.target_size is not None,
-            "2 bits": 2 in (self.bits, self.head_bits, *(bits for _, bits in self.bits_for)),
+            **{f"{few} bits": few in (self.bits, self.head_bits, *(b for _, b in self.bits_for)) for few in (2, 3)},
         }
         for name, is_asked in asked.items():
             if is_asked:

@@ -2,7 +2,7 @@
  *
  * vpmaddubsw adds two products of unsigned weights and signed activations, saturating at 16 bits; activations are
  * within 127. Pairs of 4-bit weights are within 2 * 15 * 127 = 3810, so 8 of them fit; pairs of 2-bit weights within
- * 762, so 32, a whole block, do; pairs of E2M1 within 6096, so 4 do. Pairs of 8-bit weights would not fit: their planes are summed apart.
+ * 762, so 32, a whole block, do; pairs of 3-bit weights within 1778, so 16 do; pairs of E2M1 within 6096, so 4 do. Pairs of 8-bit weights would not fit: their planes are summed apart.
  */
 #include "lowbit.h"
 
@@ -41,7 +41,41 @@ INLINE void add_plane(piece p, const uint8_t *plane, int factor, __m256i sums[PA
     }
 }
 
+/* Adds the products of 3-bit weights. */
+INLINE void add_chunks(piece p, __m256i sums[PANEL][REGISTERS]) {
+    const __m256i mask = _mm256_set1_epi8(7), ones = _mm256_set1_epi16(1);
+    const int run = p.block < 2 * LOWBIT_CHUNK ? p.block : 2 * LOWBIT_CHUNK;
+    for (int start = 0; start < p.block; start += run) {
+        __m256i pairs[PANEL][REGISTERS];
+        for (int i = 0; i < p.rows; i++)
+            for (int c = 0; c < p.width; c++) pairs[i][c] = _mm256_setzero_si256();
+        for (int k = start; k < start + run; k += LOWBIT_CHUNK) {
+            fetch_chunk(p, k);
+            for (int part = 0; part < 4; part++)
+                for (int c = 0; c < p.width; c++) {
+                    const uint8_t *chunk = p.data + k * k_bytes(BITS3) + c * 32;
+                    __m256i both = nibbles3(chunk, part / 2, part % 2);
+                    for (int upper = 0; upper < 2; upper++) {
+                        __m256i weights = _mm256_and_si256(upper ? _mm256_srli_epi16(both, 4) : both, mask);
+                        for (int i = 0; i < p.rows; i++) {
+                            const int8_t *at = p.values + i * p.block + k + part / 2 * 16 + (part % 2 + 2 * upper) * 4;
+                            pairs[i][c] = _mm256_add_epi16(pairs[i][c], _mm256_maddubs_epi16(weights, four(at)));
+                            KEEP(pairs[i][c]);
+                        }
+                    }
+                }
+        }
+        for (int i = 0; i < p.rows; i++)
+            for (int c = 0; c < p.width; c++)
+                sums[i][c] = _mm256_add_epi32(sums[i][c], _mm256_madd_epi16(pairs[i][c], ones));
+    }
+}
+
 INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
+    if (p.format == BITS3) {
+        add_chunks(p, sums);
+        return;
+    }
     if (p.format == BITS8) add_plane(p, p.low, 1, sums);
     add_plane(p, p.data, p.format == BITS8 ? 16 : p.format == HIGH8 ? 32 : 1, sums);
 }

@@ -41,6 +41,9 @@ INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]);
 
 INLINE int values_per_byte(int format) { return format == BITS2 ? 4 : 2; }
 
+/* Bytes of the tile by one k, in one plane. */
+INLINE int k_bytes(int format) { return format == BITS2 ? 8 : format == BITS3 ? 12 : 16; }
+
 INLINE __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
 INLINE __m256i four(const int8_t *values) {
@@ -60,6 +63,23 @@ INLINE __m256i unpack(int format, int s, __m256i data, __m256i low) {
     __m256i codes = _mm256_and_si256(s == 0 ? data : _mm256_srli_epi16(data, 4), mask);
     if (format != E2M1) return codes;
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)lowbit_e2m1)), codes);
+}
+
+/* Weights of 8 columns at 3 bits, from a chunk's bytes on: of the values s and s + 2 of half `h` of it, s being `odd`, in
+ * halves of bytes. */
+INLINE __m256i nibbles3(const uint8_t *chunk, int h, int odd) {
+    __m256i low = load(chunk + h * LOWBIT_TILE * 4), high = load(chunk + LOWBIT_CHUNK_HIGH);
+    if (odd) low = _mm256_srli_epi16(low, 2);
+    if (2 * h + odd == 3) high = _mm256_srli_epi16(high, 1);
+    if (2 * h + odd < 2) high = _mm256_slli_epi16(high, 2 - odd);
+    return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(0x33)), _mm256_and_si256(high, _mm256_set1_epi8(0x44)));
+}
+
+/* Asks for what lies ahead of a chunk of 3 bits; passes over half a tile's columns each ask for half of the bytes. */
+INLINE void fetch_chunk(piece p, int k) {
+    const int whole = p.width == REGISTERS, bytes = k_bytes(BITS3) / (whole ? 1 : 2);
+    const char *line = (const char *)(p.data + p.ahead + k * bytes);
+    for (int i = 0; i < LOWBIT_CHUNK * bytes; i += 64) _mm_prefetch(line + i, _MM_HINT_T1);
 }
 
 /* Asks for what lies ahead of registers c and c + 1 at k = v of a plane; passes over half a tile's columns each ask for
@@ -111,7 +131,7 @@ INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t 
  * once, for more independent sums; the four values of a byte leave registers for one. */
 INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t from, int64_t to, int64_t ahead,
                   int64_t first, float *sums) {
-    const int step = block * (format == BITS2 ? 8 : 16), width = rows <= (format == BITS2 ? 1 : 2) ? 4 : 2;
+    const int step = block * k_bytes(format), width = rows <= (format == BITS2 ? 1 : 2) ? 4 : 2;
     for (int64_t b = from; b < to; b++)
         for (int part = 0; part < REGISTERS; part += width) {
             piece p = {.format = format, .block = block, .width = width, .rows = rows};
@@ -135,6 +155,7 @@ typedef void panel_function(const tile_view *t, int64_t from, int64_t to, int64_
     what(format, block, 1) what(format, block, 2) what(format, block, 3) what(format, block, 4)
 #define ALL_BLOCKS(what, format) ALL_ROWS(what, format, 32) ALL_ROWS(what, format, 64) ALL_ROWS(what, format, 128)
 ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, BITS3)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
 ALL_BLOCKS(ONE, HIGH8)
@@ -142,8 +163,9 @@ ALL_ROWS(ONE, E2M1, 32)
 
 #define NAME(format, block, rows) panel_##format##_##block##_##rows,
 #define OF_FORMAT(format) {{ALL_ROWS(NAME, format, 32)}, {ALL_ROWS(NAME, format, 64)}, {ALL_ROWS(NAME, format, 128)}}
-static panel_function *const panel_functions[5][3][PANEL] = {
+static panel_function *const panel_functions[FORMATS][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
+    [BITS3] = OF_FORMAT(BITS3),
     [E2M1] = {{ALL_ROWS(NAME, E2M1, 32)}}};
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,

@@ -131,6 +131,57 @@ INLINE void dot_block(int format, int count, const uint8_t *data, const uint8_t 
         }
 }
 
+/* Weights of 16 columns at 3 bits: of the values s and s + 2 of half `h` of a chunk, s being `odd`, in halves of bytes. */
+INLINE __m512i nibbles3(__m512i low, __m512i high, int h, int odd) {
+    __m512i l = odd ? _mm512_srli_epi16(low, 2) : low, up = high;
+    if (2 * h + odd == 3) up = _mm512_srli_epi16(high, 1);
+    if (2 * h + odd < 2) up = _mm512_slli_epi16(high, (unsigned)(2 - odd));
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), l, up, 0xca);
+}
+
+/* The integer products of one block of 3 bits and `count` rows. */
+INLINE void dot_block3(int count, const uint8_t *data, const int8_t *values, int block, __m512i dots[PANEL][2]) {
+    /* Few rows sum the upper values of a byte where they are, 16 times as large, and have registers for more chains. */
+    const int apart = count <= few(BITS3), chains = apart ? 4 : 1;
+    const __m512i lower = _mm512_set1_epi8(0x07), upper = _mm512_set1_epi8(0x70);
+    __m512i sums[PANEL][2][4];
+    for (int r = 0; r < count; r++)
+        for (int s = 0; s < chains; s++) sums[r][0][s] = sums[r][1][s] = _mm512_setzero_si512();
+    for (int k = 0; k < block; k += LOWBIT_CHUNK, data += LOWBIT_CHUNK_BYTES)
+        for (int h = 0; h < 2; h++) {
+            __m512i weights[2][4];
+            for (int g = 0; g < 2; g++) {
+                __m512i low = _mm512_loadu_si512(data + (2 * h + g) * 64);
+                __m512i high = _mm512_loadu_si512(data + LOWBIT_CHUNK_HIGH + g * 64);
+                fetch(count, data + (3 * h + g) * 64);
+                for (int odd = 0; odd < 2; odd++) {
+                    __m512i both = nibbles3(low, high, h, odd);
+                    weights[g][odd] = _mm512_and_si512(both, lower);
+                    weights[g][2 + odd] = apart ? _mm512_and_si512(both, upper)
+                                                : _mm512_and_si512(_mm512_srli_epi16(both, 4), lower);
+                }
+            }
+            fetch(count, data + (3 * h + 2) * 64);
+            for (int s = 0; s < 4; s++)
+                for (int r = 0; r < count; r++) {
+                    __m512i a = four(values + r * block + k + h * 16 + s * 4);
+                    for (int g = 0; g < 2; g++) {
+                        __m512i *sum = &sums[r][g][s % chains];
+                        *sum = _mm512_dpbusd_epi32(*sum, weights[g][s], a);
+                        KEEP(*sum);
+                    }
+                }
+        }
+    for (int r = 0; r < count; r++)
+        for (int g = 0; g < 2; g++) {
+            __m512i *sum = sums[r][g];
+            dots[r][g] = sum[0];
+            if (apart)
+                dots[r][g] = _mm512_add_epi32(_mm512_add_epi32(sum[0], sum[1]),
+                                              _mm512_srai_epi32(_mm512_add_epi32(sum[2], sum[3]), 4));
+        }
+}
+
 /* Adds the products of blocks begin..end-1 of a tile and `count` <= PANEL rows to their sums, which stay in registers of
  * their own where there are enough. */
 INLINE void panel(int format, int block, int count, const tile_view *view, int64_t begin, int64_t end, int64_t first,
@@ -144,8 +195,11 @@ INLINE void panel(int format, int block, int count, const tile_view *view, int64
     for (int64_t b = begin; b < end; b++) {
         int64_t at = b * t.m + first;
         __m512i dots[PANEL][2];
-        dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
-                  t.values + at * block, block, dots);
+        if (format == BITS3)
+            dot_block3(count, t.data + b * t.data_step, t.values + at * block, block, dots);
+        else
+            dot_block(format, count, t.data + b * t.data_step, format == BITS8 ? t.low + b * step : NULL,
+                      t.values + at * block, block, dots);
         UNROLL for (int g = 0; g < 2; g++) {
             __m512 scales = column_scales(format, &t, b, g);
             UNROLL for (int r = 0; r < count; r++) {
@@ -178,6 +232,7 @@ typedef void panel_function(const tile_view *t, int64_t begin, int64_t end, int6
 #define ALL_BLOCKS(what, format)                                                                              \
     ALL_COUNTS(what, format, 32) ALL_COUNTS(what, format, 64) ALL_COUNTS(what, format, 128)
 ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, BITS3)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
 ALL_BLOCKS(ONE, HIGH8)
@@ -186,8 +241,9 @@ ALL_COUNTS(ONE, E2M1, 32)
 #define NAME(format, block, count) panel_##format##_##block##_##count,
 #define OF_FORMAT(format)                                                                                     \
     {{ALL_COUNTS(NAME, format, 32)}, {ALL_COUNTS(NAME, format, 64)}, {ALL_COUNTS(NAME, format, 128)}}
-static panel_function *const panel_functions[5][3][PANEL] = {
+static panel_function *const panel_functions[FORMATS][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
+    [BITS3] = OF_FORMAT(BITS3),
     [E2M1] = {{ALL_COUNTS(NAME, E2M1, 32)}}};
 
 /* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went

@@ -7,7 +7,31 @@
 
 #include "avx256.inc.h"
 
+/* Adds the products of 3-bit weights. */
+INLINE void add_chunks(piece p, __m256i sums[PANEL][REGISTERS]) {
+    const __m256i mask = _mm256_set1_epi8(7);
+    for (int k = 0; k < p.block; k += LOWBIT_CHUNK) {
+        fetch_chunk(p, k);
+        for (int part = 0; part < 4; part++)
+            for (int c = 0; c < p.width; c++) {
+                __m256i both = nibbles3(p.data + k * k_bytes(BITS3) + c * 32, part / 2, part % 2);
+                for (int upper = 0; upper < 2; upper++) {
+                    __m256i weights = _mm256_and_si256(upper ? _mm256_srli_epi16(both, 4) : both, mask);
+                    for (int i = 0; i < p.rows; i++) {
+                        const int8_t *at = p.values + i * p.block + k + part / 2 * 16 + (part % 2 + 2 * upper) * 4;
+                        sums[i][c] = _mm256_dpbusd_avx_epi32(sums[i][c], weights, four(at));
+                        KEEP(sums[i][c]);
+                    }
+                }
+            }
+    }
+}
+
 INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
+    if (p.format == BITS3) {
+        add_chunks(p, sums);
+        return;
+    }
     const int slots = values_per_byte(p.format), span = p.block / slots, both = p.format == BITS8;
     /* An addition takes 4 or 5 cycles, and two start in each: where registers are left, every other value of a byte has
      * sums of its own. */

@@ -10,6 +10,11 @@
  *     shift j / S * bits
  * so 128 bytes are 32 columns by 4 consecutive k: two registers of 512 bits, four of 256 or eight of 128. A tile is
  * one run of bytes, read from first to last: two runs side by side halve what one core gets from memory.
+ * A 3-bit value is 4 * high + low. Every 32 values along K are three such runs of 128 bytes, two of low parts and one
+ * of high bits; with i = k % 32, h = i / 16, s = i % 16 / 4 they are at
+ *     byte  ((t * blocks + b) * B / 32 + j / 32) * 384 + c * 4 + i % 4, plus 128 * h of low parts, 256 of high bits
+ *     shift 2 * s of low parts, s / 2 * 4 + 2 * h + s % 2 of high bits
+ * so one select by bits makes of two runs a byte with the values s and s + 2 in its halves.
  * An 8-bit value is 16 * high + low; the two 4-bit planes lie apart, so that the high one can be read alone: it then
  * stands for 16 * high + 7.5, the middle of the values it may be part of.
  * Scales are bfloat16 and zero points uint8, both (tiles, blocks, 32). Without zero points the zero is 2^(bits-1).
@@ -35,10 +40,12 @@ extern "C" {
 #endif
 
 enum { LOWBIT_TILE = 32, LOWBIT_GROUP = 16 };
+/* Values along K that lie together at 3 bits, the bytes of 32 columns of them, and where those of their high bits begin. */
+enum { LOWBIT_CHUNK = 32, LOWBIT_CHUNK_BYTES = 384, LOWBIT_CHUNK_HIGH = 256 };
 
 typedef struct {
     int64_t n, k;           /* logical sizes: outputs, inputs */
-    int32_t bits;           /* 2, 4 or 8 */
+    int32_t bits;           /* 2, 3, 4 or 8 */
     int32_t block;          /* 32, 64 or 128 */
     int32_t paired;         /* gate and up share tiles; n counts both */
     int32_t e2m1;           /* values of 4 bits are codes of E2M1, in blocks of 32 without zero points */
@@ -91,7 +98,7 @@ static inline int64_t lowbit_tiles(const lowbit_matrix *w) {
 }
 
 /* Bytes of one tile and block of a plane: 32 columns. */
-static inline int64_t lowbit_step(const lowbit_matrix *w) { return (int64_t)w->block * (w->bits == 2 ? 8 : 16); }
+static inline int64_t lowbit_step(const lowbit_matrix *w) { return (int64_t)w->block * 4 * (w->bits == 8 ? 4 : w->bits); }
 
 /* Bytes of `data` from one block to the next. */
 static inline int64_t lowbit_data_step(const lowbit_matrix *w) {

@@ -10,7 +10,7 @@
 /* What is wrong with the sizes of a matrix, for people; NULL if nothing. */
 static inline const char *matrix_fault(const lowbit_matrix *w) {
     if (w->n < 1 || w->n > MATRIX_MOST || w->k < 1 || w->k > MATRIX_MOST) return "N and K must be between 1 and 2^28";
-    if (w->bits != 2 && w->bits != 4 && w->bits != 8) return "bits must be 2, 4 or 8";
+    if ((w->bits < 2 || w->bits > 4) && w->bits != 8) return "bits must be 2, 3, 4 or 8";
     if (w->block != 32 && w->block != 64 && w->block != 128) return "block_size must be 32, 64 or 128";
     if (w->e2m1 && (w->bits != 4 || w->block != 32)) return "E2M1 needs 4 bits and blocks of 32";
     if (w->e2m1 && w->inline_scales) return "E2M1 has no inline scales";

@@ -48,7 +48,13 @@ INLINE void accumulate(int pairs, const uint8x16_t *weights, activations a, int3
 INLINE void collect(int32x4_t *even, int32x4_t *odd);
 
 /* Arrays of consecutive k whose values share bytes. */
-INLINE int slots(int format) { return format == BITS2 ? 4 : 2; }
+INLINE int slots(int format) { return format == BITS2 || format == BITS3 ? 4 : 2; }
+
+/* How a block of a format, in `parts` slots, is walked: values of all slots from one step to the next, and from one slot to
+ * the next within a step. Those of 3 bits lie together 32 by 32. */
+INLINE int walk_step(int format, int parts) { return format == BITS3 && parts > 1 ? LOWBIT_CHUNK : 8; }
+INLINE int slot_apart(int format, int parts, int block) { return format == BITS3 && parts > 1 ? 8 : block / parts; }
+INLINE int walk_end(int format, int parts, int block) { return format == BITS3 && parts > 1 ? block : block / parts; }
 
 INLINE void unpack(int format, uint8x16_t data, uint8x16_t low, uint8x16_t *out) {
     if (format == BITS2) {
@@ -67,10 +73,25 @@ INLINE void unpack(int format, uint8x16_t data, uint8x16_t low, uint8x16_t *out)
     }
 }
 
+/* Weights of 4 columns of a chunk of 3 bits, 8 consecutive k to a slot. */
+INLINE void chunk_weights(const uint8_t *chunk, uint8x16_t weights[4][2]) {
+    const uint8x16_t mask = vdupq_n_u8(7), high = vld1q_u8(chunk + LOWBIT_CHUNK_HIGH);
+    UNROLL for (int h = 0; h < 2; h++) {
+        uint8x16_t low = vld1q_u8(chunk + h * LOWBIT_TILE * 4);
+        uint8x16_t even = vbslq_u8(vdupq_n_u8(0x33), low, h ? high : vshlq_n_u8(high, 2));
+        uint8x16_t odd = vbslq_u8(vdupq_n_u8(0x33), vshrq_n_u8(low, 2), h ? vshrq_n_u8(high, 1) : vshlq_n_u8(high, 1));
+        weights[2 * h][0] = vandq_u8(even, mask);
+        weights[2 * h][1] = vandq_u8(odd, mask);
+        weights[2 * h + 1][0] = vandq_u8(vshrq_n_u8(even, 4), mask);
+        weights[2 * h + 1][1] = vandq_u8(vshrq_n_u8(odd, 4), mask);
+    }
+}
+
 /* Packed weights of 4 columns by 8 consecutive k from `k` on, of each slot. */
 INLINE void packed_weights(int format, int pairs, const uint8_t *data, const uint8_t *low, int k, int quad,
                            uint8x16_t weights[4][2]) {
-    UNROLL for (int half = 0; half < 2; half++) {
+    if (format == BITS3) chunk_weights(data + k / LOWBIT_CHUNK * LOWBIT_CHUNK_BYTES + quad * 16, weights);
+    UNROLL for (int half = 0; half < 2 && format != BITS3; half++) {
         int at = (k + 4 * half) * LOWBIT_TILE + quad * 16;
         uint8x16_t bytes = vld1q_u8(data + at), out[4];
         unpack(format, bytes, format == BITS8 ? vld1q_u8(low + at) : bytes, out);
@@ -86,14 +107,14 @@ INLINE int unpacked_at(int k, int quad) { return k * LOWBIT_TILE + quad * 32; }
  * one in as many slots. */
 INLINE void dot_block(int format, int parts, int pairs, int count, int quads, const uint8_t *data, const uint8_t *low,
                       const int8_t *values, int32_t block, int quad, int32x4_t dots[PANEL][QUADS]) {
-    const int step = pairs ? 2 : 1, span = block / parts;
+    const int step = pairs ? 2 : 1, apart = slot_apart(format, parts, block);
     UNROLL for (int r = 0; r < PANEL; r++)
         UNROLL for (int q = 0; q < quads; q++) dots[r][q] = vdupq_n_s32(0);
-    for (int k = 0; k < span; k += 8) {
+    for (int k = 0; k < walk_end(format, parts, block); k += walk_step(format, parts)) {
         activations a[PANEL][4];
         UNROLL for (int r = 0; r < count; r += step)
             UNROLL for (int s = 0; s < parts; s++) {
-                const int8_t *row = values + r * block + s * span + k;
+                const int8_t *row = values + r * block + s * apart + k;
                 a[r][s] = fetch(pairs, row, r + 1 < count ? row + block : row);
             }
         UNROLL for (int q = 0; q < quads; q++) {
@@ -188,18 +209,18 @@ static void unpacked_rows(const tile_view *t, const block_view *view, int64_t b,
 
 /* More rows: each block unpacked once. */
 INLINE void resident(int format, const tile_view *t, int64_t first, int64_t count, float *sums) {
-    const int span = t->block / slots(format);
+    const int parts = slots(format), apart = slot_apart(format, parts, t->block);
     _Alignas(64) uint8_t unpacked[128 * LOWBIT_TILE];
     for (int64_t b = 0; b < t->blocks; b++) {
         const uint8_t *data = t->data + b * t->data_step;
-        const uint8_t *low = format == BITS8 ? t->low + b * span * LOWBIT_TILE : NULL;
-        for (int k = 0; k < span; k += 8)
+        const uint8_t *low = format == BITS8 ? t->low + b * apart * LOWBIT_TILE : NULL;
+        for (int k = 0; k < walk_end(format, parts, t->block); k += walk_step(format, parts))
             for (int q = 0; q < QUADS; q++) {
                 uint8x16_t weights[4][2];
                 packed_weights(format, PAIRS, data, low, k, q, weights);
-                UNROLL for (int s = 0; s < slots(format); s++) {
-                    vst1q_u8(unpacked + unpacked_at(s * span + k, q), weights[s][0]);
-                    vst1q_u8(unpacked + unpacked_at(s * span + k, q) + 16, weights[s][1]);
+                UNROLL for (int s = 0; s < parts; s++) {
+                    vst1q_u8(unpacked + unpacked_at(s * apart + k, q), weights[s][0]);
+                    vst1q_u8(unpacked + unpacked_at(s * apart + k, q) + 16, weights[s][1]);
                 }
             }
         block_view view;
@@ -218,6 +239,10 @@ INLINE void any_rows(int format, const tile_view *t, int64_t first, int64_t coun
 
 static void rows_bits2(const tile_view *t, int64_t first, int64_t count, float *sums) {
     any_rows(BITS2, t, first, count, sums);
+}
+
+static void rows_bits3(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(BITS3, t, first, count, sums);
 }
 
 static void rows_bits4(const tile_view *t, int64_t first, int64_t count, float *sums) {
@@ -241,6 +266,8 @@ static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *r
     const tile_view t = view_of(w, tile, rows);
     if (w->bits == 2)
         rows_bits2(&t, first, count, sums);
+    else if (w->bits == 3)
+        rows_bits3(&t, first, count, sums);
     else if (w->e2m1)
         rows_e2m1(&t, first, count, sums);
     else if (w->bits == 4)

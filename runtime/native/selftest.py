@@ -30,6 +30,8 @@ _FORMATS = (
     (8, 64, False, False),
     (8, 32, True, False),
     (4, 32, True, True),
+    (3, 64, True, False),
+    (3, 128, False, True),
 )
 
 # Attention: query heads of the one kv head, sizes of a key and a value that fill no vectors, positions before the rows,
@@ -101,7 +103,7 @@ def _cases() -> Iterator[_Case]:
     for index, (bits, block, paired, inline) in enumerate(_FORMATS):
         blocks = -(-_K // block)
         tiles = -(-(_N // 2) // (_TILE // 2)) if paired else -(-_N // _TILE)
-        plane, cells = tiles * blocks * block * (8 if bits == 2 else 16), tiles * blocks * _TILE
+        plane, cells = tiles * blocks * block * 4 * min(bits, 4), tiles * blocks * _TILE
         scales = ((_floats(cells) + np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
         zeros = _bytes(cells) >> np.uint8(8 - bits) if index % 2 else None
         data, low = _bytes(2 * plane).reshape(2, plane)
@@ -142,13 +144,15 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
     half = m.n // 2
     tile = n % half // 16 if m.paired else n // _TILE
     column = n // half * 16 + n % half % 16 if m.paired else n % _TILE
-    blocks, plane_bits = -(-m.k // m.block), 2 if m.bits == 2 else 4
+    blocks, plane_bits = -(-m.k // m.block), min(m.bits, 4)
     span = m.block * plane_bits // 8
     block, place = k // m.block, k % m.block
     byte = (tile * blocks + block) * _TILE * span + place % span // 4 * 128 + column * 4 + place % span % 4
     shift, mask = (place // span * plane_bits).astype(np.uint8), np.uint8((1 << plane_bits) - 1)
     data, apart = (m.data, m.scales) if m.scales is not None else _split(m.data, _TILE * span)
     values = (data[byte] >> shift & mask).astype(np.float32)
+    if m.bits == 3:
+        values = _values3(data, (tile * blocks + block) * _TILE * span + column * 4, place)
     if m.bits == 8:
         values = values * 16 + (np.float32(7.5) if m.low is None else m.low[byte] >> shift & mask)
     cell = (tile * blocks + block) * _TILE + column
@@ -156,6 +160,15 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
     zeros = np.float32(1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
     dense: Floats = (values - zeros) * scales[cell]
     return dense
+
+
+def _values3(data: NDArray[np.uint8], start: NDArray[np.int64], place: NDArray[np.int64]) -> Floats:  # (N, K), (K,)
+    inner, byte = place % 32, start + place // 32 * 384 + place % 4
+    half, slot = inner // 16, inner % 16 // 4
+    low = data[byte + 128 * half] >> (2 * slot).astype(np.uint8) & np.uint8(3)
+    high = data[byte + 256] >> (slot // 2 * 4 + 2 * half + slot % 2).astype(np.uint8) & np.uint8(1)
+    values: Floats = (low + high * np.uint8(4)).astype(np.float32)
+    return values
 
 
 def _split(data: NDArray[np.uint8], step: int) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:

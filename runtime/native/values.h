@@ -30,12 +30,26 @@ static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
     return lowbit_high_only(w) ? 2 * zero - 15 : zero;
 }
 
+/* The values of column c of a block of 3 bits, by ascending k. */
+static inline void lowbit_values3(const uint8_t *data, int block, int c, uint8_t *out) {
+    for (int j = 0; j < block; j++) {
+        int i = j % LOWBIT_CHUNK, h = i / 16, s = i % 16 / 4;
+        const uint8_t *bytes = data + j / LOWBIT_CHUNK * LOWBIT_CHUNK_BYTES + c * 4 + i % 4;
+        int high = bytes[LOWBIT_CHUNK_HIGH] >> (s / 2 * 4 + 2 * h + s % 2) & 1;
+        out[j] = (uint8_t)((bytes[h * LOWBIT_TILE * 4] >> 2 * s & 3) | high << 2);
+    }
+}
+
 /* The values of column c of a tile's block, by ascending k; of 8-bit matrices without the low plane 16 * high. */
 static inline void lowbit_values(const lowbit_matrix *w, int64_t tile, int64_t b, int c, uint8_t *out) {
     int bits = w->bits == 2 ? 2 : 4, span = w->block * bits / 8;
     int64_t blocks = lowbit_blocks(w->k, w->block);
     const int64_t number = tile * blocks + b;
     const uint8_t *data = w->data + number * lowbit_data_step(w);
+    if (w->bits == 3) {
+        lowbit_values3(data, w->block, c, out);
+        return;
+    }
     for (int j = 0; j < w->block; j++) {
         int r = j % span, shift = j / span * bits;
         int64_t byte = r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;

@@ -26,7 +26,7 @@ from tests.tables import each_row
 
 PAGE = 4096
 MIXED = (("*.experts.1.*", 2), ("*.experts.[24].*", 8), ("*.experts.3.down", 8))
-formats = st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
+formats = st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
 
 
 def random_matrix(rng: np.random.Generator, shape: QuantizedShape) -> QuantizedMatrix:

@@ -12,7 +12,7 @@ from edgeinfer.bundle.packing import blocks_per_row, dequantize, midpoint, pack,
 from tests.tables import each_row
 
 
-@given(data=st.data(), bits=st.sampled_from([2, 4, 8]), rows=st.integers(0, 5), count=st.integers(1, 70))
+@given(data=st.data(), bits=st.sampled_from([2, 3, 4, 8]), rows=st.integers(0, 5), count=st.integers(1, 70))
 def test_unpack_reverses_pack(data: st.DataObject, bits: int, rows: int, count: int) -> None:
     elements = st.integers(0, 2**bits - 1)
     values = data.draw(hnp.arrays(np.uint8, (rows, count), elements=elements))
@@ -24,7 +24,12 @@ def test_unpack_reverses_pack(data: st.DataObject, bits: int, rows: int, count: 
 
 @each_row(
     ("bits", "values", "packed"),
-    [(4, [1, 2, 15], [0x21, 0x0F]), (2, [1, 2, 3, 0, 1], [0b00111001, 0b01]), (8, [7, 200], [7, 200])],
+    [
+        (4, [1, 2, 15], [0x21, 0x0F]),
+        (2, [1, 2, 3, 0, 1], [0b00111001, 0b01]),
+        (3, [1, 2, 7], [0b11010001, 0b1]),
+        (8, [7, 200], [7, 200]),
+    ],
 )
 def test_first_value_lies_in_the_lowest_bits(bits: int, values: list[int], packed: list[int]) -> None:
     assert pack(np.array(values, np.uint8), bits).tolist() == packed
@@ -38,7 +43,7 @@ def bit(packed: NDArray[np.uint8], bits: int, index: int) -> int:
 
 @given(
     seed=st.integers(0, 2**32 - 1),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
     block=st.sampled_from([32, 64]),
     n=st.integers(1, 3),
     k=st.integers(1, 70),

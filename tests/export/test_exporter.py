@@ -150,7 +150,7 @@ def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp
 
 
 def test_both_layouts_hold_the_same_numbers(checkpoint: Path, tmp_path: Path) -> None:
-    for bits in (2, 4, 8):
+    for bits in (2, 3, 4, 8):
         bundles = [
             open_bundle(export_checkpoint(checkpoint, tmp_path / f"{layout}-{bits}", ExportConfig(bits, layout=layout)))
             for layout in (NATIVE, PORTABLE)

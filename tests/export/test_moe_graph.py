@@ -133,7 +133,7 @@ def test_choosing_experts_is_the_references(mixture: tuple[Any, Bundle]) -> None
 
 
 @pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("arch", ["qwen3-moe", "qwen2-moe-dense-layers", "olmoe"])
 def test_quantized_mixtures_compute_what_their_weights_say(
     arch: str, bits: int, layout: Layout, tmp_path: Path

@@ -13,7 +13,7 @@ from edgeinfer.export import ExportConfig
 @pytest.mark.parametrize(
     "options",
     [
-        {"bits": 3},
+        {"bits": 5},
         {"group_size": 16},
         {"head_bits": 5},
         {"layout": "upright"},

@@ -13,7 +13,7 @@ __all__ = ["correlated_inputs", "form", "grids", "random_matrix", "schemes", "st
 Floats = NDArray[np.float32]
 
 schemes = st.builds(
-    QuantScheme, bits=st.sampled_from([2, 4, 8]), block_size=st.sampled_from([32, 64, 128]), symmetric=st.booleans()
+    QuantScheme, bits=st.sampled_from([2, 3, 4, 8]), block_size=st.sampled_from([32, 64, 128]), symmetric=st.booleans()
 )
 grids = st.builds(Grid, bits=st.sampled_from([2, 3, 4, 8]), size=st.sampled_from([32, 64]), symmetric=st.booleans())
 

@@ -129,7 +129,7 @@ def test_limits_are_kept() -> None:
     assert found["embed"] == [QuantScheme(8, 32, symmetric=True)]
     assert found["layers.0.mlp.experts.0.down"] == [QuantScheme(4, 32, symmetric=True)]
     assert found["layers.0.mlp.experts.2.down"] == [None]
-    assert {s.bits for s in found["layers.0.attn.qkv"] if s} == {2, 4, 8}
+    assert {s.bits for s in found["layers.0.attn.qkv"] if s} == {2, 3, 4, 8}
     assert "layers.0.mlp.router" not in found
     with pytest.raises(UsageError):
         candidate_schemes(SHAPES, Limits(bits_for=(("layers.9.*", 4),)))

@@ -114,7 +114,7 @@ def degenerate(kind: str, k: int) -> InputStatistics:
 
 @each_method
 @pytest.mark.parametrize("kind", ["constant", "silent", "some silent", "one block silent", "one token", "huge", "tiny"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_calibration_that_tells_little_keeps_all_weights(method: str, kind: str, bits: int) -> None:
     weight, scheme = random_matrix(20, 100), QuantScheme(bits, 32)
     kept = dequantized(quantize(weight, scheme, degenerate(kind, 100), method), scheme, 100)

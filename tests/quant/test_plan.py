@@ -79,7 +79,7 @@ def test_nothing_predicted_is_not_zero() -> None:
 @each_row(
     "damage",
     [
-        {"bits": 3},
+        {"bits": 5},
         {"block_size": 0},
         {"bits": 32},
         {"predicted_kl": -1.0},

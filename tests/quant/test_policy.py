@@ -21,7 +21,7 @@ def test_schemes_are_what_they_were() -> None:
     sizes = ((1, 64), (256, 256), (257, 256), (511, 2048), (1024, 1025), (2048, 2048), (4096, 96))
     names = ("embed", "head", "layers.0.attn.qkv", "layers.1.mlp.router", "layers.1.mlp.shared.down")
     found = {}
-    for bits in (2, 4, 8):
+    for bits in (2, 3, 4, 8):
         for block in (32, 128):
             policy = QuantPolicy(bits, default_head_bits(bits, 10**7), block, keep_small=block == 32)
             found[f"{bits} {block}"] = [[form(policy.scheme(name, shape)) for shape in sizes] for name in names]
@@ -43,7 +43,7 @@ def test_vocabulary_matrices_have_bits_of_their_own() -> None:
     assert policy.scheme("layers.0.mlp.down", (1024, 1024)) == QuantScheme(4, 32)
 
 
-@each_row(("bits", "wider"), [(2, 8), (4, 8), (8, None)])
+@each_row(("bits", "wider"), [(2, 8), (3, 8), (4, 8), (8, None)])
 def test_small_linear_layers_stay_wider(bits: int, wider: int | None) -> None:
     shape = (256, 256)
     kept = QuantPolicy(bits, 4, 32).scheme("layers.0.attn.out", shape)

@@ -47,8 +47,8 @@ def plain_rounding(weight: Floats, scheme: QuantScheme) -> Floats:
 def test_errors_are_bounded_for_any_shape(scheme: QuantScheme, n: int, k: int, scale: float) -> None:
     weight = random_matrix(n, k) * np.float32(scale)
     error = np.square(restored(quantize(weight, scheme), scheme, k) - weight).sum()
-    # Even two bits leave less than half of the energy of normal weights, four a few percent.
-    assert error <= {2: 0.5, 4: 0.03, 8: 2e-4}[scheme.bits] * np.square(weight).sum()
+    # Even two bits leave less than half of the energy of normal weights, three a tenth, four a few percent.
+    assert error <= {2: 0.5, 3: 0.12, 4: 0.03, 8: 2e-4}[scheme.bits] * np.square(weight).sum()
 
 
 @each_row(("bits", "gain"), [(2, 0.8), (4, 0.95), (8, 0.95)])
@@ -88,7 +88,7 @@ def test_eight_bits_find_better_scales_than_the_plain_ones(symmetric: bool) -> N
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zeros_and_representable_values_are_kept(bits: int, symmetric: bool) -> None:
     scheme = QuantScheme(bits, 32, symmetric)
     weight = np.zeros((3, 64), np.float32)
@@ -108,7 +108,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     np.testing.assert_array_equal(whole.scales[650], alone.scales[0])
 
 
-@each_row(("bits", "block"), [(3, 32), (4, 48)])
+@each_row(("bits", "block"), [(5, 32), (4, 48)])
 def test_impossible_schemes_are_refused(bits: int, block: int) -> None:
     with pytest.raises(UsageError):
         QuantScheme(bits, block)
@@ -116,7 +116,7 @@ def test_impossible_schemes_are_refused(bits: int, block: int) -> None:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_matmulnbits_multiplies_by_the_dequantized_matrix(bits: int, block: int, symmetric: bool) -> None:
     scheme, n, k = QuantScheme(bits, block, symmetric), 40, 172
     weight, x = random_matrix(n, k), random_matrix(3, k, 2)
@@ -160,7 +160,7 @@ def test_a_block_of_zeros_stays_zero_in_inexact_arithmetic(symmetric: bool) -> N
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_errors_count_by_the_energy_of_inputs(bits: int, symmetric: bool) -> None:
     weight, scheme = random_matrix(64, 256), QuantScheme(bits, 64, symmetric)
     statistics = statistics_of(correlated_inputs(1000, 256, spread=1.5), hessian=False)

@@ -227,13 +227,16 @@ class Forms:
         for members in self.model.groups.values():
             experts = [self.model.tensor(name) for name in members]
             share = budget * sum(expert.size for expert in experts) // self.model.weights
-            squares = importance = None
+            writes, squares, importance = members[0].endswith(".down"), None, None
             if weighted:
                 # Experts that no token of this text reached are not free.
                 importance = self._counts(members) + 1
                 found = [statistics[name] for name in members if name in statistics]
-                squares = np.average([s.mean_square for s in found], axis=0, weights=[s.count for s in found])
-            made = quantize_spectral(experts, share, importance, squares)
+                mean = np.average([s.mean_square for s in found], axis=0, weights=[s.count for s in found])
+                # Each expert's down reads a space of its own.
+                own = [statistics[name].mean_square if name in statistics else mean for name in members]
+                squares = np.stack(own) if writes else mean
+            made = quantize_spectral(experts, share, importance, squares, writes=writes)
             weights |= dict(zip(members, made.weights, strict=True))
             nbytes += made.nbytes
         return Made(weights, nbytes, None, spent + time.process_time() - started)

@@ -1,30 +1,39 @@
 """Experts as a basis they share and factors of their own, with bits for each direction of the basis.
 
-The matrices of one projection of a layer's experts, stacked, are U S V^T. The rows of V^T are the shared basis, kept at
-8 bits; what an expert has of each, a column of its part of U S, is quantized with bits of its own, which the integer
-programme chooses, or left out. No backend runs this form: comparisons multiply it out.
+As BitsMoE has it ("Efficient Spectral Energy-Guided Bit Allocation for MoE LLM Quantization"): what the experts of a
+layer share is the space that their gates and ups read and that their downs write. Gates and ups are stacked by rows,
+downs by columns, and the singular vectors of the shared side are the basis, which is not quantized: bfloat16. What an
+expert has of each direction is quantized with bits of its own, which one price per byte chooses, or left out; a
+direction that is in no expert takes no bytes. No backend runs this form: comparisons multiply it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UsageError
-from edgeinfer.quant.allocation import Choice, PricedOption, allocate
-from edgeinfer.quant.blocks import Grid
+from edgeinfer.bundle import bfloat16
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.quant.blocks import Grid, padded
 from edgeinfer.quant.methods import approximate
 
 __all__ = ["Heterogeneity", "SpectralExperts", "heterogeneity", "quantize_spectral"]
 
 Floats = NDArray[np.float32]
-_BASIS_BITS = 8
-_BITS = (2, 4, 8)
-_BLOCK = 32
+Ints = NDArray[np.int64]
+# bfloat16.
+_BASIS_BYTES = 2
+# The widths of the authors' kernels but 6 and 16, and values that share a scale there; of shorter factors fewer do.
+_BITS = (1, 2, 3, 4, 8)
+_BLOCK, _SHORT_BLOCK = 128, 32
 _SCALE_BYTES = 2
+# Shares of all directions that are tried as the basis: the fewer it has, the more bytes are left for factors.
+_SHARES = (0.0625, 0.125, 0.25, 0.375, 0.5, 0.75, 1.0)
+# Of an interval of prices, which end well below any error that shows.
+_HALVINGS = 60
 
 
 @dataclass(frozen=True)
@@ -63,47 +72,91 @@ def quantize_spectral(
     experts: Sequence[Floats],  # (R, C) each
     budget: int,
     importance: Floats | None = None,  # (E,)
-    mean_square: Floats | None = None,  # (C,)
+    mean_square: Floats | None = None,  # (C,), or (E, C) of experts that write one space
+    *,
+    writes: bool = False,
 ) -> SpectralExperts:
     """Quantizes one projection of a layer's experts to at most `budget` bytes, the basis included.
 
     Args:
         importance: what a squared error of each expert's output counts, its mean squared router weight perhaps.
-        mean_square: of the inputs that all of them read, which decides the directions too.
+        mean_square: of the inputs, which decides the directions too.
+        writes: the experts share the space that they write, not the one that they read.
 
     Raises:
         BudgetError: the basis alone takes more.
         UsageError: the experts have different shapes, or the weights are not finite.
     """
-    stacked = _stacked(experts)
-    count, rows, columns = stacked.shape
-    counts = np.ones(count) if importance is None else np.asarray(importance, np.float64)
-    # Directions are orthogonal for the inputs: errors of factors then add up as errors of outputs.
-    root = np.ones(columns) if mean_square is None else np.sqrt(np.maximum(mean_square, 1e-12))
-    u, s, basis = np.linalg.svd((stacked * root).reshape(-1, columns).astype(np.float64), full_matrices=False)
-    factors = (u * s).astype(np.float32).reshape(count, rows, -1)
-    rounded = approximate(basis.astype(np.float32), Grid(_BASIS_BITS, _BLOCK, symmetric=True))  # (directions, C)
-    directions = len(basis)
-    basis_bytes = _matrix_bytes(directions, columns, _BASIS_BITS)
-    columns_of = np.ascontiguousarray(factors.transpose(0, 2, 1))  # (E, directions, R)
-    variants = {bits: _approximated(columns_of, bits) for bits in (0, *_BITS)}
+    stacked = _stacked(experts).swapaxes(1, 2) if writes else _stacked(experts)  # (E, own, shared)
+    counts = np.ones(len(stacked)) if importance is None else np.asarray(importance, np.float64)
+    shape = (len(experts), stacked.shape[1], 1) if writes else (1, 1, stacked.shape[2])
+    root = np.ones((1, 1, 1), np.float32)
+    if mean_square is not None:
+        squares = np.broadcast_to(mean_square, (shape[0], experts[0].shape[1])).reshape(shape)
+        root = np.sqrt(np.maximum(squares, 1e-12)).astype(np.float32)
+    # Directions are orthogonal for the outputs: errors of factors then add up as errors of outputs.
+    flat = (stacked * root).reshape(-1, stacked.shape[2]).astype(np.float64)
+    u, s, basis = np.linalg.svd(flat, full_matrices=False)
+    factors = np.ascontiguousarray((u * s).astype(np.float32).reshape(*stacked.shape[:2], -1).swapaxes(1, 2))
+    own = root.swapaxes(1, 2) if writes else np.ones((1, 1, 1), np.float32)  # what a factor's values are larger by
+    variants = {bits: _approximated(np.asarray(factors / own, np.float32), bits) * own for bits in (0, *_BITS)}
     errors = {
-        bits: ((variant - columns_of) ** 2).sum(axis=2, dtype=np.float64) * counts[:, None]
+        bits: ((variant - factors) ** 2).sum(axis=2, dtype=np.float64) * counts[:, None]
         for bits, variant in variants.items()
     }
-    # Two bits say which of four widths a column has.
-    overhead = basis_bytes + -(-count * directions * 2 // 8)
-    sizes = {bits: _matrix_bytes(1, rows, bits) if bits else 0 for bits in variants}
-    choices = [
-        Choice(tuple(PricedOption(sizes[bits], float(errors[bits][expert, place])) for bits in variants))
-        for expert in range(count)
-        for place in range(directions)
-    ]
-    found = allocate(choices, budget - overhead)
-    widths = np.array(list(variants))[np.array(found.chosen).reshape(count, directions)]  # (E, directions)
-    kept = sum(np.where(widths[..., None] == bits, variant, np.float32(0)) for bits, variant in variants.items())
-    weights = np.einsum("edr,dc->erc", kept, rounded, optimize=True) / root
-    return SpectralExperts(tuple(weights.astype(np.float32)), found.nbytes + overhead, basis_bytes, widths)
+    found = _best_basis(errors, stacked.shape, budget)
+    kept = sum(np.where(found.bits[..., None] == bits, variant, np.float32(0)) for bits, variant in variants.items())
+    rounded = bfloat16.round_nearest(basis.astype(np.float32))
+    weights = (np.einsum("ekr,kc->erc", kept, rounded, optimize=True) / root).astype(np.float32)
+    return replace(found, weights=tuple(weights.swapaxes(1, 2) if writes else weights))
+
+
+def _best_basis(errors: Mapping[int, NDArray[np.float64]], shape: tuple[int, ...], budget: int) -> SpectralExperts:
+    """The bits of each expert's part of each direction, with as many directions as lose least; no weights yet.
+
+    Args:
+        errors: by bits, (E, directions), most energetic direction first.
+        shape: experts, values of a factor, values of a direction.
+    """
+    count, rows, columns = shape
+    directions = errors[0].shape[1]
+    sizes = np.array([_matrix_bytes(1, rows, bits) if bits else 0 for bits in errors])
+    every = np.stack(list(errors.values()))  # (widths, E, directions)
+
+    def basis(rank: int) -> tuple[int, int]:
+        # Three bits say which of six widths a factor has.
+        return rank * columns * _BASIS_BYTES, -(-count * rank * 3 // 8)
+
+    def lost(rank: int) -> float:
+        chosen = _cheapest(every[:, :, :rank], sizes, budget - sum(basis(rank)))
+        if chosen is None:
+            return np.inf
+        kept = np.take_along_axis(every[:, :, :rank], chosen[None], axis=0)
+        return float(kept.sum()) + float(every[0, :, rank:].sum())
+
+    rank = min((max(1, round(directions * share)) for share in _SHARES), key=lost)
+    chosen = _cheapest(every[:, :, :rank], sizes, budget - sum(basis(rank)))
+    if chosen is None:
+        least = sum(basis(1))
+        hint = f"Allow {least:,} bytes at least."
+        raise BudgetError(f"A basis does not fit {budget:,} bytes.", hint, minimum_bytes=least)
+    widths = np.zeros((count, directions), np.int64)
+    widths[:, :rank] = np.array(list(errors))[chosen]
+    return SpectralExperts((), int(sizes[chosen].sum()) + sum(basis(rank)), basis(rank)[0], widths)
+
+
+def _cheapest(errors: NDArray[np.float64], sizes: Ints, budget: int) -> Ints | None:  # (widths, E, K), (widths,)
+    """The width of each factor, (E, K), by one price per byte, the lowest that fits; None where none does.
+
+    With thousands of factors of one size that is the integer programme's solution but for a few bytes.
+    """
+    low, high = 0.0, float(errors.max()) + 1e-300
+    for _ in range(_HALVINGS):
+        price = (low + high) / 2
+        fits = sizes[(errors + price * sizes[:, None, None]).argmin(axis=0)].sum() <= budget
+        low, high = (low, price) if fits else (price, high)
+    chosen: Ints = (errors + high * sizes[:, None, None]).argmin(axis=0)
+    return chosen if sizes[chosen].sum() <= budget else None
 
 
 def heterogeneity(
@@ -142,11 +195,21 @@ def _stacked(experts: Sequence[Floats]) -> Floats:  # (E, R, C)
 def _approximated(columns: Floats, bits: int) -> Floats:  # (E, directions, R)
     if not bits:
         return np.zeros_like(columns)
-    flat = columns.reshape(-1, columns.shape[2])
-    return approximate(flat, Grid(bits, _BLOCK, symmetric=True)).reshape(columns.shape)
+    flat, size = columns.reshape(-1, columns.shape[2]), _block(columns.shape[2])
+    if bits > 1:
+        return approximate(flat, Grid(bits, size, symmetric=True)).reshape(columns.shape)
+    blocks = padded(flat, size).reshape(len(flat), -1, size)
+    sizes = padded(np.ones_like(flat[:1]), size).reshape(1, -1, size).sum(axis=2, keepdims=True)
+    scales = bfloat16.round_nearest(np.abs(blocks).sum(axis=2, keepdims=True) / sizes)
+    signs = np.where(blocks < 0, -scales, scales).reshape(len(flat), -1)
+    return signs[:, : flat.shape[1]].reshape(columns.shape)
 
 
 def _matrix_bytes(rows: int, columns: int, bits: int) -> int:
     """Bytes of symmetric values in blocks, each with a bfloat16 scale."""
-    blocks = -(-columns // _BLOCK)
-    return rows * blocks * (_BLOCK * bits // 8 + _SCALE_BYTES)
+    size = _block(columns)
+    return rows * -(-columns // size) * (size * bits // 8 + _SCALE_BYTES)
+
+
+def _block(columns: int) -> int:
+    return _BLOCK if columns >= _BLOCK else _SHORT_BLOCK

@@ -296,13 +296,13 @@ static void test(const shape *s) {
     release(0);
 }
 
-/* One of 4 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu, with gelu or with silu; half
+/* One of 5 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu, with gelu or with silu; half
  * of them have inline scales. */
 static void try(int variant, int64_t n, int64_t k, int64_t m) {
-    static const int BITS[] = {2, 4, 8, 8}, BLOCKS[] = {32, 64, 128};
-    int format = variant % 4, pair = variant / 24 % 6;
-    shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 4 % 3]};
-    s.zeros = variant / 12 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
+    static const int BITS[] = {2, 4, 8, 8, 3}, BLOCKS[] = {32, 64, 128};
+    int format = variant % 5, pair = variant / 30 % 6;
+    shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 5 % 3]};
+    s.zeros = variant / 15 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
     s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair != 4;
     s.swiglu = pair == 3 ? 2 : pair == 5 ? 4 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
@@ -310,7 +310,7 @@ static void try(int variant, int64_t n, int64_t k, int64_t m) {
     test(&s);
 }
 
-enum { FORMATS = 12, VARIANTS = 144, ROUNDS = 10 };
+enum { FORMATS = 15, VARIANTS = 180, ROUNDS = 10 };
 
 static int any_of(int format) { return format + FORMATS * (int)below(VARIANTS / FORMATS); }
 

@@ -29,9 +29,9 @@ class RandomMatrix:
     high: Floats
 
 
-formats = st.tuples(st.sampled_from([2, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
+formats = st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
 # Bits, block, zero points.
-FORMATS = [(bits, block, zeros) for bits in (2, 4, 8) for block in (32, 64, 128) for zeros in (False, True)]
+FORMATS = [(bits, block, zeros) for bits in (2, 3, 4, 8) for block in (32, 64, 128) for zeros in (False, True)]
 
 
 def make_matrix(
@@ -55,7 +55,7 @@ def make_matrix(
     if not zeros:
         points[:] = 1 << (bits - 1)
     data, cells = (
-        _plane(values >> np.uint8(4 if bits == 8 else 0), 2 if bits == 2 else 4, block, paired),
+        _plane(values >> np.uint8(4 if bits == 8 else 0), min(bits, 4), block, paired),
         _cells(scales, paired),
     )
     if inline:
@@ -92,6 +92,13 @@ def _plane(values: NDArray[np.uint8], bits: int, block: int, paired: bool) -> ND
     tile, column, tiles = _place(n, paired)
     blocks, span = -(-k // block), block * bits // 8
     b, j = np.arange(k) // block, np.arange(k) % block
+    if bits == 3:
+        i, plane = j % 32, np.zeros(tiles * blocks * TILE * span, np.uint8)
+        h, s = i // 16, i % 16 // 4
+        byte = (tile[:, None] * blocks + b) * TILE * span + j // 32 * 384 + column[:, None] * 4 + i % 4
+        np.bitwise_or.at(plane, byte + 128 * h, (values & 3) << (2 * s).astype(np.uint8))
+        np.bitwise_or.at(plane, byte + 256, (values >> 2) << (s // 2 * 4 + 2 * h + s % 2).astype(np.uint8))
+        return plane
     r = j % span
     byte = (tile[:, None] * blocks + b) * TILE * span + r // 4 * 128 + column[:, None] * 4 + r % 4
     plane = np.zeros(tiles * blocks * TILE * span, np.uint8)

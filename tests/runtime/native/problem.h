@@ -52,9 +52,22 @@ static void locate(const shape *s, int64_t n, int64_t *tile, int64_t *lane) {
     *lane = s->paired ? n / half * 16 + n % half % 16 : n % 32;
 }
 
+/* Adds value v of 3 bits at row n, position k, otherwise as `put`. */
+static void put3(const problem *p, uint8_t *data, int64_t between, int64_t n, int64_t k, int v) {
+    int64_t t, lane, B = p->s.block, b = k / B, j = k % B, i = j % 32, h = i / 16, s = i % 16 / 4;
+    locate(&p->s, n, &t, &lane);
+    uint8_t *run = data + (t * p->blocks + b) * (12 * B + between) + j / 32 * 384 + lane * 4 + i % 4;
+    run[128 * h] = (uint8_t)(run[128 * h] | (v & 3) << 2 * s);
+    run[256] = (uint8_t)(run[256] | v >> 2 << (s / 2 * 4 + 2 * h + s % 2));
+}
+
 /* Adds value v (of plane_bits bits) at row n, position k, to a plane: the formula of lowbit.h, spelled out. `between`
  * bytes of something else follow those of each block. */
 static void put(const problem *p, uint8_t *plane, int64_t between, int64_t n, int64_t k, int v) {
+    if (p->s.bits == 3) {
+        put3(p, plane, between, n, k, v);
+        return;
+    }
     int plane_bits = p->s.bits == 2 ? 2 : 4;
     int64_t t, lane, B = p->s.block, S = B * plane_bits / 8, b = k / B, j = k % B, r = j % S;
     locate(&p->s, n, &t, &lane);
@@ -64,7 +77,7 @@ static void put(const problem *p, uint8_t *plane, int64_t between, int64_t n, in
 
 static void make_weights(problem *p) {
     const shape *s = &p->s;
-    size_t bytes = (size_t)(p->tiles * p->blocks * 2 * 16 * s->block * (s->bits == 2 ? 2 : 4) / 8);
+    size_t bytes = (size_t)(p->tiles * p->blocks * 4 * s->block * (s->bits == 8 ? 4 : s->bits));
     size_t entries = (size_t)(p->tiles * p->blocks * 32), all = bytes + (s->inline_scales ? entries * 2 : 0);
     int64_t between = s->inline_scales ? 64 : 0;
     int64_t scale_step = s->inline_scales ? (int64_t)all / (p->tiles * p->blocks) / 2 : 32;

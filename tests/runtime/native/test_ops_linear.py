@@ -208,7 +208,7 @@ def test_what_is_not_finite_reaches_only_its_row(kernel: NativeKernel) -> None:
 @each_row(
     ("changes", "message"),
     [
-        ({"bits": 3}, "bits must be 2, 4 or 8"),
+        ({"bits": 5}, "bits must be 2, 3, 4 or 8"),
         ({"block_size": 16}, "block_size must be 32, 64 or 128"),
         ({"N": 0}, "N and K must be"),
         ({"N": 73}, "data has .* elements instead of"),

@@ -78,11 +78,12 @@ def test_the_programme_uses_bytes_that_uniform_bits_leave(comparison: ExpertComp
         uniform, own = (outcome(comparison, 3.0, form, method) for form in ("uniform", "per expert"))
         assert own.stored_bits > uniform.stored_bits
         assert own.kl < uniform.kl + 2 * (own.kl_error + uniform.kl_error)
-        # Two bits for all, where the programme gives four to most.
+        # Two bits for all, where the programme gives three to some.
+        assert uniform.scheme is not None and uniform.scheme.bits == 2
         uniform, own = (outcome(comparison, 4.0, form, method) for form in ("uniform", "per expert"))
-        assert own.kl < 0.7 * uniform.kl
+        assert own.kl < uniform.kl
         assert (comparison.probing_seconds, own.allocation_seconds) == (1, 2)
-        assert uniform.allocation_seconds == 0 and uniform.scheme is not None and uniform.scheme.bits == 2
+        assert uniform.allocation_seconds == 0 and uniform.scheme is not None and uniform.scheme.bits == 3
 
 
 @pytest.mark.slow

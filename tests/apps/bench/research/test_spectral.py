@@ -27,7 +27,7 @@ def error(experts: list[Floats], found: tuple[Floats, ...]) -> float:
 
 def test_more_bytes_are_more_exact_and_never_more_than_allowed() -> None:
     experts, errors = make_experts(shared=0.5), []
-    for budget in (7000, 9000, 12000):
+    for budget in (4000, 7000, 12000):
         found = quantize_spectral(experts, budget)
         assert found.basis_bytes < found.nbytes <= budget
         errors.append(error(experts, found.weights))
@@ -42,16 +42,28 @@ def test_directions_that_no_expert_has_get_no_bits() -> None:
     assert found.bits.shape == (4, 64)
 
 
+def test_the_shared_side_decides_how_many_directions_there_are() -> None:
+    chance = np.random.default_rng(1)
+    space = chance.normal(size=(64, 8))
+    experts = [(space @ chance.normal(size=(8, 32))).astype(np.float32) for _ in range(8)]  # (64, 32) each
+    squares = np.exp(chance.normal(size=(8, 32))).astype(np.float32)
+    for given in (None, squares):
+        written = quantize_spectral(experts, 4000, None, given, writes=True)
+        assert written.basis_bytes == 8 * 64 * 2 and error(experts, written.weights) < 1e-3
+    read = quantize_spectral(experts, 4000)
+    assert error(experts, read.weights) > 10 * error(experts, written.weights)
+
+
 def test_important_experts_get_more_bits() -> None:
     importance = np.array([100, 1, 1, 1], np.float32)
-    found = quantize_spectral(make_experts(shared=0.5), 9000, importance, np.linspace(0.5, 2, 64).astype(np.float32))
+    found = quantize_spectral(make_experts(shared=0.5), 6000, importance, np.linspace(0.5, 2, 64).astype(np.float32))
     assert found.bits[0].sum() > found.bits[1].sum()
 
 
 def test_impossible_requests() -> None:
     experts = make_experts()
     with pytest.raises(BudgetError):
-        quantize_spectral(experts, 3000)
+        quantize_spectral(experts, 100)
     with pytest.raises(UsageError):
         quantize_spectral([experts[0], experts[1][:3]], 9000)
     experts[0][0, 0] = np.nan
