@@ -136,8 +136,7 @@ class TensorEntry:
             plain = len(self.blobs) == 1 and not self.paired and not self.inline_scales
             require(plain, f"{self.name} has parts that float32 has not")
             return
-        known = self.bits in BITS and (self.bits != 3 or self.layout == NATIVE)
-        require(known, f"{self.name} has {self.bits} bits")
+        require(self.bits in BITS and (self.bits != 3 or self.layout == NATIVE), f"{self.name} has {self.bits} bits")
         require(self.block_size in BLOCK_SIZES and len(self.shape) == 2, f"{self.name} has block {self.block_size}")
         require(not self.paired or self.shape[0] % 2 == 0, f"{self.name} has halves of different sizes")
         whole = self.bits in STATIC_BITS and self.shape[0] * self.bits % 8 == self.shape[1] % self.block_size == 0
