@@ -29,4 +29,3 @@ def test_each_part_is_measured(part: str, tmp_path: Path) -> None:
             ("streams", 1),
             ("streams", 2),
         ]
-        assert all(row["server_ms_per_token"] > 0 for row in figures["devices"])
