@@ -27,7 +27,7 @@ from edgeinfer.export import ExportConfig
         {"budget_bits": 0.5},
         {"budget_bits": float("nan")},
         {"target_size": 0},
-        {"bits_for": (("head", 3),)},
+        {"bits_for": (("head", 5),)},
         {"bits_for": (("", 4),)},
         {"exporter": "optimum", "budget_bits": 4.0},
     ],

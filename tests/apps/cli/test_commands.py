@@ -353,7 +353,7 @@ def test_export_to_a_size(export: FakeExport, checkpoint: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "options", ["--bits-for head", "--bits-for =4", "--bits-for head=many", "--bits 4 --target-size 3MB", "--bits 3"]
+    "options", ["--bits-for head", "--bits-for =4", "--bits-for head=many", "--bits 4 --target-size 3MB", "--bits 5"]
 )
 def test_export_options_that_say_nothing(
     export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str
@@ -404,7 +404,7 @@ def test_export_without_its_libraries(
 
 
 @pytest.mark.parametrize(
-    "options", [["--bits", "3"], ["--group-size", "48"], ["--format", "pickle"], ["--symmetric", "--asymmetric"]]
+    "options", [["--bits", "5"], ["--group-size", "48"], ["--format", "pickle"], ["--symmetric", "--asymmetric"]]
 )
 def test_export_bad_usage(
     export: FakeExport, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: list[str]
