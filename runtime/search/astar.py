@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.particles import asked_score
-from edgeinfer.runtime.search.strategy import SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchStrategy, asked_score, logprob
 from edgeinfer.runtime.text import ReplyText
 
 __all__ = ["AStar"]
@@ -119,15 +118,12 @@ class AStar(SearchStrategy):
         return asked_score(scorer, node.text.text, node.text.ended)
 
     def _copy(self, node: _Node, prompt: Sequence[int], branches: Branches) -> _Node:
-        text = self._parts.reply_text(prompt)
-        for token in node.text.tokens:
-            text.push(token)
         branch = branches.begin() if node.branch is None else branches.fork(node.branch)
-        return _Node(text, branch, node.total)
+        return _Node(self._text_of(prompt, node.text.tokens), branch, node.total)
 
     @staticmethod
     def _leave(node: _Node, branches: Branches) -> None:
-        """Its rows make room."""
+        """Frees its rows."""
         if node.branch is not None:
             branches.drop(node.branch)
             node.branch = None

@@ -9,7 +9,8 @@ as in SMC steering, arXiv 2306.03081).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,41 +20,25 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.sampling.distributions import draw_from
 from edgeinfer.runtime.search.branches import Branch, Branches
-from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, logprob
+from edgeinfer.runtime.search.strategy import SearchParts, SearchStrategy, asked_score, logprob
 from edgeinfer.runtime.text import ReplyText
 from edgeinfer.searching import SearchedText
 from edgeinfer.wording import Setting
 
-__all__ = ["Particles", "asked_score", "systematic"]
+__all__ = ["Particles", "systematic"]
 
 # Particles are resampled where fewer of them than this share still count (the published code's default).
 _EFFECTIVE_SHARE = 0.5
 
 
 def systematic(weights: NDArray[np.float64], start: float) -> list[int]:  # (N,)
-    """Indices of N particles, each index about N times its weight often, by one number in [0, 1)."""
+    """Indices of N particles, each about as often as N times its weight, by one number in [0, 1)."""
     cumulative = np.cumsum(weights)
     places = (start + np.arange(len(weights))) * (cumulative[-1] / len(weights))
-    # Rounding lifts none to the end.
+    # Rounding must not move a place beyond the last particle.
     below = np.minimum(places, np.nextafter(cumulative[-1], 0))
     chosen: list[int] = cumulative.searchsorted(below, side="right").tolist()
     return chosen
-
-
-def asked_score(scorer: Callable[[str, bool], float], text: str, ended: bool) -> float:
-    """What a caller's scorer says of a text.
-
-    Raises:
-        UsageError: it failed, or gives no number below infinity.
-    """
-    try:
-        score = float(scorer(text, ended))
-    except Exception as error:
-        message = f"The scorer failed on a text of {len(text)} characters: {type(error).__name__}: {error}"
-        raise UsageError(message, "It is called with the text so far and whether that is all.") from error
-    if math.isnan(score) or score == math.inf:
-        raise UsageError(f"The scorer gave {score}.", "Return a number, or -inf for what is never to be chosen.")
-    return score
 
 
 @dataclass(eq=False)
@@ -180,10 +165,8 @@ class Particles(SearchStrategy):
 
     def _copy(self, particle: _Particle, prompt: Sequence[int], branches: Branches) -> _Particle:
         """A particle that goes on as another one did so far."""
-        text = self._parts.reply_text(prompt)
-        for token in particle.text.tokens:
-            text.push(token)
         branch = None if particle.branch is None else branches.fork(particle.branch)
+        text = self._text_of(prompt, particle.text.tokens)
         return _Particle(text, branch, score=particle.score, reward=particle.reward)
 
     @staticmethod
@@ -220,5 +203,4 @@ class Particles(SearchStrategy):
         return particles[left[self._chosen]].text.tokens
 
     def _weighed_text(self, particle: _Particle, weight: float) -> SearchedText:
-        found = self._searched_text(particle.text, particle.score)
-        return SearchedText(found.text, found.token_ids, found.score, found.finish_reason, weight)
+        return replace(self._searched_text(particle.text, particle.score), weight=weight)

@@ -32,6 +32,7 @@ __all__ = [
     "Passes",
     "SearchParts",
     "SearchStrategy",
+    "asked_score",
     "entropy",
     "likeliest",
     "log_probabilities",
@@ -248,13 +249,14 @@ class SearchStrategy(DecodingStrategy):
 
     def _tell(self, prompt: Sequence[int], ranked: Iterable[tuple[Sequence[int], float]]) -> None:
         """Has the result tell of these replies: tokens and score of each, the best first."""
-        texts = []
-        for tokens, score in ranked:
-            text = self._parts.reply_text(prompt)
-            for token in tokens:
-                text.push(token)
-            texts.append(self._searched_text(text, score))
-        self._texts = tuple(texts)
+        self._texts = tuple(self._searched_text(self._text_of(prompt, tokens), score) for tokens, score in ranked)
+
+    def _text_of(self, prompt: Sequence[int], tokens: Sequence[int]) -> ReplyText:
+        """The text of a reply that has these tokens so far."""
+        text = self._parts.reply_text(prompt)
+        for token in tokens:
+            text.push(token)
+        return text
 
     @staticmethod
     def _searched_text(reply: ReplyText, score: float) -> SearchedText:
@@ -266,6 +268,22 @@ class SearchStrategy(DecodingStrategy):
         reply.finish()
         reason = "stop" if reply.ended else "length"
         return SearchedText(reply.text, tuple(reply.tokens), score / len(reply.tokens), reason)
+
+
+def asked_score(scorer: Callable[[str, bool], float], text: str, ended: bool) -> float:
+    """What a caller's scorer says of a text.
+
+    Raises:
+        UsageError: it failed, or gives no number below infinity.
+    """
+    try:
+        score = float(scorer(text, ended))
+    except Exception as error:
+        message = f"The scorer failed on a text of {len(text)} characters: {type(error).__name__}: {error}"
+        raise UsageError(message, "It is called with the text so far and whether that is all.") from error
+    if math.isnan(score) or score == math.inf:
+        raise UsageError(f"The scorer gave {score}.", "Return a number, or -inf for what is never to be chosen.")
+    return score
 
 
 def log_probabilities(logits: Floats) -> NDArray[np.float64]:  # (V,) -> (V,)

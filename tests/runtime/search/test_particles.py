@@ -13,8 +13,8 @@ import pytest
 
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, TextCheck
-from edgeinfer.runtime.search.particles import Particles, asked_score, systematic
-from edgeinfer.runtime.search.strategy import log_probabilities
+from edgeinfer.runtime.search.particles import Particles, systematic
+from edgeinfer.runtime.search.strategy import asked_score, log_probabilities
 from tests.runtime.search.fakes import END, Letters, LettersBackend, Trial, V, letters_logits
 
 Reply = tuple[int, ...]
