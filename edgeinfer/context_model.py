@@ -203,7 +203,7 @@ class _Reader:
         return [self._undisturbed(partial(self.read, context, tokens)) for context, tokens in contexts]
 
     def _undisturbed(self, make: Callable[[], T]) -> T:
-        """What is made where no older reply takes the pages; then it is made again as soon as there are some."""
+        """Makes something, and makes it again each time that an older reply takes its pages meanwhile."""
         while True:
             try:
                 return make()

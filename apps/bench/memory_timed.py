@@ -33,7 +33,7 @@ __all__ = [
     "time_setups",
 ]
 
-# Of a process that generates nothing: what any model costs once it is loaded, and what is kept for chance.
+# Of a process that generates nothing: what any model costs once it is loaded, and the reserve.
 _AROUND = frozenset({"interpreter", "libraries", "objects", "reserve", "loading", "session", "code"})
 _AROUND |= {"tokenizer", "tokenizer_mapped"}
 _WEIGHTS = ("weights_packed", "weights_mapped", "experts")

@@ -198,9 +198,7 @@ def _print_terms(plan: MemoryPlan) -> None:
         "threads": _tuned(plan, "threads"),
         "prompt tokens per pass": _tuned(plan, "prefill_chunk"),
         "device": plan.device,
-        f"layers on {'other machines' if plan.device.startswith('RPC ') else 'a graphics processor'}": str(
-            choice.gpu_layers or ""
-        ),
+        "layers on the device": str(choice.gpu_layers or ""),
     }
     print_table([(name, value) for name, value in settings.items() if value], title="\nsettings")
 

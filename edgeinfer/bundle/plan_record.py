@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from edgeinfer.bundle.packing import BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
 __all__ = ["PlanRecord", "PlannedTensor"]
 
-_BITS = (2, 3, 4, 8, 32)
+_BITS = (*BITS, 32)
 
 
 def _require(condition: bool, what: str) -> None:

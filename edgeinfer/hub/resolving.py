@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from edgeinfer.bundle.packing import BITS
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub.cache import (
     BUILTIN,
@@ -27,7 +28,7 @@ from edgeinfer.hub.ids import GGUF, HubName, parse_name
 
 __all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
 
-_BITS = (2, 3, 4, 8, 32)
+_BITS = (*BITS, 32)
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 

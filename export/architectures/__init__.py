@@ -36,10 +36,10 @@ from edgeinfer.export.architectures.plans import HeadPadding, Source, TensorPlan
 from edgeinfer.export.architectures.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from edgeinfer.export.architectures.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from edgeinfer.export.architectures.refused import refusal
+from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 from edgeinfer.export.source.hf_config import HFConfig
 
 __all__ = ["ARCHITECTURES", "Architecture", "HeadPadding", "Source", "TensorPlan", "find_architecture"]
-from edgeinfer.export.architectures.shared_mixtures import AFMOE, DOTS1, ERNIE4_5_MOE, FLEX_OLMO, GLM4_MOE, HUNYUAN_MOE
 
 _DENSE = (
     LLAMA,

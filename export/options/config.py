@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle import LAYOUTS, NATIVE, DecoderSpec, Layout
+from edgeinfer.bundle.packing import BITS
 from edgeinfer.bundle.static_graph import StaticGraphs
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.options.file_types import find_file_type, find_tensor_type
@@ -24,7 +25,7 @@ _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
 FORMATS = ("onnx", "gguf")
 EXPORTERS = ("native", "optimum")
-_BITS = (2, 3, 4, 8, 32)
+_BITS = (*BITS, FLOAT_BITS)
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
 _GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)

@@ -194,7 +194,7 @@ class Channel:
 
     def _entering(self, *, peeking: bool = False) -> int | None:
         """The length of drafts with which rounds shall follow a stream; None where it shall go on."""
-        if self._trying and not peeking:
+        if self._trying:
             self._trying = self._streams = False
             best, gain = self._best(_ROW)
             if gain >= 1:

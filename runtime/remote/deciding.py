@@ -40,7 +40,7 @@ class RemoteDeciding:
     """
 
     def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
-        importlib.import_module("edgeinfer.runtime.remote.http")  # which says where httpx is wanting
+        importlib.import_module("edgeinfer.runtime.remote.http")  # which raises an error where httpx is not installed
         self._config, self._access = config, access
         self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
         self._server: RemoteServer | None = None

@@ -69,7 +69,7 @@ class Connection:
         if access.key is not None:
             headers["Authorization"] = f"Bearer {access.key}"
         timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
-        # Whom the system trusts, or SSL_CERT_FILE names; no proxy of the environment gets to see a text.
+        # Certificates of the system, or of SSL_CERT_FILE. Proxies of the environment would see texts.
         trusted = ssl.create_default_context() if access.url.startswith("https:") else False
         self._http = httpx.Client(
             base_url=access.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
@@ -151,7 +151,7 @@ class RetriedReply:
             except (UnansweredError, httpx.TransportError) as error:
                 failure: Exception = error
                 if reason := _distrust(error):
-                    raise RemoteError(f"{self._access.url} has no TLS that can be trusted: {reason}.", _TLS) from None
+                    raise RemoteError(f"The TLS of {self._access.url} cannot be trusted: {reason}.", _TLS) from None
             except RemoteRefusalError as error:
                 raise self._refused(error) from None
             except _MALFORMED as error:
@@ -196,7 +196,11 @@ def _distrust(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
-    return "" if cause is None else str(getattr(cause, "verify_message", "") or cause.reason or "it breaks off").lower()
+    return (
+        ""
+        if cause is None
+        else str(getattr(cause, "verify_message", "") or cause.reason or "the connection broke").lower()
+    )
 
 
 def tokens_in(value: Any) -> tuple[int, ...]:

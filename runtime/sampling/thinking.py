@@ -94,7 +94,7 @@ class ThinkingBudget:
         while (found := text.find(self._tags[inside])) >= 0:
             text = text[found + len(self._tags[inside]) :]
             inside, used, ending = not inside, 0, 0
-        if ending == len(self._end_ids):  # which decodes otherwise than it reads
+        if ending == len(self._end_ids):  # although its tokens, one by one, decode to another text
             inside, used, ending = False, 0, 0
         return _Place(inside, used, ending * inside, text[max(len(text) - self._longest + 1, 0) :])
 

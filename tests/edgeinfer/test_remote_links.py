@@ -81,12 +81,12 @@ def test_certificates_are_trusted_where_the_system_is_told_to(
     certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with answering(certificate) as port:
-        assert "no TLS that can be trusted: self-signed certificate" in refusal(f"https://127.0.0.1:{port}")
+        assert "cannot be trusted: self-signed certificate" in refusal(f"https://127.0.0.1:{port}")
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert "decides nothing" in refusal(f"https://127.0.0.1:{port}")
-        assert "no TLS that can be trusted: hostname mismatch" in refusal(f"https://localhost:{port}")
+        assert "cannot be trusted: hostname mismatch" in refusal(f"https://localhost:{port}")
     with answering(None) as port:
-        assert "no TLS that can be trusted" in refusal(f"https://127.0.0.1:{port}")
+        assert "cannot be trusted" in refusal(f"https://127.0.0.1:{port}")
 
 
 def test_a_silent_server_ends_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:

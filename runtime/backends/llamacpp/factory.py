@@ -143,7 +143,7 @@ class LlamaCppFactory(BackendFactory):
 
 
 def _processor(device: Device) -> GraphicsProcessor:
-    """What a device of ours is to llama.cpp."""
+    """The graphics processor, or the servers, that a device names."""
     if device.name.startswith(RPC):
         return rpc_processor(tuple(device.name.removeprefix(RPC).split(", ")))
     return find_processor(device.name)

@@ -1,8 +1,9 @@
 """Machines that hold layers of a GGUF model, by llama.cpp's RPC: whether they answer, and what memory they have.
 
 llama.cpp ends the process where such a server is not there, speaks another version or breaks off, so each is asked in
-Python before. Its makers call it "fragile and insecure": it has no keys and no encryption, and whoever reaches a
-server, or is one, can run what he likes on the other side (https://github.com/ggml-org/llama.cpp, tools/rpc)."""
+Python before. Its makers call it "fragile and insecure": it has no keys and no encryption, and anyone who reaches a
+server, or runs one, may be able to run code on the other side (https://github.com/ggml-org/llama.cpp, tools/rpc).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from edgeinfer.wording import shown
 
 __all__ = ["RPC", "rpc_processor"]
 
-# How the device is called whose layers lie on such servers.
+# What the name of a device begins with whose layers lie on such servers.
 RPC = "RPC "
 _ADD_SERVER = b"ggml_backend_rpc_add_server"
 # Seconds that a server has to answer.
