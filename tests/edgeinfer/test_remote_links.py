@@ -26,15 +26,13 @@ class Handler(BaseHTTPRequestHandler):
     """Has a model, and refuses to decide with it."""
 
     def do_GET(self) -> None:
-        body = b'{"data": [{"id": "m", "owned_by": "edgeinfer"}]}'
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self._answer(200, b'{"data": [{"id": "m", "owned_by": "edgeinfer"}]}')
 
     def do_POST(self) -> None:
-        body = b'{"error": {"message": "This server decides nothing."}}'
-        self.send_response(400)
+        self._answer(400, b'{"error": {"message": "This server decides nothing."}}')
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -1,8 +1,8 @@
-"""Random GGUF models, written once for all tests of llama.cpp's backend."""
+"""Random GGUF models, written or exported once for the tests of llama.cpp's backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,37 @@ def make_backend(gguf_bundle: Callable[..., Bundle]) -> Any:
 
     def make(shape: Shape = SHAPE, capacity: int = CAPACITY, file_type: int = 0, **options: Any) -> LlamaCppBackend:
         made.append(LlamaCppBackend(gguf_bundle(shape, file_type=file_type), capacity, **options))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture(scope="module")
+def bundles(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """Exports a GGUF bundle once, by a name in the module's FAMILIES: classes and settings."""
+    from edgeinfer.export import ExportConfig, export_checkpoint  # with the packages of an extra
+    from tests.factories import make_checkpoint
+
+    @cache
+    def make(name: str) -> Bundle:
+        family, settings = request.module.FAMILIES[name]
+        folder = tmp_path_factory.mktemp(name)
+        make_checkpoint(folder / "checkpoint", family, **settings)
+        config = ExportConfig(format="gguf", gguf_type="F32")
+        return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
+
+    return make
+
+
+@pytest.fixture
+def make_family(request: pytest.FixtureRequest, bundles: Callable[[str], Bundle]) -> Iterator[Any]:
+    """Makes backends of these bundles, of the module's CAPACITY and DRAFTED rows, that are closed after the test."""
+    module, made = request.module, list[LlamaCppBackend]()
+
+    def make(name: str, kv: str = "float32") -> LlamaCppBackend:
+        made.append(LlamaCppBackend(bundles(name), module.CAPACITY, kv=kv, draft_rows=module.DRAFTED + 1))
         return made[-1]
 
     yield make

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BackendError, CapabilityError, UsageError
-from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.backends.contract import PassCancelledError
 from tests.export.gguf_cases import CONVS, DELTA, FALCON, GRANITE, LATENT, MAMBA, MIXED, NEMOTRON, ROUTED, SCAN, TIED
-from tests.factories import make_checkpoint
 from tests.speculation import load_eager
 from tests.tables import each_row
 
@@ -39,43 +36,16 @@ FORWARD: dict[str, Any] = {
 }
 ALL = BACK | FORWARD
 LATENT_ALONE = {"DeepseekV2": LATENT | ROUTED | {"topk_method": "greedy"}}
+FAMILIES = {name: (name, settings) for name, settings in (ALL | LATENT_ALONE).items()}
 TEXT = np.random.default_rng(1).integers(2, 300, 40)
 CAPACITY, DRAFTED, NEAR = 64, 6, 1e-4
 Make = Callable[..., LlamaCppBackend]
 PROMPT = "Once upon a time there was a little dog."
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """Makes the GGUF bundle of a family once."""
-
-    @cache
-    def make(name: str) -> Bundle:
-        folder = tmp_path_factory.mktemp(name)
-        make_checkpoint(folder / "checkpoint", name, **(ALL | LATENT_ALONE)[name])
-        config = ExportConfig(format="gguf", gguf_type="F32")
-        return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
-
-    return make
-
-
-@pytest.fixture
-def make_backend(bundles: Callable[[str], Bundle]) -> Iterator[Make]:
-    """Makes backends that are closed after the test."""
-    made: list[LlamaCppBackend] = []
-
-    def make(name: str, kv: str = "float32") -> LlamaCppBackend:
-        made.append(LlamaCppBackend(bundles(name), CAPACITY, kv=kv, draft_rows=DRAFTED + 1))
-        return made[-1]
-
-    yield make
-    for backend in made:
-        backend.close()
-
-
 @pytest.mark.parametrize("name", BACK)
-def test_drafted_rows_are_taken_back(name: str, make_backend: Make) -> None:
-    backend = make_backend(name)
+def test_drafted_rows_are_taken_back(name: str, make_family: Make) -> None:
+    backend = make_family(name)
     whole = feed(backend, TEXT)
     backend.cache.clear()
     feed(backend, TEXT[:12])
@@ -92,8 +62,8 @@ def test_drafted_rows_are_taken_back(name: str, make_backend: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_text_goes_back_to_its_mark_and_to_what_is_held(name: str, make_backend: Make) -> None:
-    backend = make_backend(name)
+def test_a_text_goes_back_to_its_mark_and_to_what_is_held(name: str, make_family: Make) -> None:
+    backend = make_family(name)
     cache = backend.cache
     whole = feed(backend, TEXT)
     cache.clear()
@@ -114,8 +84,8 @@ def test_a_text_goes_back_to_its_mark_and_to_what_is_held(name: str, make_backen
     assert close(rest, whole[len(whole) - len(rest) :], NEAR)
 
 
-def test_where_no_state_is_nothing_is_cut_or_evaluated(make_backend: Make) -> None:
-    backend = make_backend("Mamba2")
+def test_where_no_state_is_nothing_is_cut_or_evaluated(make_family: Make) -> None:
+    backend = make_family("Mamba2")
     feed(backend, TEXT[:9])
     assert backend.cache.resumable(5) == 0
     with pytest.raises(BackendError, match="cannot go back to 5 tokens"):
@@ -127,8 +97,8 @@ def test_where_no_state_is_nothing_is_cut_or_evaluated(make_backend: Make) -> No
 
 @pytest.mark.parametrize("name", ALL)
 @each_row("kv", ["float32", "float16"])
-def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_backend: Make) -> None:
-    backend, other = make_backend(name, kv), make_backend(name, kv)
+def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_family: Make) -> None:
+    backend, other = make_family(name, kv), make_family(name, kv)
     feed(backend, TEXT[:9])
     backend.cache.mark()
     feed(backend, [*TEXT[9:20], *([7] * 3 if name in BACK else [])])
@@ -146,8 +116,8 @@ def test_copies_of_rows_and_states_give_the_same_bits(name: str, kv: str, make_b
     assert np.array_equal(feed(other, TEXT[20:]), expected)
 
 
-def test_copies_of_latent_attention_have_no_values(make_backend: Make) -> None:
-    backend, other = make_backend("DeepseekV2"), make_backend("DeepseekV2")
+def test_copies_of_latent_attention_have_no_values(make_family: Make) -> None:
+    backend, other = make_family("DeepseekV2"), make_family("DeepseekV2")
     feed(backend, TEXT[:20])
     rows = backend.cache.snapshot(3)
     expected = feed(backend, TEXT[20:])
@@ -156,8 +126,8 @@ def test_copies_of_latent_attention_have_no_values(make_backend: Make) -> None:
     assert np.array_equal(feed(other, TEXT[20:]), expected)
 
 
-def test_copies_without_their_state_are_not_gone_on_from(make_backend: Make) -> None:
-    backend, other = make_backend("NemotronH"), make_backend("Qwen3_5")
+def test_copies_without_their_state_are_not_gone_on_from(make_family: Make) -> None:
+    backend, other = make_family("NemotronH"), make_family("Qwen3_5")
     feed(backend, TEXT[:9])
     rows = backend.cache.snapshot()
     with pytest.raises(BackendError, match="another model"):
@@ -176,8 +146,8 @@ def test_copies_without_their_state_are_not_gone_on_from(make_backend: Make) -> 
     feed(backend, TEXT[:9])
 
 
-def test_a_cancelled_pass_leaves_the_mark(make_backend: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make_backend("Qwen3_5")
+def test_a_cancelled_pass_leaves_the_mark(make_family: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_family("Qwen3_5")
     whole = feed(backend, TEXT)
     backend.cache.clear()
     feed(backend, TEXT[:9])
@@ -193,11 +163,11 @@ def test_a_cancelled_pass_leaves_the_mark(make_backend: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_plan_counts_the_states(name: str, make_backend: Make, bundles: Callable[[str], Bundle]) -> None:
+def test_the_plan_counts_the_states(name: str, make_family: Make, bundles: Callable[[str], Bundle]) -> None:
     gguf = bundles(name).gguf
     planned = kv_bytes(gguf, "float32", CAPACITY) + state_bytes(gguf, DRAFTED)
     # llama.cpp says megabytes with two digits.
-    assert abs(make_backend(name).nbytes()["kv"] - planned) <= 2**14
+    assert abs(make_family(name).nbytes()["kv"] - planned) <= 2**14
 
 
 @pytest.mark.parametrize("name", BACK)

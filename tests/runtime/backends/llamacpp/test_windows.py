@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BackendError, CapabilityError
-from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from tests.export.gguf_cases import GEMMA, GEMMA3N, GEMMA4, OSS, SHARED_CACHES, TIED, TRINITY, layers
-from tests.factories import make_checkpoint
 from tests.tables import each_row
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -44,39 +41,10 @@ PROMPT = "Once upon a time there was a little dog."
 Make = Callable[..., LlamaCppBackend]
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """Makes the GGUF bundle of a family once."""
-
-    @cache
-    def make(name: str) -> Bundle:
-        family, settings = FAMILIES[name]
-        folder = tmp_path_factory.mktemp(name)
-        make_checkpoint(folder / "checkpoint", family, **settings)
-        config = ExportConfig(format="gguf", gguf_type="F32")
-        return open_bundle(export_checkpoint(folder / "checkpoint", folder / "bundle", config))
-
-    return make
-
-
-@pytest.fixture
-def make_backend(bundles: Callable[[str], Bundle]) -> Iterator[Make]:
-    """Makes backends that are closed after the test."""
-    made: list[LlamaCppBackend] = []
-
-    def make(name: str, kv: str = "float32") -> LlamaCppBackend:
-        made.append(LlamaCppBackend(bundles(name), CAPACITY, kv=kv, draft_rows=DRAFTED + 1))
-        return made[-1]
-
-    yield make
-    for backend in made:
-        backend.close()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_copies_give_the_same_bits(name: str, make_backend: Make) -> None:
+def test_copies_give_the_same_bits(name: str, make_family: Make) -> None:
     """Of a text that is longer than two windows, in parts whose borders are no windows', and after cuts far back."""
-    backend, other = make_backend(name), make_backend(name)
+    backend, other = make_family(name), make_family(name)
     feed(backend, TEXT[:24], [])
     whole, parts = backend.cache.snapshot(), [backend.cache.snapshot(*ends) for ends in ((0, 3), (3, 4), (4, 24))]
     assert [part.length for part in (whole, *parts)] == [24, 3, 1, 20]
@@ -94,8 +62,8 @@ def test_copies_give_the_same_bits(name: str, make_backend: Make) -> None:
 
 
 @each_row("kv", ["float16", "q8_0"])
-def test_copies_of_other_types_come_back(kv: str, make_backend: Make) -> None:
-    backend, other = make_backend("gemma2", kv), make_backend("gemma2", kv)
+def test_copies_of_other_types_come_back(kv: str, make_family: Make) -> None:
+    backend, other = make_family("gemma2", kv), make_family("gemma2", kv)
     feed(backend, TEXT[:24], [])
     other.cache.restore(backend.cache.snapshot())
     assert np.array_equal(feed(other, TEXT[24:30]), feed(backend, TEXT[24:30]))
@@ -111,8 +79,8 @@ def test_copies_of_other_types_come_back(kv: str, make_backend: Make) -> None:
     assert close(feed(other, TEXT[30:33]), feed(backend, TEXT[30:33]), 0.02)
 
 
-def test_copies_after_a_tree_and_a_full_cache(make_backend: Make) -> None:
-    backend, straight = make_backend("gemma2"), make_backend("gemma2")
+def test_copies_after_a_tree_and_a_full_cache(make_family: Make) -> None:
+    backend, straight = make_family("gemma2"), make_family("gemma2")
     feed(backend, TEXT[:20], [])
     backend.forward(ForwardInput(TEXT[20:24], np.array([20, 21, 21, 22]), np.arange(1), tree=np.array([-1, 0, 0, 2])))
     backend.cache.keep(20, [0, 2, 3])
@@ -126,8 +94,8 @@ def test_copies_after_a_tree_and_a_full_cache(make_backend: Make) -> None:
     assert close(feed(straight, text[50:]), feed(backend, text[50:]), 1e-4)
 
 
-def test_what_is_no_copy_of_such_a_cache_is_refused(make_backend: Make) -> None:
-    backend, other = make_backend("gemma2"), make_backend("gemma4")
+def test_what_is_no_copy_of_such_a_cache_is_refused(make_family: Make) -> None:
+    backend, other = make_family("gemma2"), make_family("gemma4")
     feed(backend, TEXT[:24], [])
     with pytest.raises(BackendError, match="another model"):
         other.cache.restore(backend.cache.snapshot())
