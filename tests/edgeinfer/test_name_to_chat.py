@@ -149,6 +149,7 @@ def test_a_conversion_that_was_killed_begins_again_and_leaves_nothing(user: User
     wait_until(lambda: any(".work-" in path for path in user.written()), "the conversion")
     converting = psutil.Process(process.pid).children()
     # Both at once, as by a power cut: whoever would clean up is gone.
+    process.send_signal(signal.SIGSTOP)
     for each in converting:
         each.kill()
     kill(process)

@@ -122,7 +122,7 @@ def test_calibration_that_tells_little_keeps_all_weights(method: str, kind: str,
     if kind == "huge" and method == "gptq":
         return  # shifts of small inputs make good what the huge one's error does
     # Also where inputs were never seen: another text may use them.
-    share = {2: 1.0, 4: 0.3, 8: 0.02}[bits]
+    share = {2: 1.0, 3: 0.6, 4: 0.3, 8: 0.02}[bits]
     assert np.square(kept - weight).mean() < share
     assert np.square(kept - weight)[:, 32:64].mean() < share
 

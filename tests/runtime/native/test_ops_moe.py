@@ -241,7 +241,7 @@ def test_leading_dimensions_are_kept_and_none_may_be_empty(kernel: NativeKernel)
     [
         (0, 0, "has a width of 0"),
         (0, 2**62, "has a width of"),
-        (1, 3, "bits must be"),
+        (1, 5, "bits must be"),
         (2, 16, "block_size must be"),
         (3, -1, "lies outside"),
         (3, 2**62, "lies outside"),

@@ -84,8 +84,8 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     acceptance.add("model", [0.9] * len(drafter.priors))
     governor = stochastic_governor(verification, config)([drafter], Prices(FLAT), acceptance, 9, width)
     rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
-    # Of a reply that goes on, so that there is room for trees.
-    most = TOKENS + 9 * (config.draft_tree != "adaptive")
+    # Of a reply that goes on, so that there is room for trees and chains.
+    most = TOKENS + 9 * (config.draft_tree != "adaptive" or config.verification == "k-seq")
     steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=rounds)
     tokens = tuple(step.token for step in islice(steps, TOKENS))
     assert rounds.statistics.drafted > 0
