@@ -22,6 +22,7 @@ from typing import IO, Any
 import edgeinfer.errors
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, InternalError
 from edgeinfer.hub.client import Progress
+from edgeinfer.hub.folder import remove_leftovers
 from edgeinfer.hub.gguf_offers import Offer
 from edgeinfer.records import dataclass
 
@@ -133,6 +134,8 @@ def _running(job: FetchJob) -> Iterator[tuple[subprocess.Popen[str], IO[bytes]]]
                 process.kill()
                 process.wait()
             process.stdout.close()
+            # A file that it was just writing may have come behind its own removal.
+            remove_leftovers()
 
 
 def _heard(

@@ -198,9 +198,12 @@ def lock_of(key: str) -> FileLock:
 
 def remove_leftovers() -> None:
     """Removes what conversions left that were killed: their folders' locks are free."""
-    from filelock import Timeout
+    left = list(models_folder().glob(f"*/{WORK}*"))
+    if not left:
+        return
+    from filelock import Timeout  # a megabyte of modules
 
-    for work in list(models_folder().glob(f"*/{WORK}*")):
+    for work in left:
         with contextlib.suppress(Timeout, OSError), lock_of(work.parent.name).acquire(timeout=0):
             shutil.rmtree(work, ignore_errors=True)
             with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from huggingface_hub import constants, errors
 
 from edgeinfer import hub
 from edgeinfer.bundle import Capabilities, FileEntry, Geometry, Manifest
-from edgeinfer.errors import BundleError, EdgeInferError, HubError, ModelError, StorageError
+from edgeinfer.errors import BundleError, EdgeInferError, HubError, InternalError, ModelError, StorageError
+from edgeinfer.hub.conversion import FetchJob, fetch
 
 DIGEST = "0" * 64
 
@@ -278,3 +280,14 @@ def test_a_repository_of_gguf_files_says_how_to_name_one(fake: FakeHub) -> None:
     with pytest.raises(HubError) as raised:
         hub.pull("org/gguf")
     assert raised.value.hint is not None and "org/gguf:Q4_K_M" in raised.value.hint
+
+
+def test_what_a_process_leaves_behind_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one does that still writes a file while it removes its folder."""
+    work = tmp_path / "edgeinfer" / "models" / "org--model" / ".work-x"
+    leave = f"import pathlib; pathlib.Path({str(work)!r}, 'bundle').mkdir(parents=True)"
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr("edgeinfer.hub.conversion._PROGRAM", (sys.executable, "-c", leave))
+    with pytest.raises(InternalError, match="ended unexpectedly"):
+        fetch(FetchJob("org/model"))
+    assert not work.exists()
