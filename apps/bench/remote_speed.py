@@ -91,7 +91,7 @@ def measure_speed(
                         replies.append(result)
         figures = _cell(rtt, rate, tokens, seconds, replies)
         before = before or figures
-        yield figures | {"foretold": _foretold(before, figures)}
+        yield figures | {"predicted": _predicted(before, figures)}
 
 
 def _timed(model: edgeinfer.Model, prompt: str, tokens: int) -> tuple[float, Result]:
@@ -121,7 +121,7 @@ def _cell(
     }
 
 
-def _foretold(near: dict[str, Any], cell: dict[str, Any]) -> float:
+def _predicted(near: dict[str, Any], cell: dict[str, Any]) -> float:
     """Tokens a second of the better way, had each round and each stream taken the delay longer than without it."""
     further = (cell["rtt_ms"] - near["rtt_ms"]) / 1e3
     tokens = near["tokens_per_second"]["drafts"] * near["seconds"]["drafts"]
@@ -201,13 +201,13 @@ def measure_texts(server: str, drafter: str | None, own: edgeinfer.Model, *, cou
 
 def links_table(figures: Mapping[str, Any]) -> Iterator[Table]:
     """Tokens a second over each link, where they were measured."""
-    header = ["RTT ms", "Mbit/s", *_WAYS, "foretold", "to streams", "to local", "accepted"]
+    header = ["RTT ms", "Mbit/s", *_WAYS, "predicted", "to streams", "to local", "accepted"]
     rows = [
         [
             f"{cell['rtt_ms']:g}",
             f"{cell['mbits']:g}",
             *(f"{cell['tokens_per_second'][way]:.1f}" for way in _WAYS),
-            f"{cell['foretold']:.1f}",
+            f"{cell['predicted']:.1f}",
             f"{cell['drafts_to_streams']:.2f}",
             f"{cell['drafts_to_local']:.2f}",
             f"{cell['accepted']}/{cell['drafted']}",

@@ -21,7 +21,7 @@ def test_each_part_is_measured(part: str, tmp_path: Path) -> None:
     figures = json.loads(out.read_text("utf-8"))
     if part == "speed":
         (cell,) = figures["cells"]
-        assert cell["tokens_per_second"].keys() == {"drafts", "streams", "local"} and cell["foretold"] > 0
+        assert cell["tokens_per_second"].keys() == {"drafts", "streams", "local"} and cell["predicted"] > 0
     else:
         assert [(row["way"], row["devices"]) for row in figures["devices"]] == [
             ("drafts", 1),
