@@ -106,7 +106,6 @@ class SpeculativeDecoding(DecodingStrategy):
         self._verification = verification
         self._noise = noise
         self._on_plain_ms = on_plain_ms
-        self._most = backend.cache.capacity  # tokens in a draft
         self._plain_left = 0  # plain steps still to take before drafters are asked
         self._started = False  # drafters know the text
         self._unobserved = 0  # plain steps since then that drafters have not been told of
@@ -172,9 +171,10 @@ class SpeculativeDecoding(DecodingStrategy):
         self._backend.cache.hold(base)
         self._catch_up()
 
-        # Propose: a tree of tokens that may follow the root. The root and the token after the draft need room too.
-        most = min(room - 1, self._backend.cache.capacity - base - 1, self._most)
-        draft = main_branch_first(self._governor.draft(self._context, most))
+        # Propose: a tree of tokens that may follow the root. The root has a row of the cache as well, and the
+        # token after the draft a place in the reply.
+        free = self._backend.cache.capacity - base - 1
+        draft = main_branch_first(self._governor.draft(self._context, free, depth=room - 1))
         drafted = time.perf_counter_ns()
 
         # Verify: one pass of the target gives the logits after the root and after every token of the draft. The rule

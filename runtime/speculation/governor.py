@@ -211,16 +211,17 @@ class Governor:
         """Tokens per millisecond that decoding achieves, by the costs' reckoning."""
         return self._tokens / self._ms
 
-    def draft(self, context: DraftContext, room: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """Builds the draft to verify next; empty where nothing pays.
 
         Args:
-            room: tokens that the cache and the reply have room for.
+            rows: that the cache has room for; each token of the draft takes one.
+            depth: tokens that the reply has room for; no path of the draft is longer.
         """
         self._begin()
-        most, tree = min(room, self._most), _Tree()
+        most, tree = min(rows, self._most), _Tree()
         best, length = self._worth(tree), 0
-        waiting = self._children(context, tree, -1) if most > 0 else []
+        waiting = self._children(context, tree, -1) if min(most, depth) > 0 else []
         heapq.heapify(waiting)
         while waiting and len(tree) < most:
             candidate = heapq.heappop(waiting)
@@ -233,7 +234,8 @@ class Governor:
             likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
             # Guesses that come to nothing must be paid for too.
-            if len(tree) < most and pays and self._account.affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
+            goes_on = len(tree) < most and len(tree.path(node)) < depth
+            if goes_on and pays and self._account.affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._hope_for(length)

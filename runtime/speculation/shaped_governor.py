@@ -76,16 +76,16 @@ class _Runner:
 class _ShapedGovernor(StochasticGovernor):
     """Draws a tree depth by depth from the most promising drafter; drafters without distributions are its base's."""
 
-    def draft(self, context: DraftContext, room: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        most = min(room, self._most)
-        drafter = self._most_promising(context, (), 1.0, 0)[0] if most > 0 else None
+        most = min(rows, self._most)
+        drafter = self._most_promising(context, (), 1.0, 0)[0] if min(most, depth) > 0 else None
         if drafter is None or not drafter.draws:
-            return super().draft(context, room)
+            return super().draft(context, rows, depth)
         drawn: list[_Drawn] = []
         level = [_Node(-1, (), 1.0)]
-        while level and self._depth_pays(drafter, level, len(drawn), most):
+        while level and len(level[0].path) < depth and self._depth_pays(drafter, level, len(drawn), most):
             found = list(self._grown(context, drafter, level, len(drawn)))
             drawn += found
             level = [each.node for each in found]

@@ -73,10 +73,10 @@ class StochasticGovernor(Governor):
         ranks = range(1, width)
         self._siblings = {d.name: [acceptance.mean(d.name, rank) for rank in ranks] for d in drafters}
 
-    def draft(self, context: DraftContext, room: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
-        most, order = min(room, self._most), count()
+        most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
         parents: list[int] = []
         sources: list[str] = []
@@ -92,7 +92,7 @@ class StochasticGovernor(Governor):
             if drafter is not None:
                 offer(_Place(node, path, likely, drafter, estimate), 0, 1.0)
 
-        if most > 0:
+        if min(most, depth) > 0:
             look(-1, (), 1.0)
         while slots and len(guesses) < most:
             slot = heapq.heappop(slots)
@@ -111,7 +111,7 @@ class StochasticGovernor(Governor):
             estimate = min(drawn.estimate, slot.left)
             if rank + 1 < self.width:
                 offer(place, rank + 1, slot.left - estimate)
-            if len(guesses) < most:
+            if len(guesses) < most and len(place.path) + 1 < depth:
                 look(len(guesses) - 1, (*place.path, drawn.guess.token), place.likely * estimate)
         self._hope_for(len(guesses))
         return Draft(tuple(guesses), tuple(parents), tuple(sources))
@@ -166,11 +166,12 @@ class StochasticGovernor(Governor):
 class ChainsGovernor(StochasticGovernor):
     """Builds `width` chains drawn independently from the most promising drafter; equal ones stay apart."""
 
-    def draft(self, context: DraftContext, room: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()
+        most = min(min(rows, self._most) // self.width, depth)
         drafter, estimate = self._most_promising(context, (), 1.0, 0)
-        length = 0 if drafter is None else self._length(drafter, estimate, min(room, self._most) // self.width)
+        length = 0 if drafter is None else self._length(drafter, estimate, most)
         if drafter is None or length == 0:
             return Draft()
         guesses: list[Guess] = []

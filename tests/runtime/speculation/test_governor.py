@@ -167,7 +167,7 @@ def decode(
             continue
         room = len(text) - len(context.tokens) - 1
         before = [d.asked for d in drafters]
-        draft = governor.draft(context, room)
+        draft = governor.draft(context, room, room)
         asked = sum((d.asked - b) * prices.guess_ms(d.name) for d, b in zip(drafters, before, strict=True))
         run.passes.append((1 + len(draft), prices.pass_ms(1 + len(draft))))
         run.ms += run.passes[-1][1] + asked + prices.round_ms
@@ -256,8 +256,9 @@ def test_drafts_keep_to_the_room_there_is() -> None:
     context = DraftContext(text[:10], lambda logits, drafted: (0, None), lambda drafted: ())
     drafter = Prophet("copy", text, 1.0)
     governor = Governor([drafter], Prices(FLAT), learning([drafter]), 15)
-    assert [len(governor.draft(context, room)) for room in (0, 1, 5)] == [0, 1, 5]
-    assert 5 < len(governor.draft(context, 50)) <= 15
+    assert [len(governor.draft(context, rows, 50)) for rows in (0, 1, 5)] == [0, 1, 5]
+    assert [len(governor.draft(context, 50, depth)) for depth in (0, 1, 5)] == [0, 1, 5]
+    assert 5 < len(governor.draft(context, 50, 50)) <= 15
 
 
 def test_trees_hedge_where_rows_are_free() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -22,7 +21,8 @@ from edgeinfer.runtime.speculation.acceptance import Acceptance
 from edgeinfer.runtime.speculation.decoding import SpeculativeDecoding
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext
 from edgeinfer.runtime.speculation.drafters.logit_drafter import LogitDrafter
-from edgeinfer.runtime.speculation.shaped_governor import BeamGovernor, stochastic_governor
+from edgeinfer.runtime.speculation.governor import Governor
+from edgeinfer.runtime.speculation.shaped_governor import stochastic_governor
 from edgeinfer.runtime.speculation.verification import find_verification
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.test_engine import TableBackend
@@ -84,10 +84,8 @@ def reply(config: GenerationConfig, width: int) -> tuple[int, ...]:
     acceptance.add("model", [0.9] * len(drafter.priors))
     governor = stochastic_governor(verification, config)([drafter], Prices(FLAT), acceptance, 9, width)
     rounds = SpeculativeDecoding(backend, sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
-    # Of a reply that goes on, so that there is room for trees and chains.
-    most = TOKENS + 9 * (config.draft_tree != "adaptive" or config.verification == "k-seq")
-    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=rounds)
-    tokens = tuple(step.token for step in islice(steps, TOKENS))
+    steps = Engine(backend, 4).generate(PROMPT, sampler, max_tokens=TOKENS, stop_ids=frozenset(), strategy=rounds)
+    tokens = tuple(step.token for step in steps)
     assert rounds.statistics.drafted > 0
     return tokens
 
@@ -139,6 +137,25 @@ def test_trees_of_a_shape_leave_the_distribution_as_it_is(width: int, tree: str)
 
 
 @pytest.mark.slow
+def rounds_of(config: GenerationConfig, seed: int, most: int, width: int) -> tuple[Governor, DraftContext]:
+    """A governor of up to so many tokens, and the context that it drafts behind."""
+    sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
+    drafter, acceptance, verification = Drafter(V), Acceptance(), find_verification(config.verification)
+    acceptance.add("model", [0.9] * len(drafter.priors))
+    governor = stochastic_governor(verification, config)([drafter], Prices(FLAT), acceptance, most, width)
+    rounds = SpeculativeDecoding(Target(), sampler, [drafter], governor, verification, on_plain_ms=lambda ms: None)
+    rounds._context.tokens[:] = PROMPT
+    return governor, rounds._context
+
+
+def test_chains_fit_the_cache_side_by_side_and_the_reply_each() -> None:
+    governor, context = rounds_of(GenerationConfig(temperature=1.0, verification="k-seq"), 0, 9, 3)
+    assert governor.draft(context, 9, 1).parents == (-1, -1, -1)
+    assert len(governor.draft(context, 9, 2)) == 6
+    assert len(governor.draft(context, 7, 4)) == 6
+    assert len(governor.draft(context, 2, 4)) == 0
+
+
 def test_a_beam_draws_paths_without_replacement() -> None:
     """The two paths of two tokens that arrive first come as often as two draws without replacement say."""
     config = GenerationConfig(temperature=1.0, verification="rejection", draft_tree="beam")
@@ -147,15 +164,8 @@ def test_a_beam_draws_paths_without_replacement() -> None:
     likely = {(x, y): float(laws[()][x] * laws[x,][y]) for x in range(V) for y in range(V)}
     seeds, counts = 2000, Counter[tuple[tuple[int, int], ...]]()
     for seed in range(seeds):
-        sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
-        drafter, acceptance = Drafter(V), Acceptance()
-        acceptance.add("model", [0.9] * len(drafter.priors))
-        governor = BeamGovernor([drafter], Prices(FLAT), acceptance, 4, 2)
-        rounds = SpeculativeDecoding(
-            Target(), sampler, [drafter], governor, find_verification("rejection"), on_plain_ms=lambda ms: None
-        )
-        rounds._context.tokens[:] = PROMPT
-        draft = governor.draft(rounds._context, 4)
+        governor, context = rounds_of(config, seed, 4, 2)
+        draft = governor.draft(context, 4, 2)
         counts[tuple(tuple(draft.path(node)) for node in range(2, 4))] += 1  # type: ignore[misc]
     pairs = {(a, b): likely[a] * likely[b] / (1 - likely[a]) for a in likely for b in likely if a != b}
     common = [pair for pair, share in pairs.items() if share * seeds >= 5]

@@ -86,9 +86,9 @@ class Resting(Governor):
         super().rested(steps)
         self.pause = 0
 
-    def draft(self, context: DraftContext, room: int) -> Draft:
+    def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         self.pause = 3
-        return super().draft(context, room)
+        return super().draft(context, rows, depth)
 
 
 @each_row("kind", [Governor, Resting])
