@@ -73,6 +73,8 @@ class _SearchSettings(TypedDict, total=False):
     lame_prompt: str | None
     contrast_strength: float
     passage: str | None
+    anchor_budget: float
+    anchor_debt: int
     resistance: Sequence[float]
     resistance_weight: float
 

@@ -142,6 +142,7 @@ def make_strategy(
             chunk=engine.chunk,
             continues=request.continues,
             lame=request.lame,
+            anchor=lambda: parts.reduced.require_small(),
             uncertainty=parts.uncertainty if config.uncertainty is None else config.uncertainty,
             spare_bytes=parts.ledger.plan.spare_bytes,
         )
@@ -155,18 +156,21 @@ def make_strategy(
 
 def is_shareable(config: GenerationConfig) -> bool:
     """Whether a reply can be made beside others."""
-    return config.compute == "full"
+    return config.compute == "full" and config.search != "anchored"
 
 
 def require_shareable(config: GenerationConfig) -> None:
     """Refuses options by which a reply cannot be made beside others.
 
     Raises:
-        UnshareableError: they take less than the whole model.
+        UnshareableError: they take another model, or less than the whole one.
     """
-    if not is_shareable(config):
+    if config.compute != "full":
         message = "Replies side by side cannot take less than the whole model."
         raise UnshareableError(message, 'Leave out "compute", or use generate().')
+    if not is_shareable(config):
+        message = "Replies side by side cannot be anchored by the draft model, which follows one text at a time."
+        raise UnshareableError(message, 'Leave out "search", or use generate().')
 
 
 def require_plain(config: GenerationConfig, *, computes: Sequence[str] = ("full",)) -> None:

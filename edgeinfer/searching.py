@@ -26,7 +26,7 @@ __all__ = [
 # Ways of searching, as options name them; runtime/search has them, a test holds the two equal.
 SearchMethod = Literal[
     "off", "samples", "first-finish", "best-of", "vote", "cautious", "lookahead", "contrast", "momentum",
-    "extract", "aligned", "particles", "astar", "beam",
+    "extract", "aligned", "particles", "astar", "beam", "anchored",
 ]  # fmt: skip
 SEARCHES: tuple[str, ...] = get_args(SearchMethod)
 # What of a sampled text is its answer, where answers are counted.
@@ -47,7 +47,8 @@ _METHOD: dict[str, Any] = {
     "several; vote, the most common answer of several; cautious, lookahead or contrast, more care where the next token "
     "is uncertain; momentum, less repetition; extract, the likeliest span of a passage; aligned, replies of a form as "
     "likely as the model finds them; particles, replies by the model's probability to a power and a scorer; astar, the "
-    "best beginnings grow by drawn lines; beam, beam search; all but samples are lossy (default: off)",
+    "best beginnings grow by drawn lines; beam, beam search; anchored, replies that stay near the draft model's "
+    "distribution; all but samples are lossy (default: off)",
     "choices": SEARCHES,
     "cli": "--search",
     "group": _SEARCH,
@@ -210,6 +211,27 @@ class SearchSettings:
         metavar="FILE",
         group=_SEARCH,
     )
+    # The authors' defaults, of prompts and replies in tokens.
+    anchor_budget: float = option(
+        0.15,
+        help="nats by which each token of anchored adds to how far the reply may diverge from the draft model "
+        "(default: 0.15)",
+        low=0,
+        high=1000,
+        cli="--anchor-budget",
+        metavar="NATS",
+        group=_SEARCH,
+    )
+    anchor_debt: int = option(
+        5,
+        help="number of the prompt's tokens, those that the model finds likelier than the draft model by most, whose "
+        "mean log-ratio anchored takes from the budget; 0 takes none (default: 5)",
+        low=0,
+        high=1024,
+        cli="--anchor-debt",
+        metavar="N",
+        group=_SEARCH,
+    )
     # Longer runs are never repeated.
     resistance: tuple[float, ...] = option(
         (0.0, 0.0, 0.0, 5.0),
@@ -263,7 +285,9 @@ class Search(SearchSettings, OptionGroup):
             grammar or choices as often as the model writes them, which masking alone does not (ASAp); "particles" draws
             several replies by p(reply)**power * exp(scorer(reply)) and answers with one by its weight (Power-SMC,
             reward-guided SMC); "astar" draws several next lines behind the best beginning so far, and goes on so
-            until the best one is whole; "beam" keeps several of the likeliest beginnings (diverse beam search).
+            until the best one is whole; "beam" keeps several of the likeliest beginnings (diverse beam search);
+            "anchored" draws from a mean of the model's distribution and the draft model's, within a budget of
+            divergence from the latter (Anchored Decoding).
         samples: number of replies for "samples", "first-finish", "best-of" and "vote", where number i is drawn with
             seed + i; number of "particles", and of lines that "astar" draws at once.
         rounds: for "aligned": rounds of so many samples, of which each makes the next truer; for "astar": beginnings
@@ -284,6 +308,8 @@ class Search(SearchSettings, OptionGroup):
         lame_prompt, contrast_strength: for "contrast": the worse prompt, in a chat instead of the user's last message,
             and how strongly to steer away from it.
         passage: for "extract": the text of which the reply is a span.
+        anchor_budget, anchor_debt: for "anchored": nats that each token adds to the budget, and how many of the
+            prompt's log-ratios tell what it owes before its first token (0: nothing).
         resistance, resistance_weight: for "momentum": penalties for repeating 1, 2, ... tokens, and their weight.
     """
 
@@ -342,9 +368,12 @@ class SearchUse:
         rows: tokens that were fed in them.
         branches: continuations that were begun.
         trials: continuations among which was chosen; of "momentum" and "contrast", tokens that were chosen otherwise
-            than plainly.
+            than plainly; of "anchored", tokens drawn from another distribution than the model's.
         chosen: index in `texts` of the reply.
         texts: whole texts that were looked at; empty where a way only looks at a part at a time.
+        divergence: of "anchored": nats by which the distributions that tokens were drawn from diverge from the draft
+            model's, added up.
+        divergence_allowed: nats that they might have diverged by.
     """
 
     search: str
@@ -355,3 +384,5 @@ class SearchUse:
     trials: int = 0
     chosen: int = 0
     texts: tuple[SearchedText, ...] = ()
+    divergence: float | None = None
+    divergence_allowed: float | None = None

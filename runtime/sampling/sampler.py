@@ -176,6 +176,12 @@ class LogitsProcessor:
         assert self._noise is not None, "greedy choices have none"
         return self._noise.of(ids, position + (stream + 1 << _FAR))
 
+    def keyed(self, probabilities: NDArray[np.float64], position: int) -> int:  # (V,)
+        """The token that the noise of `sample` draws at a position from another distribution."""
+        assert self._noise is not None, "greedy choices have none"
+        ids = np.flatnonzero(probabilities)
+        return int(ids[(np.log(probabilities[ids]) + self._noise.of(ids, position)).argmax()])
+
     def adjusted(self, logits: Logits, counts: TokenCounts | None = None, allowed: Ids | None = None) -> Logits:  # (V,)
         """The logits with bias and penalties, a copy, with -inf for what may not follow.
 
@@ -339,6 +345,10 @@ class Sampler:
     def sample_from(self, probabilities: Probabilities, position: int, stream: int) -> int:
         """A token from a distribution, by a draw that decides nothing else."""
         return draw_from(probabilities, uniform(self._processor.seed, position, _DRAFTS + _STEP * stream))
+
+    def sample_keyed(self, probabilities: Probabilities, position: int) -> int:  # (V,)
+        """The token that `sample` would draw at a position if this were its distribution."""
+        return self._processor.keyed(probabilities, position)
 
     def uniform(self, position: int, draw: int) -> float:
         """A number in [0, 1) of this position, independent for each draw and of all tokens drawn."""

@@ -10,6 +10,7 @@ from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.forks import can_fork
 from edgeinfer.runtime.search.aligned import Aligned
+from edgeinfer.runtime.search.anchored import Anchored
 from edgeinfer.runtime.search.astar import AStar
 from edgeinfer.runtime.search.beam import Beam
 from edgeinfer.runtime.search.cautious import Cautious
@@ -47,6 +48,11 @@ class SearchKind:
     thinks: bool = False
 
 
+def _anchored(parts: SearchParts) -> Anchored:
+    assert parts.anchor is not None, "whoever takes replies gives one, or says why not"
+    return Anchored(parts, parts.anchor())
+
+
 SEARCH_KINDS: Mapping[str, SearchKind] = {
     "samples": SearchKind(ParallelSamples, "always", thinks=True),
     "first-finish": SearchKind(FirstFinish, "always", thinks=True),
@@ -61,6 +67,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "particles": SearchKind(Particles, "always", constrained=True, checked=True, thinks=True),
     "astar": SearchKind(AStar, "always", constrained=True, thinks=True),
     "beam": SearchKind(Beam, "never", constrained=True),
+    "anchored": SearchKind(_anchored, "always", branches=False, constrained=True, thinks=True),
 }
 
 
@@ -98,7 +105,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 
 def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
-        message = f"search={name!r} draws several texts, which are all the same without sampling."
+        message = f"search={name!r} draws at random, which is of no use without sampling."
         raise UsageError(
             message,
             "Set "

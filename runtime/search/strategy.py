@@ -21,6 +21,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, PreemptedError
 from edgeinfer.runtime.backends.forks import copied_bytes
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, SearchStatistics
+from edgeinfer.runtime.layer_skip.contract import SmallModel
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.sampling.thinking import ThinkingBudget
 from edgeinfer.runtime.text import ReplyText, TokenizerLike
@@ -58,6 +59,7 @@ class SearchParts:
         uncertainty: entropy in nats above which the next token is uncertain.
         spare_bytes: that copies of rows may take; None is any.
         lame: tokens of the worse prompt; empty where the option's text is it.
+        anchor: gives the model that anchors the reply, or raises a UsageError where there is none.
     """
 
     backend: Backend
@@ -72,6 +74,7 @@ class SearchParts:
     uncertainty: float
     spare_bytes: int | None = None
     lame: tuple[int, ...] = ()
+    anchor: Callable[[], SmallModel] | None = None
 
     def another_sampler(self, prompt: Sequence[int], index: int) -> Sampler:
         """Makes the sampler of one of several replies, with the seed that follows the reply's own by its index."""

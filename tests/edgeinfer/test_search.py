@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "particles": WARM | {"resample_every": 4, "scorer": lambda text, ended: float(text.count("a"))},
     "astar": WARM | {"samples": 2, "rounds": 3, "scorer": lambda text, ended: float(text.count("a"))},
     "beam": {"beams": 4, "beam_groups": 2},
+    "anchored": WARM,
 }
 
 
@@ -50,7 +51,9 @@ def model(request: pytest.FixtureRequest, small_bundle: Path) -> Iterator[edgein
     if request.param == "builtin" and not (BUILTIN / "edgeinfer.json").is_file():
         pytest.skip("the built-in model has not been made")
     bundle = None if request.param == "builtin" else small_bundle
-    with edgeinfer.load(bundle, threads=1, context=400, remember=False, speculation="off") as loaded:
+    # Which anchors itself.
+    options: dict[str, Any] = {"draft_model": bundle or BUILTIN, "context": 400, "remember": False}
+    with edgeinfer.load(bundle, threads=1, speculation="off", **options) as loaded:
         yield loaded
 
 

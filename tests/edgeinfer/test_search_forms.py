@@ -66,8 +66,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "particles": WARM | {"resample_every": 2},
     "astar": WARM | {"samples": 2, "rounds": 2},
     "beam": {"beams": 4, "beam_groups": 2},
+    "anchored": WARM,
 }
-FOLLOWS = ("off", "cautious", "contrast", "aligned", "particles", "astar", "beam")
+FOLLOWS = ("off", "cautious", "contrast", "aligned", "particles", "astar", "beam", "anchored")
 DRAWS_BY_RULE = ("lookahead", "momentum", "extract", "beam")
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -86,7 +87,8 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(small_bundle: Path) -> Iterator[edgeinfer.Model]:
-    with known_costs(), edgeinfer.load(small_bundle, threads=1, context=400, remember=False) as loaded:
+    options: dict[str, Any] = {"draft_model": small_bundle, "context": 400, "remember": False}
+    with known_costs(), edgeinfer.load(small_bundle, threads=1, **options) as loaded:
         yield loaded
 
 

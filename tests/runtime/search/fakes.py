@@ -86,6 +86,28 @@ class LettersBackend(TableBackend):
         return ForwardOutput(logits, None)
 
 
+class LettersAnchor:
+    """Another model of the same letters, as a small model that follows a text; `moved` tells how far it is another."""
+
+    def __init__(self, moved: float = 1.0) -> None:
+        self._moved = moved
+
+    def logits(self, text: Sequence[int]) -> Floats:  # (V,)
+        """What follows a text."""
+        return letters_logits(text) + np.float32(self._moved) * letters_logits([*text, END, END])
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def after(self, tokens: Sequence[int]) -> Floats | None:  # (V,)
+        """What follows a text."""
+        return self.logits(tokens)
+
+    def behind(self, tokens: Sequence[int], count: int) -> list[Floats] | None:
+        """What follows each of its last tokens."""
+        return [self.logits(tokens[:end]) for end in range(len(tokens) - count + 1, len(tokens) + 1)]
+
+
 class Letters:
     """A tokenizer of one letter a token; the end has no text."""
 
@@ -127,6 +149,7 @@ class Trial:
         prompt: Sequence[int] = PROMPT,
         forgets: bool = False,
         constraint: Constraint | None = None,
+        anchor: LettersAnchor | None = None,
         **options: Any,
     ) -> None:
         self.config = GenerationConfig(**({"max_tokens": 12, "seed": 5} | options))
@@ -144,6 +167,7 @@ class Trial:
             chunk=self.engine.chunk,
             continues=False,
             uncertainty=1.5 if self.config.uncertainty is None else self.config.uncertainty,
+            anchor=lambda: anchor or LettersAnchor(),
         )
         self.strategy: SearchStrategy = make_search(parts, forgets=forgets)
 

@@ -13,11 +13,13 @@ from edgeinfer.runtime.sampling import ChoiceConstraint, ChoiceTrie, LogitsProce
 from edgeinfer.runtime.search.registry import SEARCH_KINDS, make_search
 from edgeinfer.runtime.search.strategy import SearchParts
 from edgeinfer.searching import SEARCHES, SearchOptions
-from tests.runtime.search.fakes import END, PROMPT, Letters, LettersBackend, Trial, V
+from tests.runtime.search.fakes import END, PROMPT, Letters, LettersAnchor, LettersBackend, Trial, V
 from tests.tables import each_row
 
 DRAWING = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "always"]
 RULED = [name for name, kind in SEARCH_KINDS.items() if kind.draws == "never"]
+# Those that follow one text.
+LINES = ("momentum", "anchored")
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def test_every_way_tells_what_it_did() -> None:
         assert 1 <= len(found) <= 12
         assert (use.search, use.lossless) == (name, name == "samples")
         assert use.passes > 0 and use.rows >= use.passes
-        assert (use.branches == 0) == (name == "momentum")
+        assert (use.branches == 0) == (name in LINES)
         if use.texts:
             assert list(use.texts[use.chosen].token_ids) == found
 
@@ -81,6 +83,7 @@ def test_only_some_follow_a_constraint(name: str) -> None:
         16,
         continues=False,
         uncertainty=1.5,
+        anchor=LettersAnchor,
     )
     if not SEARCH_KINDS[name].constrained:
         with pytest.raises(UsageError, match="cannot follow a grammar"):
@@ -97,7 +100,7 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
             super().__init__()
             self.cache.copyable = False
 
-    for name in {*SEARCH_KINDS} - {"momentum"}:
+    for name in {*SEARCH_KINDS} - {*LINES}:
         with pytest.raises(CapabilityError, match=r"several ways.*momentum"):
             Trial(Single(), **options_of(name))
             pytest.fail(f"{name} in a single text")

@@ -1,0 +1,198 @@
+"""Anchored Decoding (He et al. 2026, arXiv 2602.07120): a text that stays within a divergence of another model's.
+
+Each token is drawn from a geometric mean of the model's distribution and the anchor's, as close to the model's as the
+budget allows. A token may spend what earlier ones left of theirs, so that the divergences of all tokens from the anchor
+add up to no more than the budget of each times their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgeinfer.errors import ContextLengthError
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.layer_skip.contract import SmallModel
+from edgeinfer.runtime.search.strategy import MOST_ROWS, SearchParts, SearchStrategy, logprob
+from edgeinfer.searching import SearchUse
+
+__all__ = ["Anchored", "DivergenceBudget", "Fused", "fuse", "prefix_debt"]
+
+Distribution = NDArray[np.float64]
+T = TypeVar("T")
+
+# Share of a budget that may stay unspent, and steps that look for the weight that spends the rest of it.
+_CLOSE, _MOST_STEPS = 1e-6, 60
+# Tokens of the prompt at most that tell the debt: the model evaluates them once more, for their probabilities.
+_READ = 512
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A distribution between two others.
+
+    Attributes:
+        probabilities: (V,)
+        weight: of the model in the geometric mean; 1 is the model alone, 0 the anchor alone.
+        divergence: from the anchor's distribution, in nats.
+    """
+
+    probabilities: Distribution
+    weight: float
+    divergence: float
+
+
+def fuse(own: Distribution, anchor: Distribution, budget: float) -> Fused:  # (V,), (V,)
+    """The distribution nearest to `own` among the geometric means whose KL divergence from `anchor` is in the budget.
+
+    Only tokens that both find possible have a probability, unless the anchor's own distribution is all that fits.
+    """
+    shared = np.flatnonzero((own > 0) & (anchor > 0))
+    if budget <= 0 or not len(shared):
+        return Fused(anchor, 0.0, 0.0)
+    base = np.log(anchor[shared])
+    ratio = np.log(own[shared]) - base
+
+    def mean(weight: float) -> tuple[Distribution, float, float]:
+        """The mean of a weight, its divergence, and how fast that grows with the weight."""
+        powers = base + weight * ratio
+        best = float(powers.max())
+        terms = np.exp(powers - best)
+        total = float(terms.sum())
+        mixed = terms / total
+        average = float(mixed @ ratio)
+        divergence = weight * average - math.log(total) - best
+        return mixed, max(divergence, 0.0), weight * float(mixed @ np.square(ratio - average))
+
+    mixed, divergence, slope = mean(1.0)
+    weight, low, high = 1.0, 0.0, 1.0
+    best: tuple[float, Distribution, float] | None = (1.0, mixed, divergence) if divergence <= budget else None
+    for _ in range(0 if best is not None else _MOST_STEPS):
+        # Newton's step towards a little less than the budget, or half of what is left where it leads elsewhere.
+        guess = weight - (divergence - budget * (1 - _CLOSE)) / slope if slope > 0 else low
+        weight = guess if low < guess < high else (low + high) / 2
+        mixed, divergence, slope = mean(weight)
+        if divergence > budget:
+            high = weight
+            continue
+        low, best = weight, (weight, mixed, divergence)
+        if divergence >= budget * (1 - 2 * _CLOSE):
+            break
+    if best is None:
+        return Fused(anchor, 0.0, 0.0)
+    probabilities = np.zeros_like(anchor)
+    probabilities[shared] = best[1]
+    return Fused(probabilities, best[0], best[2])
+
+
+class DivergenceBudget:
+    """Tells what each token may spend: what it adds to the budget, and what earlier ones left.
+
+    Args:
+        each: nats that every token adds.
+        debt: nats that are owed before the first.
+
+    Attributes:
+        spent: nats so far.
+    """
+
+    def __init__(self, each: float, debt: float = 0.0) -> None:
+        self._each, self._debt = each, debt
+        self._tokens = 0
+        self.spent = 0.0
+
+    @property
+    def allowed(self) -> float:
+        """Nats that the tokens so far may have spent in all."""
+        return max(0.0, self._tokens * self._each - self._debt)
+
+    def next(self) -> float:
+        """Nats that the next token may spend."""
+        self._tokens += 1
+        return max(0.0, self.allowed - self.spent)
+
+    def spend(self, nats: float) -> None:
+        """Takes what it did spend."""
+        self.spent += nats
+
+
+def prefix_debt(ratios: Sequence[float], count: int) -> float:
+    """What a prompt owes that the model finds likelier than the anchor: the mean of its largest positive log-ratios.
+
+    Args:
+        ratios: log p_model(token) - log p_anchor(token) of the prompt's tokens.
+        count: how many of the largest count.
+    """
+    positive = sorted((ratio for ratio in ratios if ratio > 0), reverse=True)[:count]
+    return sum(positive) / len(positive) if positive else 0.0
+
+
+class Anchored(SearchStrategy):
+    """Draws each token from the mean of both models that the budget allows."""
+
+    def __init__(self, parts: SearchParts, anchor: SmallModel) -> None:
+        super().__init__(parts)
+        self._anchor = anchor
+        self._text: list[int] = []
+        self._budget = DivergenceBudget(self._config.anchor_budget)
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> tuple[int]:  # (V,)
+        """The token after the prompt."""
+        own = logits.copy()
+        self._text = list(prompt)
+        self._anchor.begin(self._text)
+        if self._config.anchor_debt:
+            debt = prefix_debt(list(self._ratios()), self._config.anchor_debt)
+            self._budget = DivergenceBudget(self._config.anchor_budget, debt)
+        return self._draw(own)
+
+    def next(self, room: int, lost: int) -> tuple[int]:
+        """The token after that."""
+        return self._draw(self._passes.feed(self._root))
+
+    def search_use(self) -> SearchUse:
+        """What was done so far, and what it spent."""
+        budget = self._budget
+        return dataclasses.replace(super().search_use(), divergence=budget.spent, divergence_allowed=budget.allowed)
+
+    def _draw(self, logits: Floats) -> tuple[int]:  # (V,)
+        sampler = self._parts.sampler
+        said = _said(self._anchor.after(self._text), self._text)
+        fused = fuse(sampler.probabilities(logits), sampler.probabilities(said), self._budget.next())
+        self._budget.spend(fused.divergence)
+        self._statistics.trials += fused.weight < 1
+        token = sampler.sample_keyed(fused.probabilities, len(self._text))
+        self._text.append(token)
+        return self._accept(token, logits)
+
+    def _ratios(self) -> Iterator[float]:
+        """By how many nats the model finds each of the prompt's last tokens likelier than the anchor does."""
+        cache, text = self._backend.cache, self._text
+        start = cache.resumable(max(0, cache.length - _READ))
+        cache.trim(start)
+        for begin in range(start, len(text), MOST_ROWS):
+            part = text[begin : begin + MOST_ROWS]
+            head = text[: begin + len(part)]
+            said = _said(self._anchor.behind(head, len(part)), head)
+            # Behind the last token of the prompt none is known.
+            for own, row, token in zip(self._passes.chain(part), said, [*text[begin + 1 :], None], strict=False):
+                if token is not None:
+                    yield logprob(own, token) - logprob(row, token)
+
+
+def _said(said: T | None, text: Sequence[int]) -> T:
+    """What the anchor says of a text.
+
+    Raises:
+        ContextLengthError: its context has no room for it.
+    """
+    if said is None:
+        message = f"The draft model's context has no room for {len(text)} tokens, so it cannot anchor the reply."
+        raise ContextLengthError(message, "Ask for a shorter reply, or choose a draft model with a larger context.")
+    return said
