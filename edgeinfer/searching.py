@@ -180,8 +180,8 @@ class SearchSettings:
     )
     uncertainty: float | None = option(
         None,
-        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default: what edgeinfer "
-        "tune --uncertainty learnt, else 1.5)",
+        help="entropy in nats above which lookahead and contrast treat a token as uncertain (default for lookahead: "
+        "what edgeinfer tune --uncertainty learnt, else 1.5; for contrast: its paper's own measure)",
         low=0,
         high=100,
         cli="--uncertainty",
@@ -196,8 +196,8 @@ class SearchSettings:
         group=_SEARCH,
     )
     contrast_strength: float = option(
-        0.5,
-        help="how strongly contrast steers away from the worse prompt (default: 0.5)",
+        0.7,
+        help="how strongly contrast steers away from the worse prompt (default: 0.7)",
         low=0,
         high=100,
         cli="--contrast-strength",
@@ -303,8 +303,9 @@ class Search(SearchSettings, OptionGroup):
             of earlier groups, how much they avoid them, and the exponent of the length that divides scores.
         look_ahead: number of tokens that "lookahead" evaluates ahead.
         candidates: number of candidate tokens for "lookahead" and "momentum"; None means 3 and 5.
-        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means what
-            `tools.tune_uncertainty` learnt of the model, else 1.5.
+        uncertainty: entropy in nats above which "lookahead" and "contrast" treat a token as uncertain; None means for
+            "lookahead" what `tools.tune_uncertainty` learnt of the model, else 1.5, for "contrast" that the same token
+            is drawn twice with a chance of at most 0.8.
         lame_prompt, contrast_strength: for "contrast": the worse prompt, in a chat instead of the user's last message,
             and how strongly to steer away from it.
         passage: for "extract": the text of which the reply is a span.

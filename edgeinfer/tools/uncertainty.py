@@ -36,7 +36,7 @@ def tune_uncertainty(
     progress: Callable[[int, int], None] | None = None,
     **options: Unpack[LoadOptions],
 ) -> MeasuredUncertainty:
-    """Learns above which entropy the likeliest token is rather wrong than right; "lookahead" and "contrast" take it.
+    """Learns above which entropy the likeliest token is rather wrong than right; "lookahead" takes it.
 
     Each token of the text is right where the model thought it the likeliest. A logistic regression tells the chance of
     an error by the entropy before it, right and wrong tokens weighing the same; the threshold is where it is even.
