@@ -10,6 +10,7 @@ import { find, newestLeaf } from "./tree.js";
 const UNDO_MS = 6000;
 
 let listing = null;
+let begun = 0;
 
 /** Reads the list again, as searched. */
 export async function refreshList() {
@@ -34,11 +35,14 @@ export function show(id) {
   return undefined;
 }
 
-/** Shows what the address names. */
-export function followAddress() {
+/** The id of the conversation that the address names; null for a new chat. */
+export function addressed() {
   const named = /^#\/chat\/(.+)$/.exec(location.hash);
-  return open(named ? decodeURIComponent(named[1]) : null);
+  return named ? decodeURIComponent(named[1]) : null;
 }
+
+/** Shows what the address names. */
+export const followAddress = () => open(addressed());
 
 async function open(id) {
   if (id === null) {
@@ -50,15 +54,21 @@ async function open(id) {
     unfollow();
     change({ conversation: null, opening: true });
   }
+  const before = begun;
   try {
     const conversation = await api.getConversation(id);
     // While it was read another may have been asked for.
     if (location.hash !== `#/chat/${id}`) return;
+    // What was read may be older than a reply that has begun meanwhile.
+    if (before !== begun) {
+      open(id);
+      return;
+    }
     change({ conversation, opening: false });
     if (conversation.replying) watch(conversation.id);
   } catch (failure) {
-    change({ opening: false });
     if (failure.status === 404) show(null);
+    else change({ opening: false });
     if (!failure.gone) report(failure);
   }
 }
@@ -105,6 +115,7 @@ function watch(id) {
 async function begin(id, call) {
   try {
     const { user, assistant } = await call();
+    begun += 1;
     const replying = assistant.status === "replying" ? assistant.id : null;
     // What is loaded is what the conversation uses from now on.
     const choice = get().model?.choice ?? get().conversation?.choice ?? null;

@@ -1,7 +1,7 @@
 // The field a message is written in, the context meter and the button that sends or stops.
 
 import * as draft from "./attachments.js";
-import { send, stop } from "./chats.js";
+import { addressed, send, stop } from "./chats.js";
 import { h, icon, svg } from "./dom.js";
 import { contextUse } from "./figures.js";
 import { count } from "./format.js";
@@ -15,6 +15,8 @@ const HIGH = 0.85;
 
 let field = null;
 let sending = false;
+// A message was sent before the window was ready to send it.
+let waiting = false;
 
 /** Puts the composer into the dock. */
 export function createComposer() {
@@ -32,6 +34,7 @@ export function createComposer() {
   const showAll = () => {
     show(button);
     showMeter(meter);
+    if (waiting && !settling()) submit();
   };
   const files = draft.createAttachments({ onchange: showAll, text: () => field.value.trim() });
   const row = h("div", { class: "row" }, files.button, files.input, meter.element, h("span", { class: "spacer" }), button);
@@ -45,6 +48,7 @@ export function createComposer() {
     if (!event.target.closest("button")) field.focus();
   });
   field.addEventListener("input", () => {
+    waiting = false;
     remember();
     show(button);
     draft.countSoon();
@@ -57,7 +61,7 @@ export function createComposer() {
     draft.attach(pasted);
   });
   document.getElementById("dock").append(form);
-  follow(["conversation", "model", "link"], showAll);
+  follow(["conversation", "opening", "model", "link"], showAll);
   followDraft();
 }
 
@@ -72,12 +76,26 @@ function showMeter(meter) {
   meter.show(draft.draftUse() ?? contextUse(shown, model), model, shown.length > 0);
 }
 
+/** Whether the server and the conversation that the address names are still to be heard of. */
+function settling() {
+  const { link, opening } = get();
+  return link === "connecting" || opening;
+}
+
 function canSend() {
   const { model, link, conversation } = get();
   const files = draft.attached();
   const written = field.value.trim() !== "" || files?.length > 0;
   return (
-    link === "open" && model?.status === "ready" && !conversation?.replying && !sending && written && files !== null && draft.fits()
+    link === "open" &&
+    !settling() &&
+    addressed() === (conversation?.id ?? null) &&
+    model?.status === "ready" &&
+    !conversation?.replying &&
+    !sending &&
+    written &&
+    files !== null &&
+    draft.fits()
   );
 }
 
@@ -94,7 +112,8 @@ function show(button) {
 }
 
 async function submit() {
-  if (!canSend()) return;
+  waiting = settling();
+  if (waiting || !canSend()) return;
   const content = field.value.trim();
   sending = true;
   write("");
@@ -122,7 +141,7 @@ function write(text) {
   field.dispatchEvent(new Event("input"));
 }
 
-const draftKey = () => `draft:${get().conversation?.id ?? ""}`;
+const draftKey = () => `draft:${get().conversation?.id ?? addressed() ?? ""}`;
 
 function remember() {
   if (field.value) sessionStorage.setItem(draftKey(), field.value);
@@ -132,9 +151,9 @@ function remember() {
 /** Each conversation has its own unsent text. */
 function followDraft() {
   let key = null;
-  follow(["conversation", "opening"], ({ opening }) => {
+  follow(["conversation"], () => {
+    if (draftKey() === key) return;
     // A new chat that has just been given its number keeps what is being written.
-    if (opening || draftKey() === key) return;
     const fresh = key === "draft:" && sending;
     key = draftKey();
     draft.showDraft(key, { fresh });

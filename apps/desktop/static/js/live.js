@@ -36,8 +36,9 @@ async function open(refresh, conversationsChanged) {
   line = new EventSource(api.eventsAddress);
   const own = line;
   own.addEventListener("open", () => {
-    change({ link: "open" });
+    // Before the line counts as open: a message that waits for it belongs to the conversation that is read now.
     refresh();
+    change({ link: "open" });
   });
   own.addEventListener("error", () => {
     // The browser's own retries cannot tell a refusal from a restart, and a restart needs everything read again.

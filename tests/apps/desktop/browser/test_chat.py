@@ -43,6 +43,28 @@ def test_a_reply_has_its_figures_and_fills_the_context_meter(window: Window) -> 
     expect(window.page).to_have_title(re.compile("boat.* – edgeinfer"))
 
 
+def test_a_message_sent_before_the_window_is_connected_is_sent_then(window: Window) -> None:
+    with window.holding(r"/app/api/events$"):
+        window.page.reload()
+        window.wait_ready()
+        window.send(STORY)
+        expect(window.button("Send")).to_be_disabled()
+        expect(window.prompt).to_have_value(STORY)
+    assert len(window.finished()) > 40
+    expect(window.prompt).to_have_value("")
+
+
+def test_a_message_sent_while_a_conversation_opens_belongs_to_it(window: Window) -> None:
+    window.ask()
+    with window.holding(r"/conversations/[\w-]+$"):
+        window.page.reload()
+        window.wait_ready()
+        window.send("What did the boat do then?")
+        expect(window.prompt).to_have_value("What did the boat do then?")
+    expect(window.questions).to_have_count(2)
+    assert len(window.finished()) > 40
+
+
 def test_regenerating_makes_a_version_and_one_can_go_back(window: Window) -> None:
     first = window.ask()
     window.button("Regenerate", window.replies.last).click()

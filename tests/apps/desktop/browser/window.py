@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Route, expect
 
 from tests.waiting import TIME_LIMIT
 
@@ -58,6 +60,16 @@ class Window:
     def wait_ready(self) -> None:
         """Waits until a model is loaded."""
         expect(self.page.locator("#model-button .dot")).to_have_class("dot ready")
+
+    @contextlib.contextmanager
+    def holding(self, address: str) -> Iterator[None]:
+        """Holds the requests to addresses of a pattern back until it ends."""
+        held, holds = list[Route](), True
+        self.page.route(re.compile(address), lambda route: held.append(route) if holds else route.continue_())
+        yield
+        holds = False
+        for route in held:
+            route.continue_()
 
     def send(self, text: str) -> None:
         """Sends a message without waiting for the reply."""
