@@ -1,18 +1,21 @@
-"""Options by which a model has adapters (LoRA) beside its weights, and a reply is made with one of them."""
+"""Options by which a model has adapters (LoRA) beside its weights, and a reply is made with one, or steered."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from edgeinfer.errors import UsageError
-from edgeinfer.options import option, require, require_few
+from edgeinfer.options import Range, option, require, require_few
 from edgeinfer.records import dataclass
 
-__all__ = ["LoadAdapters", "ReplyAdapter"]
+__all__ = ["LoadAdapters", "ReplyAdapter", "steering_in"]
 
 # Each pass has a look at what all of them change.
 _MOST = 64
+# Steering vectors of a reply, and how far each may be scaled.
+_MOST_VECTORS, _SCALE = 8, Range(-100, 100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class LoadAdapters:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyAdapter:
-    """With which adapter a reply is made."""
+    """With which adapter a reply is made, and which vectors steer it."""
 
     adapter: str | None = option(
         None,
@@ -63,3 +66,39 @@ class ReplyAdapter:
         metavar="NAME",
         group="model",
     )
+    steering: str | None = option(
+        None,
+        help="steering vectors of the model's bundle to add to its logits, and how strongly, such as story:1.5,terse "
+        "(default: none)",
+        cli="--steering",
+        metavar="NAME:X",
+        group="model",
+    )
+
+    def check_steering(self) -> None:
+        """Refuses what names no vectors and scales.
+
+        Raises:
+            UsageError: `steering` is such.
+        """
+        require(isinstance(self.steering, str | None), "steering", self.steering, "names of vectors with their scales")
+        steering_in(self.steering)
+
+
+def steering_in(text: str | None) -> dict[str, float]:
+    """The scales of the steering vectors that a text names, such as "story:1.5,terse"; without one it is 1.
+
+    Raises:
+        UsageError: a scale is no number or too large, or a name is missing or twice there.
+    """
+    found: dict[str, float] = {}
+    for part in [] if text is None else text.split(","):
+        name, _, scale = part.strip().partition(":")
+        try:
+            number = float(scale) if scale else 1.0
+        except ValueError:
+            number = math.nan
+        require(bool(name) and name not in found and _SCALE.holds(number), "steering", text, "such as story:1.5,terse")
+        found[name] = number
+    require(len(found) <= _MOST_VECTORS, "steering", text, f"no more than {_MOST_VECTORS} vectors")
+    return found

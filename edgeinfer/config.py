@@ -355,6 +355,7 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
         self.check_reply()
         self.check_compute()
         self.check_search()
+        self.check_steering()
         modes = [name for name, usual in (("compute", "full"), ("search", "off")) if getattr(self, name) != usual]
         modes += ["speculation"] if modes and self.speculation not in ("auto", "off") else []
         require_alone(modes)

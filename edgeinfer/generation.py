@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Self
 
 from edgeinfer.errors import UsageError
 from edgeinfer.model_parts import ModelParts
-from edgeinfer.reply_decoding import GenerationRequest, is_shareable, make_constraint, make_sampler, make_strategy
+from edgeinfer.reply_decoding import (
+    GenerationRequest,
+    is_shareable,
+    make_constraint,
+    make_sampler,
+    make_strategy,
+    steered,
+)
 from edgeinfer.reply_figures import ShownLogprobs, timings_of
 from edgeinfer.results import Chunk, FinishReason, MemoryUse, Result, TokenLogprob, Usage
 from edgeinfer.runtime.backends.contract import PreemptedError
@@ -43,7 +50,7 @@ class TokenStream:
 
     def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns) -> None:
         self._parts = parts
-        self._request = request
+        self._request = request = steered(parts, request)
         self._prompt, self._config, self._contexts = request.prompt, request.config, request.contexts
         self._turns = turns
         self._step_ms: list[float] = []

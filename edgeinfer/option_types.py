@@ -150,9 +150,11 @@ class RareReplyOptions(_RareSampling, _SearchSettings, _ComputeSettings, _ReplyD
         checker: function of a text and whether it has ended: whether the reply may begin so, or be that.
         thinking_budget: maximum number of tokens of a thought, whose end tag is forced then; None: no limit.
         adapter: name of the adapter that the reply is made with, of those that the model was loaded with; None: none.
+        steering: steering vectors of the model's bundle and how strongly they move its text: "story:1.5,terse".
     """
 
     adapter: str | None
+    steering: str | None
     checker: Callable[[str, bool], bool] | None
     stop_token_ids: Sequence[int]
     ignore_eos: bool

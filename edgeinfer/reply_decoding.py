@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
+from edgeinfer.adapting import steering_in
+from edgeinfer.bundle.steering import read_steering
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts
@@ -28,6 +30,7 @@ __all__ = [
     "make_strategy",
     "require_plain",
     "require_shareable",
+    "steered",
 ]
 
 
@@ -77,6 +80,24 @@ def make_sampler(
     processor = LogitsProcessor(config, parts.engine.backend.geometry.vocab_size, seed)
     check = None if config.checker is None else TextCheck(config.checker, parts.tokenizer, stop_ids)
     return Sampler(processor, prompt, constraint, check)
+
+
+def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
+    """The same request, with the vectors that steer it among the biases of its logits.
+
+    Raises:
+        UsageError: the bundle has no vector of such a name.
+        BundleError: the vector is damaged.
+    """
+    config, bundle = request.config, parts.speculator.parts.bundle
+    if config.steering is None or bundle is None:
+        return request
+    bias = dict(config.logit_bias)
+    for name, scale in steering_in(config.steering).items():
+        vector = read_steering(bundle, name)
+        for token, value in zip(vector.tokens.tolist(), vector.values.tolist(), strict=True):
+            bias[token] = bias.get(token, 0.0) + scale * value
+    return replace(request, config=config.replace(logit_bias=bias, steering=None))
 
 
 def make_constraint(

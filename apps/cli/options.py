@@ -103,7 +103,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
     text = "Python file whose function check(text, ended) tells whether the reply may begin so, or be that"
     parser.advanced(group.add_argument("--checker", dest="checker_file", metavar="FILE", help=text))
-    add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter"))
+    add_options(parser, GenerationConfig, ("verification", "draft_width", "draft_tree", "adapter", "steering"))
     add_options(parser, ComputeOptions)
     passage = "file with the text of which extract finds the likeliest span; - reads stdin"
     add_options(parser, SearchOptions, help={"passage": passage})

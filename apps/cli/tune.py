@@ -51,24 +51,24 @@ def add_parser(commands: Subparsers) -> None:
     group = parser.add_argument_group("searches")
     text = "learn from --text how unsure the model is before it is wrong, for --search lookahead and contrast; nothing "
     group.add_argument("--uncertainty", action="store_true", help=text + "else is tuned")
+    group = parser.add_argument_group("steering")
+    text = "learn from --text a vector of this name that moves replies towards such texts, and put it into the model's "
+    group.add_argument("--steering", metavar="NAME", help=text + "bundle, for --steering NAME:X of replies")
     group = parser.add_argument_group("full contexts (lossy)")
-    text = (
-        "measure what each --overflow loses of --text, or of a text of the model's own, for --overflow auto; nothing "
-    )
+    text = "measure what each --overflow loses of --text, else of the model's own text, for --overflow auto; nothing "
     group.add_argument("--cache", action="store_true", help=text + "else is tuned")
     group = parser.add_argument_group("drafters and layers to skip")
     text = "measure each drafter on the replies to --text, and let auto ask those that pay; nothing else is tuned"
     group.add_argument("--drafters", action="store_true", help=text)
-    text = (
-        "UTF-8 file with a prompt to tune with on each line (default: a few built-in prompts); or one text, for --cache"
-    )
+    text = "UTF-8 file with a prompt on each line (default: a few built-in prompts); or one text to learn from"
     group.add_argument("--text", type=Path, metavar="FILE", help=text)
     text = "number of consecutive layers that are skipped together (default: 1)"
     group.add_argument("--granularity", type=int, default=1, metavar="N", help=text)
     text = "maximum number of sets of layers to try (default: 200)"
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
-    parser.advanced("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget", "--uncertainty")
+    advanced = ("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
+    parser.advanced(*advanced, "--uncertainty", "--steering")
     add_json_option(parser)
 
 
@@ -81,6 +81,8 @@ def execute(args: argparse.Namespace) -> int:
         return tune_cache(args, options)
     if args.uncertainty:
         return _tune_uncertainty(args, options)
+    if args.steering is not None:
+        return _tune_steering(args, options)
     prompts = _prompts(args)
     if args.drafters:
         return _tune_drafters(args, options, prompts)
@@ -112,11 +114,16 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return 0
 
 
+def _text(args: argparse.Namespace, flag: str) -> str:
+    """Returns the text that an option learns from."""
+    if args.text is None:
+        raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
+    return read_text(args.text)
+
+
 def _tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Learns when searches take the next token for uncertain."""
-    if args.text is None:
-        raise UsageError("--uncertainty learns from a text.", "Name one with --text.")
-    text = read_text(args.text)
+    text = _text(args, "--uncertainty")
     with progress_bar() as bar:
         told = None if bar is None else (lambda done, total: bar("tokens", done, total))
         found = edgeinfer.tools.tune_uncertainty(args.model, text, progress=told, **options)
@@ -126,6 +133,23 @@ def _tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
         rows = [
             ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
             ("not the likeliest", f"{found.wrong:.0%} of them"),
+        ]
+        print_table(rows)
+    return 0
+
+
+def _tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Learns a steering vector."""
+    text = _text(args, "--steering")
+    with progress_bar() as bar:
+        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
+        found = edgeinfer.tools.tune_steering(args.model, args.steering, text, progress=told, **options)
+    if args.json:
+        print_json(asdict(found))
+    else:
+        rows = [
+            ("vector", f"{found.name}, of {found.entries} tokens"),
+            ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
         ]
         print_table(rows)
     return 0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         restore_drafting,
     )
     from edgeinfer.tools.predictions import Divergence, Evaluation
+    from edgeinfer.tools.steering import SteeringGain, tune_steering
     from edgeinfer.tools.tuning import EntropyFacts, SkipLevel, TuneResult, tune_drafting, tune_entropy, tune_skips
     from edgeinfer.tools.uncertainty import MeasuredUncertainty, tune_uncertainty
 
@@ -56,6 +57,7 @@ __all__ = [
     "PartGain",
     "ReplyReading",
     "SkipLevel",
+    "SteeringGain",
     "TuneResult",
     "TunedSettings",
     "WorkTimes",
@@ -81,6 +83,7 @@ __all__ = [
     "tune_drafting",
     "tune_entropy",
     "tune_skips",
+    "tune_steering",
     "tune_uncertainty",
 ]
 
@@ -100,6 +103,7 @@ _HOMES = {
     "PartGain": "devices",
     "ReplyReading": "measuring",
     "SkipLevel": "tuning",
+    "SteeringGain": "steering",
     "TuneResult": "tuning",
     "TunedSettings": "devices",
     "WorkTimes": "measuring",
@@ -125,6 +129,7 @@ _HOMES = {
     "tune_drafting": "tuning",
     "tune_entropy": "tuning",
     "tune_skips": "tuning",
+    "tune_steering": "steering",
     "tune_uncertainty": "uncertainty",
 }
 

@@ -91,6 +91,7 @@ def test_flags_and_requests_have_the_options_name() -> None:
         "passage": "Hm",
         "parse_special": True,
         "adapter": "terse",
+        "steering": "story:1.5",
     }
     values |= {"sampling": {"temperature": 0.5, "logit_bias": {"5": 1.0}}}
     elsewhere = {"max_tokens", "logprobs", "checker", "scorer"}  # what OpenAI's endpoints name in different ways
