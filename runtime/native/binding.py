@@ -6,6 +6,8 @@ The other side is exports.c; the structures are those of lowbit.h and attention.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +126,10 @@ class _Bounds(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int64) for name in ("pool", "sequences", "extras", "positions"))
 
 
+class _Span(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("bytes", ctypes.c_int64))
+
+
 class Binding:
     """A loaded library.
 
@@ -229,6 +235,22 @@ class Binding:
         done = self._library.edgeinfer_activate(isa.encode(), ACTIVATIONS.index(name), *pointers, x.size, _address(y))
         assert done, (isa, name)
         return y
+
+    @contextmanager
+    def dropping_behind(self, spans: Sequence[tuple[int, int]]) -> Iterator[None]:
+        """Within, operators that this thread runs drop the pages that they have read, each tile's once it is done.
+
+        Args:
+            spans: addresses and lengths of whole pages, mapped from a file and never written to.
+        """
+        array = (_Span * len(spans))(*(_Span(*each) for each in spans))
+        drop_behind = self._library.edgeinfer_drop_behind
+        drop_behind.argtypes, drop_behind.restype = [ctypes.c_void_p, ctypes.c_int64], None
+        drop_behind(array, len(spans))
+        try:
+            yield
+        finally:
+            drop_behind(None, 0)
 
     def row(self, matrix: PackedMatrix, index: int) -> Floats:  # (K,)
         """One row, dequantized."""

@@ -10,6 +10,8 @@ import logging
 import os
 import struct
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from edgeinfer.errors import NativeUnavailableError, UsageError
@@ -17,7 +19,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import VERSION, Binding
 from edgeinfer.runtime.native.selftest import agrees_with_portable, portable_is_right
 
-__all__ = ["LIBRARY", "PORTABLE", "NativeKernel", "load_kernel", "native_kernel", "switched_off"]
+__all__ = ["LIBRARY", "PORTABLE", "NativeKernel", "dropping_behind", "load_kernel", "native_kernel", "switched_off"]
 
 _SUFFIXES = {"win32": ".dll", "darwin": ".dylib"}
 PORTABLE = "portable"
@@ -81,6 +83,11 @@ def load_kernel(path: Path, isa: str | None = None) -> NativeKernel:
     chosen = _first_right(path, (isa,) if isa is not None else tuple(name for name in names if name != PORTABLE))
     binding.select(chosen)
     return NativeKernel(path, chosen)
+
+
+def dropping_behind(spans: Sequence[tuple[int, int]]) -> AbstractContextManager[None]:
+    """Has operators drop pages behind them; see `Binding.dropping_behind`. A session of the kernel is there."""
+    return _open(LIBRARY).dropping_behind(spans)
 
 
 @functools.cache

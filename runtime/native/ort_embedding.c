@@ -22,6 +22,7 @@ typedef struct {
     const int64_t *ids;
     float *y;
     int64_t count, jobs;
+    behind_spans behind;
 } lookup;
 
 static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, const OrtKernelInfo *info, void **kernel) {
@@ -34,17 +35,24 @@ static OrtStatus *ORT_CALL create(const OrtCustomOp *op, const OrtApi *api, cons
     return NULL;
 }
 
+static int64_t tile_of(const lowbit_matrix *w, int64_t row) {
+    return w->paired ? row % (w->n / 2) / LOWBIT_GROUP : row / LOWBIT_TILE;
+}
+
 static void lookup_job(void *data, size_t index) {
     const lookup *l = data;
     int64_t job = (int64_t)index;
-    for (int64_t i = l->count * job / l->jobs; i < l->count * (job + 1) / l->jobs; i++)
+    for (int64_t i = l->count * job / l->jobs; i < l->count * (job + 1) / l->jobs; i++) {
+        const int64_t tile = tile_of(&l->matrix, l->ids[i]);
         lowbit_row(&l->matrix, l->ids[i], l->y + i * l->matrix.k);
+        ort_drop_tiles(&l->behind, &l->matrix, tile, tile + 1);
+    }
 }
 
 static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const embedding *op = kernel;
     const ort_kernel *base = &op->base;
-    lookup l = {.matrix = op->matrix};
+    lookup l = {.matrix = op->matrix, .behind = behind_of_thread()};
     const void *ids;
     ort_shape shape;
     ORT_TRY(ort_read_shaped(base, context, IDS, &shape, &ids));

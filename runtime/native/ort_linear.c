@@ -37,6 +37,7 @@ typedef struct {
     lowbit_rows rows;
     lowbit_output output;
     int64_t tiles, quantize_jobs, multiply_jobs;
+    behind_spans behind;
     /* Of heads: how many, bytes of the rows of each, and room for a tile's products of each job. */
     int64_t heads;
     size_t rows_bytes;
@@ -84,6 +85,7 @@ static void multiply_job(void *data, size_t index) {
     int64_t job = (int64_t)index;
     int64_t first = p->tiles * job / p->multiply_jobs, last = p->tiles * (job + 1) / p->multiply_jobs;
     p->isa->multiply(&p->matrix, &p->rows, &p->output, first, last);
+    ort_drop_tiles(&p->behind, &p->matrix, first, last);
 }
 
 static lowbit_rows rows_of(const product *p, int64_t head) {
@@ -175,6 +177,7 @@ static OrtStatus *ORT_CALL compute(void *kernel, OrtKernelContext *context) {
     const linear *op = kernel;
     const ort_kernel *base = &op->base;
     product p = {.isa = base->isa, .matrix = op->matrix, .input.epsilon = op->epsilon, .output.swiglu = op->swiglu};
+    p.behind = behind_of_thread();
     const void *x, *norm, *bias, *residual;
     ort_shape shape;
     ORT_TRY(ort_read_shaped(base, context, X, &shape, &x));

@@ -2,6 +2,7 @@
 #ifndef EDGEINFER_ORT_SUPPORT_H
 #define EDGEINFER_ORT_SUPPORT_H
 
+#include "behind.h"
 #include "lowbit.h"
 #include "ort_abi.h"
 
@@ -92,6 +93,9 @@ OrtStatus *ort_pass_on(const ort_kernel *kernel, OrtKernelContext *context, cons
 OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, lowbit_matrix *matrix);
 /* The same matrix with its bytes. */
 OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix);
+
+/* Drops the pages of some tiles of a matrix that were read, where they lie in the spans. */
+void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *matrix, int64_t first, int64_t last);
 
 /* Work in numbers of units that a thread takes at a time. */
 typedef void (*ort_job)(void *data, size_t index);

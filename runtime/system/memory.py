@@ -271,6 +271,11 @@ class MappedFile:
             if (size := min(end, span.offset + span.length) - (at := max(begin, span.offset))) > 0
         ]
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Addresses and lengths, in whole pages."""
+        return [(span.start, span.length) for span in self._spans]
+
     def release(self) -> None:
         """Drops the pages in memory; touching them again reads them from the system's cache of the file."""
         self._advise(_MADV_DONTNEED)

@@ -30,6 +30,8 @@ _LEAST_BITS, _PACKED_HEAD = 4, 128
 # Rows of a table that are looked up between two releases of its pages, where a pass has no more; and what the system
 # maps around each, 128 KB for values and for scales.
 _LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
+# Jobs that an operator of the kernel divides a large matrix into (MOST_JOBS of ort_support.c).
+_JOBS = 64
 # The system maps whole pieces of a file, of up to 2 MB, also where a window begins or ends in the middle of one.
 _PIECE_BYTES = 2 << 20
 # Milliseconds of a pass that runs no layer, besides what its weights take: 0.3 with 24 layers on 2.4 GHz.
@@ -51,11 +53,15 @@ def loading_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
     return _read_bytes(largest), largest.nbytes
 
 
-def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int) -> int:
+def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int, dropping_threads: int = 0) -> int:
     """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
     Of the embedding all count, because around each row that is looked up the system may map far more. What per-layer
     embeddings are made of is read by every window.
+
+    Args:
+        dropping_threads: of operators that drop what they have read of embedding and head: each has a job's share of
+            the matrix in memory, and a piece around it. None of them do where it is 0.
     """
     tensors = list(tensors)
     always = sum(_read_bytes(t) for t in tensors if t.name.startswith(_PER_LAYER))
@@ -63,9 +69,11 @@ def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int) -> int:
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE and not t.name.startswith(_PER_LAYER)]
     windows: dict[str | int, int] = defaultdict(int)
     for tensor in tensors:
-        layer = _LAYER.match(tensor.name)
+        layer, size = _LAYER.match(tensor.name), _read_bytes(tensor)
         window = int(layer[1]) // window_layers if layer else "embedding" if is_looked_up(tensor.name) else "head"
-        windows[window] += _read_bytes(tensor)
+        if dropping_threads and layer is None and tensor.bits < 32:
+            size = min(size, dropping_threads * (-(-size // _JOBS) + _PIECE_BYTES))
+        windows[window] += size
     return max(windows.values()) + always + 2 * _PIECE_BYTES
 
 

@@ -45,6 +45,11 @@ class WeightPart:
         page = mmap.PAGESIZE
         return sum(-(-(offset + length) // page) * page - offset // page * page for offset, length in self.runs)
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Addresses and lengths of their pages in this process."""
+        return self._pages.places
+
     def release(self) -> None:
         """Drops the pages that are in memory."""
         self._pages.release()

@@ -223,6 +223,34 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
     streamed.close()
 
 
+@pytest.mark.skipif(not releases_pages(), reason="pages cannot be streamed here")
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_head_is_dropped_while_it_is_read(threads: int) -> None:
+    require_kernel()
+    shape = {"hidden_size": 256, "vocab_size": 65_536, "tie_word_embeddings": True}
+    bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **shape)
+    tensors = tensors_in(bundle.manifest, NATIVE)
+    head = next(t.nbytes for t in tensors if t.name == "head")
+    inner = make_graph_backend(bundle, CAPACITY, weights="mapped", threads=threads)
+    batch = ForwardInput(np.array([3, 40_000, 65_535]), np.arange(3), np.arange(3))
+    wanted = inner.forward(batch).logits.copy()
+    whole = process_memory().file
+    inner.cache.trim(0)
+    streamed = StreamedBackend(inner, 1)
+    streamed.forward(batch)
+    streamed.cache.trim(0)
+    before = process_memory().file
+    assert whole - before > 0.8 * head
+    with pytest.MonkeyPatch.context() as patch:
+        # What is in memory now, operators left there.
+        patch.setattr(WeightPart, "release", lambda part: None)
+        np.testing.assert_array_equal(streamed.forward(batch).logits, wanted)
+        left = process_memory().file - before
+    assert left < 0.3 * head
+    assert streamed_bytes(tensors, 1, threads) < streamed_bytes(tensors, 1)
+    streamed.close()
+
+
 def test_what_the_plan_reckons_with() -> None:
     tensors = tensors_in(small(NATIVE).manifest, NATIVE)
     layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))

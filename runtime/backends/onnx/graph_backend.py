@@ -146,6 +146,11 @@ class GraphBackend(ABC):
         """Nanoseconds of the last pass inside onnxruntime."""
         return self._session.run_ns
 
+    @property
+    def drops_behind(self) -> bool:
+        """Whether its operators can drop the pages of embedding and head while they run."""
+        return self._graph.layout == NATIVE
+
     @abstractmethod
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""

@@ -83,7 +83,7 @@ class OnnxMemory:
         manifest = self.bundle.manifest
         if self.floats:
             return _multiplied_out(manifest)
-        weights = _weights(manifest, self.layout, configuration)
+        weights = _weights(manifest, self.layout, configuration, self.threads)
         table = [t for t in manifest.tensors if t.name == PER_LAYER_TABLE and self.layout == NATIVE]
         return weights + Footprint({}, {"weights_mapped": looked_up_bytes(table, configuration.prefill_chunk)})
 
@@ -191,7 +191,7 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
     return Footprint({"weights_packed": sum(sizes) + _MAKING_FLOATS * max(sizes, default=0)}, {})
 
 
-def _weights(manifest: Manifest, layout: Layout, configuration: Configuration) -> Footprint:
+def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, threads: int) -> Footprint:
     """Anonymous bytes of packed weights, and file pages in memory."""
     mode, window, experts = configuration.weights, configuration.window_layers, configuration.expert_bytes
     if not manifest.tensors:
@@ -201,13 +201,13 @@ def _weights(manifest: Manifest, layout: Layout, configuration: Configuration) -
     tensors = tensors_in(manifest, layout)
     apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32 and layout == NATIVE]
     if window or not apart:
-        return _WEIGHTS[layout](tensors, mode, window)
+        return _WEIGHTS[layout](tensors, mode, window, threads)
     others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
     cached = experts or sum(t.nbytes for t in apart)
-    return _WEIGHTS[layout](others, mode, window) + Footprint({}, {"experts": cached})
+    return _WEIGHTS[layout](others, mode, window, threads) + Footprint({}, {"experts": cached})
 
 
-def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
+def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int, threads: int) -> Footprint:
     """Packed into copies, all matrices but the embedding, whose rows stay mapped; or read from a file of copies."""
     if mode == "packed":
         packed = sum(packed_bytes(t) for t in tensors if not is_looked_up(t.name))
@@ -216,16 +216,16 @@ def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int) ->
     return Footprint({"weights_packed": _PACKING_LEFT_BYTES}, {"weights_mapped": mapped})
 
 
-def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: int) -> Footprint:
+def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: int, threads: int) -> Footprint:
     """The file is used in place, but for a table of which rows are looked up; what is not quantized is multiplied by
     onnxruntime, which packs a copy."""
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE]
     packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
-    mapped = streamed_bytes(tensors, window) if window else sum(t.nbytes for t in stored_tensors(tensors))
+    mapped = streamed_bytes(tensors, window, threads) if window else sum(t.nbytes for t in stored_tensors(tensors))
     return Footprint({"weights_packed": packed}, {"weights_mapped": mapped})
 
 
-_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, int], Footprint]] = {
+_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, int, int], Footprint]] = {
     NATIVE: _native_weights,
     PORTABLE: _portable_weights,
 }

@@ -1,16 +1,16 @@
 """Backends whose passes are cut into windows of layers, and the one that drops its weights behind every window.
 
 So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
-weights are dropped when it has run. Embedding and LM head are windows of their own. Every row of the result is the same
-bits as without.
+weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
+drop while they run. Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
+from edgeinfer.runtime.native.library import dropping_behind
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
 __all__ = ["StreamedBackend", "Window", "WindowedBackend"]
@@ -36,11 +37,13 @@ class Window:
         layers: attention and MLP of each layer, true where they are in the window. (2 L,)
         before: called before it runs.
         after: called with what came of it.
+        within: what it runs in.
     """
 
     layers: NDArray[np.bool_]
     before: Callable[[], None]
     after: Callable[[ForwardOutput], None]
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class WindowedBackend(WrappedBackend[GraphBackend]):
@@ -83,7 +86,8 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
                     window.before()
                     mask = window.layers if batch.layer_mask is None else window.layers & batch.layer_mask
                     wanted = batch.rows if window is windows[-1] else _NO_ROWS
-                    output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
+                    with window.within():
+                        output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
                     used = _merged(used, output.experts)
                     window.after(output)
                     hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
@@ -102,8 +106,24 @@ def _merged(before: Ints | None, window: Ints | None) -> Ints | None:  # (L, S, 
     return merged
 
 
-# Layers that run together, (2 L,) true where theirs, and their weights.
-_Layers = tuple[NDArray[np.bool_], WeightPart]
+@dataclass(frozen=True)
+class _Part:
+    """What runs together.
+
+    Attributes:
+        layers: as of `Window`. (2 L,)
+        dropped: while it runs, by the operators that read it, not only afterwards.
+    """
+
+    layers: NDArray[np.bool_]
+    weights: WeightPart
+    dropped: bool = False
+
+    def within(self) -> AbstractContextManager[None]:
+        return dropping_behind(self.weights.places) if self.dropped else nullcontext()
+
+    def release(self, output: ForwardOutput) -> None:
+        self.weights.release()
 
 
 class StreamedBackend(WindowedBackend):
@@ -125,33 +145,29 @@ class StreamedBackend(WindowedBackend):
         super().__init__(inner)
         self._pages = inner.pages
         layers = self.geometry.num_layers
-        self._layers: list[_Layers] = []
+        self._layers: list[_Part] = []
         for first in range(0, layers, window_layers):
             mask = np.zeros(2 * layers, np.bool_)  # (2 L,)
             mask[2 * first : 2 * (first + window_layers)] = True
-            self._layers.append((mask, self._pages.layers(first, min(first + window_layers, layers))))
+            self._layers.append(_Part(mask, self._pages.layers(first, min(first + window_layers, layers))))
         nothing = np.zeros(2 * layers, np.bool_)  # (2 L,)
-        self._head = nothing, self._pages.head()
-        # Alone, because the system may map far more of the table than the rows that are looked up.
-        self._embedding = nothing, self._pages.embedding()
+        # Each alone: the whole head is read, and of the table the system may map far more than the rows looked up.
+        self._head = _Part(nothing, self._pages.head(), inner.drops_behind)
+        self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
         self._pages.release()
 
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
         mask = batch.layer_mask
         needed = [self._embedding] if batch.hidden is None else []
-        needed += [each for each in self._layers if mask is None or (each[0] & mask).any()]
+        needed += [each for each in self._layers if mask is None or (each.layers & mask).any()]
         if len(batch.rows) or not needed:
             needed.append(self._head)
         ahead = [*needed[1:], self._layers[0]]
         return [
-            Window(layers, following.prefetch, partial(_release, weights))
-            for (layers, weights), (_, following) in zip(needed, ahead, strict=True)
+            Window(part.layers, following.weights.prefetch, part.release, part.within)
+            for part, following in zip(needed, ahead, strict=True)
         ]
 
     def drop_pages(self) -> None:
         """Does nothing: between two passes no weights are in memory but some rows of the embedding."""
-
-
-def _release(weights: WeightPart, output: ForwardOutput) -> None:
-    weights.release()
