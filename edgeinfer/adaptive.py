@@ -22,6 +22,7 @@ __all__ = [
     "ComputeUse",
     "ReducedCompute",
     "SkipCache",
+    "kept_layers",
 ]
 
 # Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
@@ -184,6 +185,25 @@ def _check(method: str, settings: ComputeSettings) -> None:
     if settings.skip_cache == "below" and settings.quality_floor is not None:
         message = "quality_floor needs the full model's cache, which skip_cache='below' does not keep."
         raise UsageError(message, "Leave skip_cache or quality_floor out.")
+
+
+def kept_layers(layers: int, speedup: float) -> list[int]:
+    """Layers that unified skipping keeps, by the authors' rule (arXiv 2404.06954).
+
+    They are first and last, and each multiple of an interval until int(L / speedup) layers are kept.
+
+    Below three layers to keep there is nothing to space; first and last always stay.
+    """
+    count = int(layers / speedup)
+    if count >= layers:
+        return list(range(layers))
+    kept = sorted({0, layers - 1})
+    if count > 2:
+        interval = int(layers / (count - 2 + 1))
+        for layer in range(1, layers - 1):
+            if layer % interval == 0 and len(kept) < count:
+                kept.append(layer)
+    return sorted(kept)
 
 
 @dataclass(frozen=True)

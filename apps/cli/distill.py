@@ -20,6 +20,7 @@ from edgeinfer.apps.cli.distill_training import (
 )
 from edgeinfer.apps.cli.output import print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
@@ -64,6 +65,8 @@ def _add_exits_parser(commands: Subparsers) -> None:
     parser.add_argument("--exit-weight", type=float, metavar="X", help=text)
     text = "weight of the loss that keeps the whole model close to its original predictions (default: 1)"
     parser.add_argument("--guard", type=float, metavar="X", help=text)
+    text = "speed-ups of --compute unified to train for as well, with as few layers as they leave, such as 1.2,1.5"
+    parser.add_argument("--speedups", metavar="X,X", help=text)
     add_json_option(parser)
 
 
@@ -78,13 +81,30 @@ def _execute_exits(args: argparse.Namespace) -> int:
         from edgeinfer.export.training.trainer import find_device
 
         own = {name: getattr(args, name) for name in ("dropout", "exit_weight", "guard")}
+        own["speedups"] = None if args.speedups is None else _speedups(args.speedups)
         options = ExitsOptions(**given(args), **{name: value for name, value in own.items() if value is not None})
         target = load_target(source, find_device(options.device))
         with working_folder(args) as work, progress_bar(enabled=not args.json) as bar:
             tuned = tune_exits(target, TextSource(tuple(args.text), target), options, args.out, work, bar)
     rows = [(f"exit after {n}", f"{tuned.before[n]:.3f}", f"{tuned.after[n]:.3f}") for n in tuned.before]
+    rows += [
+        (f"evenly skipped for {speedup:g}x", f"{share:.3f}", f"{tuned.skipped_after[speedup]:.3f}")
+        for speedup, share in tuned.skipped_before.items()
+    ]
     whole = ("perplexity of the whole model", f"{tuned.perplexity_before:.3f}", f"{tuned.perplexity_after:.3f}")
     report(args, tuned.facts(), [("agreement with the whole model", "before", "after"), *rows, whole])
     if not args.json:
         print_note(f"Export it: edgeinfer export {args.out} BUNDLE")
     return 0
+
+
+def _speedups(text: str) -> tuple[float, ...]:
+    """Reads numbers between commas.
+
+    Raises:
+        UsageError: they are none.
+    """
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise UsageError(f"--speedups {text} is no list of numbers.", "Give such as 1.2,1.5.") from error

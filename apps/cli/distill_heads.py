@@ -73,6 +73,10 @@ def add_heads_parsers(commands: Subparsers) -> None:
     _add_bundles(parser, "TARGET", "bundle directory, or hub id, of the model (tales is the built-in one)")
     text = "average share of layers to keep (default: 0.75)"
     parser.add_argument("--keep", type=float, metavar="X", help=text)
+    text = "directory of a LoRA adapter to make as well, which makes up for the layers that are left out"
+    parser.add_argument("--lora", type=Path, metavar="DIR", help=text)
+    text = "rank of that adapter (default: 8)"
+    parser.add_argument("--lora-rank", type=int, metavar="N", default=8, help=text)
     _add_training(parser)
     parser.set_defaults(kind="routers")
 
@@ -95,6 +99,7 @@ def _execute(args: argparse.Namespace) -> int:
     source = find_model(args.target)
     if not is_bundle(source):
         raise UsageError(f"{args.target} is not a bundle, and only bundles can contain heads.", "Export it first.")
+    adapter: Path | None = getattr(args, "lora", None)
     in_place = args.out.exists() and args.out.resolve() == source.resolve()
     if not in_place:
         require_free(args.out)
@@ -105,6 +110,9 @@ def _execute(args: argparse.Namespace) -> int:
         from edgeinfer.export.training.trainer import find_device
 
         own = {name: getattr(args, name, None) for name in ("count", "tokens", "keep", "samples")}
+        if adapter is not None:
+            require_free(adapter)
+            own["adapter_rank"] = args.lora_rank
         options = HeadsOptions(args.kind, **given(args), **{n: value for n, value in own.items() if value is not None})
         device = find_device(options.device)
         judged = args.kind == "acceptance"
@@ -114,6 +122,8 @@ def _execute(args: argparse.Namespace) -> int:
         with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, repliers(model) as replier:
             trained = train_heads(target, text, options, work, drafter=drafter, replier=replier, progress=bar)
             _keep(source, args.out, trained.heads, in_place=in_place)
+            if adapter is not None and trained.adapter is not None:
+                trained.adapter.save(adapter)
         facts = {"bundle": str(args.out)} | trained.facts() | _measured(args, trained)
     _report(args, trained, facts)
     return 0
@@ -142,7 +152,9 @@ def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, A
     from edgeinfer.bundle.heads import JUDGED, TRUSTED
 
     rows: list[tuple[str, ...]] = [("on test text", "before", "after")]
-    rows += [(name, f"{trained.before[name]:.3f}", f"{value:.3f}") for name, value in trained.after.items()]
+    for name, value in trained.after.items():
+        before = trained.before.get(name)
+        rows.append((name, "" if before is None else f"{before:.3f}", f"{value:.3f}"))
     if engine := facts.get("engine"):
         rows.append(("accepted tokens per pass", "1.00", f"{engine['mean_accepted_length']:.2f}"))
         rows.append(("speed", "1.00", f"{engine['speedup']:.2f}"))
@@ -153,4 +165,5 @@ def _report(args: argparse.Namespace, trained: HeadsTraining, facts: dict[str, A
             f"The drafter's own probabilities predict acceptance better. Draft with {args.target}, or train for longer."
         )
     if not args.json and args.kind == "routers":
-        print_note(f"Use them: edgeinfer run -m {args.out} --compute routers PROMPT")
+        adapted = "" if args.lora is None else f" --lora skips={args.lora} --adapter skips"
+        print_note(f"Use them: edgeinfer run -m {args.out} --compute routers{adapted} PROMPT")

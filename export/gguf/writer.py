@@ -18,14 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.errors import CheckpointError, StorageError, UsageError
-from edgeinfer.export.architectures import TensorPlan, find_architecture
-from edgeinfer.export.architectures.described import describe, read_spec
+from edgeinfer.errors import CheckpointError, StorageError, UnsupportedArchitectureError, UsageError
+from edgeinfer.export.architectures import Architecture, TensorPlan, find_architecture
+from edgeinfer.export.architectures.described import describe, read_spec, require_plain
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
-from edgeinfer.export.gguf.architectures import GgufArchitecture
-from edgeinfer.export.gguf.families import find_gguf_architecture
+from edgeinfer.export.gguf.architectures import ONNX_HINT, GgufArchitecture
+from edgeinfer.export.gguf.dense import DENSE
+from edgeinfer.export.gguf.gemma import GEMMAS
+from edgeinfer.export.gguf.hybrid import HYBRID
 from edgeinfer.export.gguf.keys import FILE_TYPES, add_decoder
+from edgeinfer.export.gguf.latent import LATENT
+from edgeinfer.export.gguf.mamba import MAMBA
 from edgeinfer.export.gguf.mxfp4 import MXFP4_SCHEME, mxfp4_blocks
+from edgeinfer.export.gguf.shared_mixtures import SHARED_MIXTURES
 from edgeinfer.export.gguf.tensors import PlannedGgufTensor, gguf_tensor_names, gguf_tensors, rope_tensors
 from edgeinfer.export.gguf.vocabulary import Vocabulary, add_vocabulary, read_vocabulary
 from edgeinfer.export.source.checkpoint import Checkpoint
@@ -33,6 +38,8 @@ from edgeinfer.export.source.hf_config import HFConfig, read_config
 from edgeinfer.results import Progress
 
 __all__ = [
+    "GGUF_ARCHITECTURES",
+    "WITHOUT_GGUF",
     "GgufSource",
     "Progress",
     "gguf_package",
@@ -49,6 +56,15 @@ Floats = NDArray[np.float32]
 _RUN_VALUES = 1 << 20
 _BLOCK = 32
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
+GGUF_ARCHITECTURES = DENSE | GEMMAS | SHARED_MIXTURES | LATENT | HYBRID | MAMBA
+# Families that no graph of llama.cpp computes, and what it lacks of them.
+WITHOUT_GGUF = {
+    "flex_olmo": "a mixture of experts whose norms stand behind attention and experts",
+    "lfm3": "convolutions beside attention with windows and gates",
+    "minicpm": "a router that chooses by a ReLU",
+    "vaultgemma": "soft caps without norms after attention and MLP",
+    "phimoe": "the weights of Phi-3.5-MoE's experts, each a softmax over those near it",
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,24 @@ def open_gguf_source(checkpoint: Checkpoint) -> GgufSource:
     plans = arch.planned(config, spec, stored.plans)
     computing = refined.tensors(config, spec, checkpoint.names)
     return GgufSource(config, spec, arch, plans, computing, tuple(gguf_tensors(spec, plans, arch)))
+
+
+def find_gguf_architecture(family: Architecture, config: HFConfig, spec: DecoderSpec) -> GgufArchitecture:
+    """The architecture of llama.cpp that a family's checkpoint is written as.
+
+    Raises:
+        UnsupportedArchitectureError: there is none, or its graph cannot express this decoder.
+    """
+    found = GGUF_ARCHITECTURES.get(family.model_types[0])
+    if found is None:
+        lacking = WITHOUT_GGUF[family.model_types[0]]
+        raise UnsupportedArchitectureError(
+            f"There are no GGUF files of {family.classes[0]}: llama.cpp has no graph with {lacking}.", ONNX_HINT
+        )
+    found = (found.instead and found.instead(spec)) or found
+    require_plain(spec, "GGUF files", ONNX_HINT, found.known)
+    found.check(config, spec)
+    return found
 
 
 def write_gguf(

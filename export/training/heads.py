@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from edgeinfer.export.training.draft_heads import HeadsShape, HydraTask, MedusaT
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.options import TrainOptions, require
 from edgeinfer.export.training.prompt_tokens import PromptTask
-from edgeinfer.export.training.routers import RoutersTask
+from edgeinfer.export.training.routers import RoutersTask, SkipAdapterTask
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
@@ -35,7 +35,7 @@ _PROMPTS = 4000
 _FEWEST_WINDOWS, _FEWEST_DRAWN = 4, int(1 / _VALIDATION)
 _DRAFTING = ("medusa", "hydra", "prompt")
 # Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
-_RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2}
+_RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2, "adapter": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class HeadsOptions:
         learning_rate: at its highest; None is usual for the kind.
         count, tokens: as HeadsShape.
         keep: as RoutersTask.
+        adapter_rank: of an adapter that is trained behind routers, for as many steps; 0 trains none.
         device, threads: as TrainOptions.
     """
 
@@ -63,6 +64,7 @@ class HeadsOptions:
     count: int = 3
     tokens: int | None = None
     keep: float = 0.75
+    adapter_rank: int = 0
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
@@ -111,6 +113,7 @@ class HeadsTraining:
             their likeliest tokens that are the target's, by place.
         seconds: in all, since it was last started.
         prompts: for measuring on an engine. (n,) each
+        adapter: that goes with routers; None where none was trained.
     """
 
     heads: Heads
@@ -119,6 +122,7 @@ class HeadsTraining:
     trained: Trained
     seconds: float
     prompts: Sequence[NDArray[Any]]
+    adapter: SkipAdapterTask | None = None
 
     def facts(self) -> dict[str, Any]:
         """The facts of a report."""
@@ -176,8 +180,16 @@ def train_heads(
     before = _figures(task, validation)
     trained = Trainer(task, options.training, work / options.kind).run(progress)
     after = _figures(task, validation)
+    adapter = None
+    if isinstance(task, RoutersTask) and options.adapter_rank:
+        adapter = SkipAdapterTask(task, options.adapter_rank)
+        rate = replace(options, learning_rate=options.learning_rate or _RATES["adapter"])
+        Trainer(adapter, rate.training, work / "adapter").run(progress)
+        lost, layers = task.figures(validation, adapter)
+        after |= {"divergence with the adapter": lost, "layers kept with the adapter": layers}
     notes = {name: f"{value:.4f}" for name, value in after.items()} | {"target": target.digest}
-    return HeadsTraining(task.heads(notes), before, after, trained, time.monotonic() - started, kept or prompts)
+    seconds = time.monotonic() - started
+    return HeadsTraining(task.heads(notes), before, after, trained, seconds, kept or prompts, adapter)
 
 
 def _make(target: Target, drafter: Target | None, learnt: tuple[TokenFile, ...], options: HeadsOptions) -> _HeadsTask:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.adaptive import ComputeOptions, kept_layers
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -26,7 +26,6 @@ __all__ = [
     "SkipLevels",
     "UnifiedPolicy",
     "importance",
-    "kept_layers",
     "layers_mask",
     "skip_in_order",
 ]
@@ -35,23 +34,6 @@ __all__ = [
 # Name of its arrays in a profile.
 SKIP_LEVELS = "ladder"
 _NEEDED = 0.5
-
-
-def kept_layers(layers: int, speedup: float) -> list[int]:
-    """The authors' rule: first and last, and each multiple of an interval until int(L / speedup) layers are kept.
-
-    Below three layers to keep there is nothing to space; first and last always stay.
-    """
-    count = int(layers / speedup)
-    if count >= layers:
-        return list(range(layers))
-    kept = sorted({0, layers - 1})
-    if count > 2:
-        interval = int(layers / (count - 2 + 1))
-        for layer in range(1, layers - 1):
-            if layer % interval == 0 and len(kept) < count:
-                kept.append(layer)
-    return sorted(kept)
 
 
 def layers_mask(layers: int, kept: list[int]) -> Mask:

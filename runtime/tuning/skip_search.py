@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.adaptive import kept_layers
 from edgeinfer.errors import CapabilityError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -21,7 +22,7 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask
 from edgeinfer.runtime.layer_skip.divergence import entropy_bits
 from edgeinfer.runtime.layer_skip.entropy import Entropies, rolling_means
-from edgeinfer.runtime.layer_skip.policies import SkipLevels, kept_layers, layers_mask
+from edgeinfer.runtime.layer_skip.policies import SkipLevels, layers_mask
 from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
 
 __all__ = ["Sample", "SampleTexts", "calibrate_entropy", "calibrate_skips", "search_skip_levels", "skip_units"]

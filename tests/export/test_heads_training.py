@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from edgeinfer.bundle import Bundle, open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads, read_heads
@@ -20,7 +22,7 @@ from edgeinfer.export.training.draft_heads import HeadsShape, HeadsTask, HydraTa
 from edgeinfer.export.training.models import Target, load_target
 from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.prompt_tokens import PromptTask
-from edgeinfer.export.training.routers import RoutersTask
+from edgeinfer.export.training.routers import RoutersTask, SkipAdapterTask
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile, write_tokens
 from edgeinfer.export.training.trainer import Trainer
@@ -222,7 +224,7 @@ def test_routers_gate_as_their_file_says(target: Target, text: TokenFile) -> Non
     with torch.no_grad():
         task._weight.copy_(torch.randn(task._weight.shape, generator=torch.Generator().manual_seed(1)))
         batch = torch.tensor([TEXT[:16]])
-        _, soft, hard, _ = task._run(batch)
+        _, soft, hard, _ = task.run(batch, task.taught(batch))
         entering = target.model.model(batch, output_hidden_states=True).hidden_states
     arrays = task.heads({}).arrays
     for layer in range(2):
@@ -230,6 +232,35 @@ def test_routers_gate_as_their_file_says(target: Target, text: TokenFile) -> Non
         score = mean @ arrays["weight"][layer] + arrays["bias"][layer]
         assert float(soft[0, layer]) == pytest.approx(1 / (1 + np.exp(-score)), rel=1e-4)
         assert float(hard[0, layer]) == pytest.approx(float(score > 0), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_an_adapter_makes_up_for_layers_that_routers_leave_out(target: Target, text: TokenFile, tmp_path: Path) -> None:
+    """It leaves routers and weights alone, and its file says, in PEFT's layout, what the training computed with."""
+    routers = RoutersTask(target, (text,), BATCHES, keep=0.5)
+    with torch.no_grad():
+        routers.parameters()["bias"].copy_(torch.tensor([2.0, -2.0]))
+    weights = {name: value.clone() for name, value in target.model.state_dict().items()}
+    lost, kept = routers.figures(text)
+    adapter = SkipAdapterTask(routers, 4)
+    assert routers.figures(text, adapter) == pytest.approx((lost, kept)), "it changes nothing at first"
+    Trainer(adapter, TrainOptions(steps=60, learning_rate=1e-2, weight_decay=0.0, warmup=2, threads=1)).run()
+    less, still = routers.figures(text, adapter)
+    assert less < 0.8 * lost and still == kept == 0.5
+    assert all(torch.equal(value, weights[name]) for name, value in target.model.state_dict().items())
+    assert routers.parameters()["bias"].tolist() == [2.0, -2.0]
+    adapter.save(tmp_path / "lora")
+    batch = torch.tensor([TEXT[:16]])
+    with torch.no_grad(), adapter.adapted():
+        said = target.model(batch).logits[0, -1].numpy()
+    merged = copy.deepcopy(target.model)
+    factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    names = {name.rsplit(".lora_", 1)[0] for name in factors}
+    with torch.no_grad():
+        for name in names:
+            first, second = (factors[f"{name}.lora_{factor}.weight"] for factor in "AB")
+            merged.get_submodule(name.removeprefix("base_model.model.")).weight += 2 * second @ first
+        assert len(names) == 14 and torch.allclose(merged(batch).logits[0, -1], torch.from_numpy(said), atol=1e-4)
 
 
 @each_row("kind", TASKS)

@@ -10,7 +10,7 @@ import pytest
 from edgeinfer.bundle import RopeSpec
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.architectures import ARCHITECTURES, find_architecture
-from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES, WITHOUT_GGUF
+from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES, WITHOUT_GGUF
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.tables import each_row
 

@@ -15,7 +15,7 @@ from edgeinfer.bundle import open_bundle
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.architectures import ARCHITECTURES
 from edgeinfer.export.architectures.refused import REFUSED
-from edgeinfer.export.gguf.families import GGUF_ARCHITECTURES, WITHOUT_GGUF
+from edgeinfer.export.gguf.writer import GGUF_ARCHITECTURES, WITHOUT_GGUF
 from tests.export.families.table import FAMILIES, Family
 from tests.export.families.test_families import ROOT, backends, branches, chunks, run
 from tests.export.passes import TOKENS, expected_logits

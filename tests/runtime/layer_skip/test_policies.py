@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.adaptive import BASELINES, COMPUTES
+from edgeinfer.adaptive import BASELINES, COMPUTES, kept_layers
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BundleError, StorageError, UsageError
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
@@ -23,7 +23,6 @@ from edgeinfer.runtime.layer_skip.policies import (
     SkipLevels,
     UnifiedPolicy,
     importance,
-    kept_layers,
 )
 
 Floats = NDArray[np.float32]

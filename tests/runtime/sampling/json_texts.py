@@ -1,18 +1,27 @@
-"""Which texts a schema's grammar takes and gives, over a vocabulary of single bytes; knows nothing of models."""
+"""Which texts a schema's grammar takes and gives, over a vocabulary of single bytes, and a validator beside it."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any
+
+import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
-__all__ = ["accepts", "drawn_text", "follow"]
+__all__ = ["VALIDATOR", "Schema", "accepts", "check_replies", "drawn_text", "follow"]
+
+jsonschema = pytest.importorskip("jsonschema")
+
+Schema = dict[str, Any]
 
 END = 256
 _CLOSING = frozenset(b'"]},:')
@@ -86,3 +95,35 @@ def drawn_text(constraint: GrammarConstraint, chance: random.Random, limit: int 
         return None
     constraint.pop(len(reply))
     return bytes(reply).decode("utf-8")
+
+
+def _multiple(validator: Any, step: float, value: Any, schema: Any) -> Any:
+    if validator.is_type(value, "number") and Fraction(repr(value)) % Fraction(repr(step)):
+        yield jsonschema.ValidationError(f"{value} is no multiple of {step}")
+
+
+def _matches(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
+    if isinstance(value, str) and not re.search(re.sub(r"(?<!\\)\$$", r"\\Z", pattern), value, re.ASCII):
+        yield jsonschema.ValidationError(f"{value} does not match {pattern}")
+
+
+# ECMAScript's end of a text, and multiples without the errors of doubles.
+VALIDATOR = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator, {"multipleOf": _multiple, "pattern": _matches}
+)
+FORMATS = jsonschema.FormatChecker(["date", "ipv4", "ipv6", "uuid", "email"])
+
+
+def check_replies(schema: Schema, seed: int, count: int) -> int:
+    """How many of some replies came to an end, each of which is a document that the schema allows."""
+    constraint, chance, ended = follow(schema), random.Random(seed), 0
+    for _ in range(count):
+        text = drawn_text(constraint, chance)
+        if text is None:
+            continue
+        ended += 1
+        # Names that are open may stand twice; whichever a reader keeps, the document is valid.
+        for keep in (dict, lambda pairs: dict(reversed(pairs))):
+            value = json.loads(text, object_pairs_hook=keep)
+            VALIDATOR(schema, format_checker=FORMATS).validate(value)
+    return ended

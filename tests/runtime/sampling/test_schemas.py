@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
-from tests.runtime.sampling.json_texts import accepts, drawn_text, follow
+from tests.runtime.sampling.json_texts import Schema, accepts, check_replies, follow
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
-
-Schema = dict[str, Any]
 
 A = {"properties": {"a": {"type": "integer"}}}
 LABEL = "a" * 63
@@ -160,38 +156,6 @@ def test_the_callers_schema_is_not_changed() -> None:
     before = json.dumps(schema)
     follow(schema)
     assert json.dumps(schema) == before
-
-
-def _multiple(validator: Any, step: float, value: Any, schema: Any) -> Any:
-    if validator.is_type(value, "number") and Fraction(repr(value)) % Fraction(repr(step)):
-        yield jsonschema.ValidationError(f"{value} is no multiple of {step}")
-
-
-def _matches(validator: Any, pattern: str, value: Any, schema: Any) -> Any:
-    if isinstance(value, str) and not re.search(re.sub(r"(?<!\\)\$$", r"\\Z", pattern), value, re.ASCII):
-        yield jsonschema.ValidationError(f"{value} does not match {pattern}")
-
-
-# ECMAScript's end of a text, and multiples without the errors of doubles.
-VALIDATOR = jsonschema.validators.extend(
-    jsonschema.Draft202012Validator, {"multipleOf": _multiple, "pattern": _matches}
-)
-FORMATS = jsonschema.FormatChecker(["date", "ipv4", "ipv6", "uuid", "email"])
-
-
-def check_replies(schema: Schema, seed: int, count: int) -> int:
-    """How many of some replies came to an end, each of which is a document that the schema allows."""
-    constraint, chance, ended = follow(schema), random.Random(seed), 0
-    for _ in range(count):
-        text = drawn_text(constraint, chance)
-        if text is None:
-            continue
-        ended += 1
-        # Names that are open may stand twice; whichever a reader keeps, the document is valid.
-        for keep in (dict, lambda pairs: dict(reversed(pairs))):
-            value = json.loads(text, object_pairs_hook=keep)
-            VALIDATOR(schema, format_checker=FORMATS).validate(value)
-    return ended
 
 
 NAMES = ("a", "b", "ab", "é", "😀", 'a"b', "a\nb", "x1", "$ref", "type")
