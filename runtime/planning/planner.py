@@ -20,7 +20,15 @@ from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, Memor
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import ROUND_MS, Pace, SpeedModel, guessed_passes, token_beside_ms
+from edgeinfer.runtime.planning.speed_model import (
+    LEAST_MS,
+    ROUND_MS,
+    Pace,
+    SpeedModel,
+    cache_ms,
+    guessed_passes,
+    token_beside_ms,
+)
 from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
@@ -113,27 +121,29 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
 
     All speeds rest on one reference: the usual variant where it was measured, another that does not read weights again
     where only that was, or a guess. A variant that never ran here is taken to run as the reference, and what streaming
-    adds by the bytes it reads again. Of experts those are the share that is not in memory, as if every expert were
-    chosen alike.
+    adds by the bytes it reads again, another type of cache by what its rows take. Of experts those are the share that
+    is not in memory, as if every expert were chosen alike.
     """
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
-    layers, pages = plan_input.manifest.geometry.num_layers, pass_bytes(tensors)
+    geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
     def pace(variant: str, draft_model: bool) -> Pace:
         return _pace(plan_input, profiles(variant, draft_model=draft_model), experts)
 
-    usual = "", plan_input.drafter is not None
-    reference = next((each for each in _resident(plan_input) if pace(*each).measured), usual)
+    usual = plan_input.kv_types[0], ("", plan_input.drafter is not None)
+    usual_kv, reference = next((each for each in _resident(plan_input) if pace(*each[1]).measured), usual)
 
     def again_ms(configuration: Configuration, rows: int) -> float:
         """What reading weights again adds to a pass over so many rows."""
         window, kept, needed = configuration.window_layers, configuration.expert_bytes, experts.needed(rows)
         if window:
             # The embedding and the head are windows of their own.
-            return streamed_ms(0.0, pages - experts.total + round(needed), _RELEASED_PER_S, 2 + -(-layers // window))
+            return streamed_ms(
+                0.0, pages - experts.total + round(needed), _RELEASED_PER_S, 2 + -(-geometry.num_layers // window)
+            )
         return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
@@ -143,33 +153,41 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             # A draft model beside it changes what passes cost less than anything else does.
             near = next((each for each in (key, (variant, not draft_model)) if pace(*each).measured), None)
             own, best = pace(*(near or reference)), pace(*reference)
+            row_ms = cache_ms(geometry, configuration.kv) - cache_ms(geometry, usual_kv)
             if near is None:
-                points = tuple((rows, ms + again_ms(configuration, rows)) for rows, ms in own.passes.points)
+                points = tuple(
+                    (rows, max(LEAST_MS, ms + rows * row_ms) + again_ms(configuration, rows))
+                    for rows, ms in own.passes.points
+                )
                 own = dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
             elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
-                own = _beside(own, best, rereads=rereads)
+                own = _beside(own, best.passes.ms(1) + row_ms, rereads=rereads)
             known[key] = dataclasses.replace(own, measured=near == key)
         return known[key]
 
     return SpeedModel(pace_of)
 
 
-def _resident(plan_input: PlanInput) -> Iterator[tuple[str, bool]]:
-    """Variants with all weights in memory, the usual one first; each with a draft model beside it and without."""
+def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """Types of cache and variants with all weights in memory, the usual ones first; each with a draft model beside it
+    and without."""
     modes = [mode for mode in plan_input.weights_modes if mode not in ("streamed", "experts")]
     for kv, weights in itertools.product(plan_input.kv_types, modes):
         for draft_model in (True, False) if plan_input.drafter is not None else (False,):
-            yield plan_input.variant_of(kv, weights), draft_model
+            yield kv, (plan_input.variant_of(kv, weights), draft_model)
 
 
-def _beside(own: Pace, usual: Pace, *, rereads: bool) -> Pace:
+def _beside(own: Pace, row_ms: float, *, rereads: bool) -> Pace:
     """A variant's pace as if it had been measured together with the usual one's.
 
-    Two measurements on different days may differ by more than two variants do. A pass over one row takes about the same
-    whatever the cache's numbers, so only what further rows cost is the variant's own; reading again is never faster.
+    Two measurements on different days may differ by more than two variants do. So only what further rows cost is the
+    variant's own; reading again is never faster.
+
+    Args:
+        row_ms: of a pass over one row, by the usual variant's pace and the type of cache.
     """
-    scale = usual.passes.ms(1) / own.passes.ms(1)
+    scale = row_ms / own.passes.ms(1)
     if rereads:
         scale = max(1.0, scale)
     points = tuple((rows, ms * scale) for rows, ms in own.passes.points)

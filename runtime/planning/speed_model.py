@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
+from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
 
 __all__ = [
+    "LEAST_MS",
     "REPLY_TOKENS",
     "ROUND_MS",
     "TURN_TOKENS",
     "Pace",
     "Speed",
     "SpeedModel",
+    "cache_ms",
     "guessed_passes",
     "token_beside_ms",
 ]
@@ -32,7 +36,12 @@ _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
 # Milliseconds that nothing takes less than.
-_LEAST_MS = 0.2
+LEAST_MS = 0.2
+# Nanoseconds of a value of the cache by its type: when it is written, and when a row attends to it (docs/LOG.md,
+# 2026-11-26, third). Four bits are written slowly, as nine ranges are tried for each 16 values.
+_CACHE_NS = {FLOAT32: (0.0, 0.19), "float16": (0.3, 0.16), "int8": (6.0, 0.07), "int4": (28.0, 0.27)}
+# Rows that are in the cache when passes are timed.
+_TIMED_PAST = 64
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,14 @@ def token_beside_ms(vocabulary: int) -> float:
     return _TOKEN_MS + _CHOICE_MS * vocabulary
 
 
+def cache_ms(geometry: Geometry, kv: str) -> float:
+    """Milliseconds that a row of a timed pass takes for the cache of a type to be written and read; types whose costs
+    are not known count as the usual one."""
+    values = geometry.kv_bytes_per_token(FLOAT32) / 4
+    written, read = _CACHE_NS.get(kv, _CACHE_NS[FLOAT32])
+    return values * (written + _TIMED_PAST * read) / 1e6
+
+
 def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lambda rows: 0.0) -> PassCosts:
     """c(m) of a model that never ran here.
 
@@ -85,7 +102,7 @@ def guessed_passes(weight_bytes: int, expert_bytes: Callable[[int], float] = lam
     """
 
     def ms(rows: int) -> float:
-        return max(_LEAST_MS, (weight_bytes + expert_bytes(rows)) / _READ_PER_MS)
+        return max(LEAST_MS, (weight_bytes + expert_bytes(rows)) / _READ_PER_MS)
 
     return PassCosts(tuple((rows, ms(rows) + ms(1) * _ROW_SHARE * (rows - 1)) for rows in (1, 2, 4, 8, 16, 32)))
 

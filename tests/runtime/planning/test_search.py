@@ -27,7 +27,14 @@ from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, Memor
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import search
-from edgeinfer.runtime.planning.speed_model import REPLY_TOKENS, Pace, SpeedModel, guessed_passes, token_beside_ms
+from edgeinfer.runtime.planning.speed_model import (
+    REPLY_TOKENS,
+    Pace,
+    SpeedModel,
+    cache_ms,
+    guessed_passes,
+    token_beside_ms,
+)
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.settings import TunedSettings
@@ -336,10 +343,30 @@ def test_a_plan_agrees_with_itself(
             assert (asked.planned_bytes, asked.speed, asked.fits) == (way.planned_bytes, way.speed, asked.fits), (
                 way.name
             )
-    # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed.
+    # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed, but
+    # for what rows of another type of cache take.
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
-    plain = {round(speed.tokens_per_second, 6) for c, speed in both if not c.draft_max | c.window_layers}
-    assert len(plain) <= 1
+    plain = {(c.kv, round(speed.tokens_per_second, 6)) for c, speed in both if not c.draft_max | c.window_layers}
+    assert len(plain) == len({kv for kv, _ in plain})
+
+
+@pytest.mark.parametrize("timed", [("",), ("int4",), ("", "int4")])
+def test_rows_of_four_bits_take_longer_whichever_type_was_timed(plan_input: PlanInput, timed: tuple[str, ...]) -> None:
+    """Also where those of the usual type were timed in a slower moment."""
+    moments = {"": 1.3, "int4": 0.8}
+
+    def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
+        return Measured(moments[variant]) if variant in timed and not draft_model else DeviceProfile(None)
+
+    speed = speed_model(plan_input, profiles)
+    token_ms = {
+        kv: 1e3 / speed.speed(_configuration(kv=kv, draft_max=0)).tokens_per_second for kv in plan_input.kv_types
+    }
+    geometry = plan_input.manifest.geometry
+    more = cache_ms(geometry, "int4") - cache_ms(geometry, "float32")
+    assert more > 0
+    assert token_ms["int4"] - token_ms["float32"] == pytest.approx(more)
+    assert token_ms["int8"] < token_ms["int4"]
 
 
 def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
