@@ -26,14 +26,14 @@ from edgeinfer.runtime.speculation.device import DeviceCosts, SessionCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, Round
 from edgeinfer.runtime.speculation.governor import Governor
 
-_CURVE = PassCosts(
+CURVE = PassCosts(
     (
         *((1, 11.05), (2, 12.11), (3, 12.72), (4, 12.52), (5, 14.93), (6, 15.39), (7, 16.01), (8, 16.36)),
         *((10, 20.64), (12, 23.05), (16, 30.62)),
     )
 )
 # Milliseconds of a guess: of the shipped drafter, of an EAGLE head, of an 8-bit model's high bits; of all lookups.
-_GUESSES, _LOOKUP = {"model": 0.35, "eagle": 0.5, "bits": 6.0}, 0.01
+GUESSES, _LOOKUP = {"model": 0.35, "eagle": 0.5, "bits": 6.0}, 0.01
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Reckoned:
 
     @property
     def speedup(self) -> float:
-        return self.tokens * _CURVE.ms(1) / self.ms
+        return self.tokens * CURVE.ms(1) / self.ms
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,19 @@ class Pricing:
     now: Reckoned
 
     def of(self, costs: DeviceCosts, drafters: Sequence[Drafter]) -> SessionCosts:
-        guesses = {drafter.name: _GUESSES.get(drafter.name, _LOOKUP) for drafter in drafters}
-        return SessionCosts(_CURVE, guesses, self.round_ms, _CURVE.largest)
+        guesses = {drafter.name: GUESSES.get(drafter.name, _LOOKUP) for drafter in drafters}
+        return SessionCosts(CURVE, guesses, self.round_ms, CURVE.largest)
 
     def learn(self, costs: DeviceCosts, statistics: SpeculationStatistics) -> None:
         """Prices do not follow the clock."""
 
     def observe(self, governor: Governor, round: Round) -> None:
         rows = 1 + len(round.draft) + round.probes
-        self._count(len(round.committed), 1, _CURVE.ms(rows) + governor.guessed_ms + self.round_ms)
+        self._count(len(round.committed), 1, CURVE.ms(rows) + governor.guessed_ms + self.round_ms)
         _OBSERVE(governor, round)
 
     def rested(self, governor: Governor, steps: int) -> None:
-        self._count(steps, steps, steps * _CURVE.ms(1))
+        self._count(steps, steps, steps * CURVE.ms(1))
         _RESTED(governor, steps)
 
     def _count(self, tokens: int, passes: int, ms: float) -> None:
