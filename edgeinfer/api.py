@@ -338,6 +338,7 @@ class Model(Replying):
         draft: Sequence[int] = (),
         *,
         further: int = 0,
+        acceptance: float = 0.7,
         **options: Unpack[GenerationOptions],
     ) -> VerificationStream:
         """Decides about tokens that another model drafted for a reply: one pass gives those that this model would have
@@ -348,6 +349,8 @@ class Model(Replying):
             reply: tokens that were decided before.
             draft: what may follow them.
             further: tokens that this model makes by itself afterwards.
+            acceptance: share of drafted tokens that is expected to be right: in a pass that other replies share, less
+                of a draft is evaluated where less of it is.
             options: as `generate` takes them, each time the same. Without a `seed`, draws of different rounds are of
                 different replies.
 
@@ -358,7 +361,7 @@ class Model(Replying):
         config = GenerationConfig.of(**options)
         require_plain(config)
         request = GenerationRequest(prompt=token_ids(prompt), config=config, reply=tuple(reply), draft=tuple(draft))
-        return self._begin(functools.partial(VerificationStream, further=further), request)
+        return self._begin(functools.partial(VerificationStream, further=further, acceptance=acceptance), request)
 
     def _start(self, request: GenerationRequest) -> TokenStream:
         return self._begin(TokenStream, request)

@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 # Tokens of a prompt that are worth waiting for while another reply evaluates them.
 _WORTH_WAITING = 64
+# Rows of devices' drafts in a pass where the model drafts nothing itself: one device's longest draft.
+_VERIFIED_ROWS = 64
 
 
 def batch_backend(parts: ModelParts) -> Backend | None:
@@ -164,15 +166,14 @@ class ReplyBatch:
             raise CapabilityError(message, hint)
         self._main = parts
         self._parallel = parallel
-        drafts = parts.speculator.most
         self.scheduler = Scheduler(
             backend,
             parts.engine.chunk,
             inter_token_latency=inter_token_latency,
             make_room=self._make_room,
-            pass_ms=parts.speculator.pass_ms if drafts else None,
-            draft_rows=drafts,
-            on_pass_ms=parts.speculator.observe_pass if drafts else None,
+            pass_ms=lambda: parts.speculator.pass_ms,
+            draft_rows=parts.speculator.most or _VERIFIED_ROWS,
+            on_pass_ms=parts.speculator.observe_pass,
         )
         self._free: list[Slot] = []  # the one that was left longest ago first
         self._busy: list[Slot] = []

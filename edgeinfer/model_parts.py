@@ -12,6 +12,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.results import LoadCosts, ModelInfo
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.scheduler import SequenceBackend
 from edgeinfer.runtime.kv_cache.session_file import Origin
 from edgeinfer.runtime.planning.ledger import Ledger
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -78,6 +79,14 @@ class ModelParts:
     def info(self) -> ModelInfo:
         """Which model it is."""
         return replace(self.loaded, verified=self.verification.outcome)
+
+    @property
+    def company_ms(self) -> float | None:
+        """Milliseconds of a pass over one row of each sequence that shared the last one; None where one was alone, or
+        where that is not known yet."""
+        backend, pass_ms = self.engine.backend, self.speculator.pass_ms
+        company = backend.company if isinstance(backend, SequenceBackend) else 1
+        return None if company == 1 or pass_ms is None else pass_ms(company)
 
     @property
     def plan(self) -> MemoryPlan:

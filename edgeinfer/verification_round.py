@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,9 +11,9 @@ from edgeinfer.generation import TokenStream
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import FinishReason
-from edgeinfer.runtime.backends.contract import PreemptedError
+from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
+from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import Step
-from edgeinfer.runtime.decoding.verifying import verify
 from edgeinfer.turns import Turns
 
 __all__ = ["VerificationStream"]
@@ -21,15 +22,27 @@ __all__ = ["VerificationStream"]
 class VerificationStream(TokenStream):
     """The tokens of a round: those of the draft with which plain decoding agrees, one more, and further ones.
 
-    Its result's text is that of the round alone.
+    Where other replies share the pass, it may evaluate the beginning of the draft alone. Its result's text is that of
+    the round alone.
 
     Args:
-        further: tokens that the model makes by itself after those that come of the draft; the others are those of
-            `TokenStream`.
+        further: tokens that the model makes by itself after those that come of the draft.
+        acceptance: the share of drafted tokens that is expected to be right.
+        parts, request, turns: as `TokenStream` takes them.
+
+    Attributes:
+        verified: drafted tokens that the pass evaluated.
+        accepted: those of them that are the text's.
+        stream_ms: milliseconds in which one token would come of each reply that shares passes with this one now; None
+            where none does.
     """
 
-    def __init__(self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int) -> None:
-        self._further = further
+    def __init__(
+        self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int, acceptance: float
+    ) -> None:
+        self._further, self._acceptance = further, acceptance
+        self.verified = self.accepted = 0
+        self.stream_ms: float | None = None
         super().__init__(parts, request, turns)
 
     def _prepare(self) -> None:
@@ -40,7 +53,7 @@ class VerificationStream(TokenStream):
         self._made = list(self._request.reply)
         room = self._parts.engine.allowance(len(self._prompt) + len(self._made), None)
         self._left = min(1 + len(self._request.draft), room)
-        self._verified = False
+        self._decided = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -55,17 +68,17 @@ class VerificationStream(TokenStream):
         return "stop" if self.tokens[-1] in self._stop_ids else None
 
     def _step(self) -> Step | None:
-        if self._verified:
+        if self._decided:
+            self.stream_ms = self._parts.company_ms
             return super()._step()
         if self._left == 0 or self._cancelled:
             return None
         self._turns.claim(self)
         engine = self._parts.engine
         engine.use_adapter(self._config.adapter)
-        text, draft = [*self._prompt, *self._made], self._request.draft[: self._left - 1]
         started = time.perf_counter()
         try:
-            tokens = verify(engine, text, draft, self._sampler, self._stop_ids)
+            tokens = self._verify(engine, [*self._prompt, *self._made], self._request.draft[: self._left - 1])
         except PreemptedError:
             # Its pages are others' now; the text is evaluated again as soon as there are some.
             engine.restart()
@@ -73,8 +86,49 @@ class VerificationStream(TokenStream):
         self._add_prefill()
         if not tokens or self._parts.verification.await_verdict(lambda: self._cancelled) is None:
             return None
-        self._verified = True
+        self._decided = True
         self._made += tokens
         self._left = min(self._further, engine.allowance(len(self._prompt) + len(self._made), None))
         self._ahead.extend(Step(token, 0.0, last=place == len(tokens)) for place, token in enumerate(tokens[1:], 2))
         return Step(tokens[0], (time.perf_counter() - started) * 1e3, last=len(tokens) == 1)
+
+    def _verify(self, engine: Engine, text: Sequence[int], draft: Sequence[int]) -> list[int]:
+        """Evaluates a draft behind a text in one pass, and gives the tokens that plain decoding makes there: those of
+        the draft that agree, and one further, which is the first that does not or comes behind the last; the sampler
+        accepts them.
+
+        Where a pass of several rows rounds otherwise than passes of one row, and where the draft could reach the border
+        behind which a text is rotated otherwise, the draft is not looked at.
+
+        Args:
+            engine: whose cache keeps what is sure of the text afterwards, and which has checked both.
+            draft: token ids, possibly none, for which the context has room.
+
+        Returns:
+            One to `1 + len(draft)` tokens; none where the round was cancelled.
+        """
+        rotates = isinstance(engine.backend, RotatingBackend) and engine.backend.rotation_border is not None
+        if rotates or not engine.backend.capabilities.paged:
+            draft = ()
+        if not engine.prepare(text, len(text)):
+            return []
+        cache = engine.backend.cache
+        cache.hold(cache.length)
+        gains = tuple(self._acceptance**depth for depth in range(1 + len(draft)))
+        try:
+            # Of a pass that other replies share, it has as much of the draft as is worth most there.
+            logits = engine.feed([text[-1], *draft], np.arange(1 + len(draft)), gains)  # (1 + D, V)
+        except PassCancelledError:
+            return []
+        self.verified = len(logits) - 1
+        self.stream_ms = self._parts.company_ms
+        tokens: list[int] = []
+        for row, expected in zip(logits, (*draft[: self.verified], None), strict=True):
+            token = self._sampler.sample(row, len(text) + len(tokens))
+            self._sampler.accept(token, row)
+            tokens.append(token)
+            self.accepted += token == expected
+            if token != expected or token in self._stop_ids:
+                break
+        engine.truncate(len(text) + len(tokens) - 1)
+        return tokens

@@ -31,6 +31,9 @@ __all__ = ["VerifySessions", "verify_kinds"]
 _MOST_DRAFTED = 64
 # Replies that are kept, and tokens of all of them: some 40 MB.
 _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
+# Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
+# that count, as older ones count less.
+_PRIOR, _PRIOR_TOKENS, _MEMORY = 0.7, 8.0, 64.0
 _LOST = "session_lost"
 _AGAIN = "Send the prompt and the reply so far again."
 
@@ -45,12 +48,26 @@ class _Session:
         reply: what was decided so far. Whatever was drafted, it is the beginning of the one reply that prompt and
             options have, so rounds that overlap do no harm.
         options: of the reply.
+        right, seen: drafted tokens that were right, of those that were compared; older ones count less.
     """
 
     model: str
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
     options: dict[str, Any]
+    right: float = _PRIOR * _PRIOR_TOKENS
+    seen: float = _PRIOR_TOKENS
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafted tokens that is expected to be right."""
+        return self.right / self.seen
+
+    def judge(self, verified: int, accepted: int) -> None:
+        """Learns from a round: tokens behind the first that is wrong tell nothing."""
+        compared = min(verified, accepted + 1)
+        left = 1 - compared / _MEMORY
+        self.right, self.seen = left * self.right + accepted, left * self.seen + compared
 
 
 class VerifySessions:
@@ -153,7 +170,8 @@ class VerifyCompletion:
         if self._facts and "vocabulary" not in self._facts:
             self.prepare(model)
         session, draft = self._session, self._draft
-        self._made = model.verify_draft(session.prompt, self._reply, draft, further=self._further, **session.options)
+        round = {"further": self._further, "acceptance": session.acceptance}
+        self._made = model.verify_draft(session.prompt, self._reply, draft, **round, **session.options)
         return self._made
 
     def opening(self) -> list[Event]:
@@ -163,13 +181,14 @@ class VerifyCompletion:
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         """Its tokens."""
         self._sent += len(chunk.token_ids)
-        return [{"tokens": list(chunk.token_ids)}] if chunk.token_ids else []
+        return [self._company() | {"tokens": list(chunk.token_ids)}] if chunk.token_ids else []
 
     def finished(self, index: int, result: Result) -> list[Event]:
         """How the round ended, and those of its tokens that no chunk had."""
         made = self._made
         assert made is not None, "the round is over"
         self._session.reply = (*self._reply, *made.tokens)
+        self._session.judge(made.verified, made.accepted)
         return [self._answer(made, made.tokens[self._sent :])]
 
     def closing(self) -> list[Event]:
@@ -183,13 +202,21 @@ class VerifyCompletion:
         return self._answer(made, made.tokens)
 
     def _answer(self, made: VerificationStream, tokens: Sequence[int]) -> Event:
-        return self._facts | {
+        return {
+            **self._facts,
+            **self._company(),
             "session": self._name,
             "base": len(self._session.prompt) + len(self._reply) + len(made.tokens),
             "tokens": list(tokens),
+            "verified": made.verified,
             "finish_reason": made.ending,
             "server_ms": (time.perf_counter() - self._came) * 1e3,
         }
+
+    def _company(self) -> Event:
+        """What a streamed token takes beside the other replies of now, if there are any."""
+        ms = None if self._made is None else self._made.stream_ms
+        return {} if ms is None else {"stream_ms": ms}
 
 
 def _opened(fields: Fields, model: Model) -> _Session:

@@ -255,18 +255,22 @@ class Engine:
         self._make_room()
         return self.backend.cache.capacity - self.backend.cache.length
 
-    def feed(self, tokens: Sequence[int], rows: Ints) -> Floats:  # (R,) -> (R, V)
+    def feed(self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None) -> Floats:  # (R, V)
         """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
 
         Logits are a view that the next pass overwrites.
+
+        Args:
+            rows: (R,)
+            gains: as `ForwardInput` takes them, where the last of the tokens need not be fed; as many rows then come.
 
         Raises:
             BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
         """
         start = self.backend.cache.length
         positions = np.arange(start, start + len(tokens))
-        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows)).logits
-        self._tokens.extend(tokens)
+        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows, gains=gains)).logits
+        self._tokens.extend(tokens if gains is None else tokens[: len(logits)])
         return logits
 
     def _make_room(self) -> None:

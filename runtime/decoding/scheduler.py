@@ -57,6 +57,11 @@ class SequenceBackend(WrappedBackend[Backend]):
         self._own.adapter = adapter_place(self.adapters, name)
 
     @property
+    def company(self) -> int:
+        """Counts the sequences that the last pass had rows of."""
+        return self._scheduler.company
+
+    @property
     def free_pages(self) -> int:
         """Pages that all sequences can still take."""
         return self._scheduler.free_pages
@@ -108,9 +113,13 @@ class Scheduler:
         prompt_rows: rows of a pass at most, beside those of sequences that are being decoded.
         inter_token_latency: as `PromptShare` takes it.
         make_room: lets go of kept prefixes until so many pages are free, or none is left.
-        pass_ms: milliseconds of a pass of so many rows, by which drafts are cut to what pays; None leaves them whole.
+        pass_ms: gives the milliseconds of a pass by its rows, by which drafts are cut to what pays; or None where that
+            is not known, which leaves them whole.
         draft_rows: rows of drafts in a pass that is shared at most.
         on_pass_ms: is called with the rows of a pass without prompts, and its milliseconds.
+
+    Attributes:
+        company: sequences that the last pass had rows of.
     """
 
     def __init__(
@@ -120,9 +129,9 @@ class Scheduler:
         *,
         inter_token_latency: float | None,
         make_room: Callable[[int], None],
-        pass_ms: Callable[[int], float] | None = None,
-        draft_rows: int = 0,
-        on_pass_ms: Callable[[int, float], None] | None = None,
+        pass_ms: Callable[[], Callable[[int], float] | None],
+        draft_rows: int,
+        on_pass_ms: Callable[[int, float], None],
     ) -> None:
         assert isinstance(backend, TogetherBackend), "sequences cannot share its passes"
         self._backend = backend
@@ -131,6 +140,7 @@ class Scheduler:
         self._share = PromptShare(prompt_rows, inter_token_latency)
         self._make_room = make_room
         self._pass_ms, self._draft_rows, self._on_pass_ms = pass_ms, draft_rows, on_pass_ms
+        self.company = 0
         self._tasks: list[SequenceTask] = []  # the oldest first
         self._lock = threading.Lock()  # of what other threads look at
         self._current: SequenceTask | None = None  # that goes on now
@@ -229,6 +239,7 @@ class Scheduler:
         self, sequence: SequenceBackend, wanted: Sequence[tuple[SharingCache, ForwardInput]]
     ) -> list[ForwardOutput]:
         self._provide(sum(cache.pages_for(len(batch.tokens)) for cache, batch in wanted))
+        self.company = len(wanted)
         with self._lock:
             self._alone = sequence
         try:
@@ -269,6 +280,7 @@ class Scheduler:
         chosen = self._with_pages(self._chosen(alike), waiting)
         if not chosen:
             return
+        self.company = len(chosen)
         inputs = [(request.cache, request.next_rows(count)) for request, count in chosen]
         started = time.perf_counter()
         try:
@@ -282,7 +294,7 @@ class Scheduler:
         if rows := sum(count for _, count in chosen) - prompt_rows:
             now = time.perf_counter()
             self._share.observe(rows, prompt_rows, (now - step_started) * 1e3)
-            if self._on_pass_ms is not None and not prompt_rows:
+            if not prompt_rows:
                 self._on_pass_ms(rows, (now - started) * 1e3)
         for (request, count), output in zip(chosen, outputs, strict=True):
             request.take(output, count)
@@ -303,12 +315,12 @@ class Scheduler:
     def _cut_drafts(self, alike: list[RowRequest]) -> None:
         """Leaves of the drafts what is worth most in one pass with all others' rows."""
         drafted = [request for request in alike if request.batch.gains is not None]
-        if not drafted or self._pass_ms is None:
+        if not drafted or (pass_ms := self._pass_ms()) is None:
             return
         # Rows that come in any case: those of prompts too, but what they are worth is not counted in tokens.
         others = sum(request.left for request in alike if request.batch.gains is None and not request.can_wait)
         gains = [*(request.batch.gains or () for request in drafted), *((1.0,),) * others]
-        for request, rows in zip(drafted, draft_rows(gains, self._pass_ms, self._draft_rows), strict=False):
+        for request, rows in zip(drafted, draft_rows(gains, pass_ms, self._draft_rows), strict=False):
             request.cut(rows)
 
     def _with_pages(

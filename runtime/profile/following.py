@@ -2,11 +2,13 @@
 
 A machine that other programs use slows down for seconds at a time, so passes of two sizes are compared where they ran
 close together. The median of these comparisons tells by how much the belief about one size is off beside that about the
-other; what all of them say together is a least-squares problem of a few unknowns.
+other; what all of them say together is a least-squares problem of a few unknowns. Sizes that were never measured are
+known by the least of what passes of them took.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
@@ -15,7 +17,7 @@ import numpy as np
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.profile.costs import PassCosts
 
-__all__ = ["TimedPass", "following", "pace"]
+__all__ = ["RanPasses", "TimedPass", "following", "pace"]
 
 # Rows of a pass, and its milliseconds.
 TimedPass = tuple[int, float]
@@ -25,6 +27,41 @@ _FEWEST = 3
 _NEAR = 5
 # What was believed counts as so many comparisons: one disturbed pass moves it little, twenty decide.
 _BELIEVED = 2.0
+# Passes of one size of which the least counts, as other work only adds to it; and sizes that tell what others take.
+_KEPT, _SIZES = 8, 3
+_LARGEST = 4096  # rows, as `PassCosts` takes them
+
+
+class RanPasses:
+    """What passes take by their rows, as far as those that ran in earnest tell."""
+
+    def __init__(self) -> None:
+        self._ms: dict[int, deque[float]] = {}
+        self._least: dict[int, float] = {}
+        self._costs: PassCosts | None = None
+        self._measured: PassCosts | None = None  # what these go on from
+
+    def observe(self, rows: int, ms: float) -> None:
+        """A pass over so many rows took so long."""
+        if not 0 < rows <= _LARGEST or ms <= 0:
+            return
+        kept = self._ms.setdefault(rows, deque(maxlen=_KEPT))
+        kept.append(ms)
+        if self._least.get(rows) != (least := min(kept)):
+            self._least[rows] = least
+            self._costs = None
+
+    def beyond(self, measured: PassCosts | None) -> PassCosts | None:
+        """Costs as they were measured, and those of larger passes that ran; None where too little is known."""
+        if measured is None and len(self._least) < _SIZES:
+            return None
+        if self._costs is None or self._measured is not measured:
+            self._measured = measured
+            points, step = ((), 1) if measured is None else (measured.points, measured.step)
+            largest = points[-1][0] if points else 0
+            further = sorted((rows, ms) for rows, ms in self._least.items() if rows > largest)
+            self._costs = PassCosts((*points, *further), step)
+        return self._costs
 
 
 def following(costs: PassCosts, observed: Sequence[TimedPass]) -> PassCosts:

@@ -78,6 +78,8 @@ class Channel:
 
     def __init__(self, most: int, prices: Prices | None = None) -> None:
         self._most, self._prices = most, prices or Prices()
+        self._room = most  # tokens of a draft that the server is thought to look at
+        self._told_ms: float | None = None  # of a streamed token, as the server says
         self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
         self._draft_ms, self._link_ms, self._stream_ms = (deque[float](maxlen=_KEPT) for _ in range(3))
         self._pass_ms: dict[int, deque[float]] = {}  # of the server, by rows
@@ -115,16 +117,36 @@ class Channel:
         """One token was drafted in so many milliseconds."""
         self._draft_ms.append(ms)
 
-    def verified(self, drafted: int, accepted: int, server_ms: float, total_ms: float) -> None:
-        """A round was answered."""
+    def verified(
+        self, drafted: int, verified: int, server_ms: float, total_ms: float, stream_ms: float | None = None
+    ) -> None:
+        """A round was answered.
+
+        Args:
+            drafted: tokens that were sent.
+            verified: those of them that the server looked at; fewer where they cost other replies too much.
+            stream_ms: what the server says that a streamed token takes in the company of this round; None where there
+                was none.
+        """
         self.links.append(max(0.0, total_ms - server_ms))
         self.passes.append(server_ms)
         self._link_ms.append(self.links[-1])
-        self._pass_ms.setdefault(1 + drafted, deque(maxlen=_KEPT)).append(server_ms)
-        self.judged(accepted, min(drafted, accepted + 1))
+        self._pass_ms.setdefault(1 + verified, deque(maxlen=_KEPT)).append(server_ms)
+        if stream_ms is None:
+            self._room = self._most
+        elif verified < drafted:
+            self._room = verified
+        elif drafted >= self._room:
+            self._widen()
+        self._told_ms = stream_ms
+
+    def _widen(self) -> None:
+        """One more drafted token may be looked at."""
+        self._room = min(self._room + 1, self._most)
 
     def went(self, drafted: int, tokens: int, ms: float) -> None:
-        """A round with so many drafted tokens brought so many tokens, and took so long with its drafts."""
+        """A round with so many drafted tokens that were looked at brought so many tokens, and took so long with its
+        drafts."""
         cost = ms + self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
         self._rounds.append((tokens, cost))
         self._excess.append(cost / max(self._round_costs(_ROW)[min(drafted, self._most)], 0.1))
@@ -140,8 +162,10 @@ class Channel:
         if self._seen <= 0:
             self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
 
-    def streamed(self, tokens: int, ms: float) -> None:
-        """The verifier sent so many tokens of a stream, so long after those before them."""
+    def streamed(self, tokens: int, ms: float, stream_ms: float | None = None) -> None:
+        """The verifier sent so many tokens of a stream, so long after those before them; `stream_ms` as `verified`."""
+        if stream_ms is None:
+            self._room = self._most
         self._window, self._window_ms, self._run = self._window + tokens, self._window_ms + ms, self._run + tokens
         if self._window < _WINDOW:
             return
@@ -151,6 +175,8 @@ class Channel:
         # What was slow once is less and less a reason not to try again.
         self._excess = deque((1 + 0.9 * (excess - 1) for excess in self._excess), maxlen=_KEPT)
         self._window, self._window_ms, self._unmeasured = 0, 0.0, 0
+        self._told_ms = None  # as this was measured
+        self._widen()
 
     def length(self) -> int | None:
         """Tokens that the next draft should have; None where it is faster to let the verifier stream."""
@@ -216,7 +242,7 @@ class Channel:
     def _tries_stream(self, gain: float) -> bool:
         """Whether a stream's pace is to be measured, though rounds are expected to be faster."""
         known = bool(self._stream_ms) and self._unmeasured < _STALE
-        if known or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
+        if known or self._told_ms is not None or len(self._rounds) < _JUDGED or gain >= _CLEARLY:
             return False
         lost = TRIED * (self._stream_cost(_ROW) - self._pace) + min(self._link_ms)
         if (self._spare or 0.0) < lost:
@@ -232,7 +258,8 @@ class Channel:
     @property
     def _disappoints(self) -> bool:
         """Whether rounds are slower than streams were, whatever was expected of them."""
-        if not self._stream_ms or len(self._rounds) < _SOON:
+        known = self._told_ms is not None or bool(self._stream_ms)
+        if not known or len(self._rounds) < _SOON:
             return False
         return self._pace > self._stream_cost(_ROW) * (1 if len(self._rounds) == _JUDGED else _BADLY)
 
@@ -253,7 +280,7 @@ class Channel:
         share, stream = self.acceptance, self._stream_cost(row)
         excess = 1.0 if hoping or not self._excess else min(max(median(self._excess), 0.7), 3.0)
         costs = self._round_costs(row, hoping=hoping)
-        gain, length = max((_tokens(share, at) / cost, -at) for at, cost in enumerate(costs))
+        gain, length = max((_tokens(share, at) / cost, -at) for at, cost in enumerate(costs[: self._room + 1]))
         return -length, gain * stream / excess
 
     def _round_costs(self, row: float, *, hoping: bool = False) -> list[float]:
@@ -273,8 +300,10 @@ class Channel:
         return costs
 
     def _stream_cost(self, row: float) -> float:
-        """Cost of a streamed token: as the last windows had it, or a pass of one row."""
-        ms = median(list(self._stream_ms)[-4:]) if self._stream_ms else self._server_ms(row)[0]
+        """Cost of a streamed token: as the server says, as the last windows had it, or a pass of one row."""
+        ms = self._told_ms
+        if ms is None:
+            ms = median(list(self._stream_ms)[-4:]) if self._stream_ms else self._server_ms(row)[0]
         return ms + self._prices.of(0, _EVENT_BYTES)
 
     def _server_ms(self, row: float) -> list[float]:

@@ -43,12 +43,17 @@ class Decided:
         last: of the round.
         ending: why the reply is over; None where it goes on.
         server_ms: milliseconds of the round in the server, known with its last tokens.
+        verified: drafted tokens that the server looked at; None is all of them.
+        stream_ms: in which a token would come if all replies were streamed that share the server's passes now; None
+            where no other does.
     """
 
     tokens: tuple[int, ...]
     last: bool = True
     ending: FinishReason | None = None
     server_ms: float = 0.0
+    verified: int | None = None
+    stream_ms: float | None = None
 
 
 class RemoteReply(Protocol):

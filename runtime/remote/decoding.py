@@ -134,16 +134,17 @@ class RemoteDecoding(DecodingStrategy):
         decided, _ = self._answer(min(most, length + 1 + self._channel.ahead()))
         if not decided.tokens:
             raise _no_room()
-        accepted = _agreeing(decided.tokens, draft)
-        if self._rounds:  # the first evaluates the prompt
-            ms = (time.perf_counter() - started) * 1e3
-            self._channel.verified(length, accepted, decided.server_ms, ms)
-            self._channel.went(length, len(decided.tokens), (time.perf_counter() - begun) * 1e3)
-        else:
-            self._channel.judged(accepted, min(length, accepted + 1))
+        # Of a pass that other devices share, the server may look at the beginning of a draft alone.
+        verified = length if decided.verified is None else max(0, min(decided.verified, length))
+        ended, first = time.perf_counter(), not self._rounds  # which evaluates the prompt
+        if not first:
+            self._channel.verified(length, verified, decided.server_ms, (ended - started) * 1e3, decided.stream_ms)
+        self._channel.judged(_agreeing(decided.tokens, draft), min(length, len(decided.tokens)))
+        if not first:
+            self._channel.went(verified, len(decided.tokens), (ended - begun) * 1e3)
         self._rounds += 1
-        self._drafted += length
-        self._accepted += accepted
+        self._drafted += verified
+        self._accepted += _agreeing(decided.tokens, draft[:verified])
         return decided.tokens
 
     def _length(self) -> int | None:
@@ -156,7 +157,7 @@ class RemoteDecoding(DecodingStrategy):
         decided, came = self._answer(1 if verifies and self._channel.compares else 0)
         tokens = decided.tokens[:room]
         if tokens and self._came:
-            self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3)
+            self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3, decided.stream_ms)
         self._came, self._streaming_since = self._came + len(tokens), came
         if decided.last:
             if not self._came:

@@ -15,6 +15,8 @@ __all__ = ["EdgeInferServer"]
 
 _PATH = "/v1/verify"
 _LOST = "session_lost"
+# A day: no round takes as many milliseconds.
+_LONGEST = 86_400_000
 
 
 class EdgeInferServer:
@@ -70,16 +72,18 @@ class EdgeInferReply(RetriedReply):
         return map(self._decided, events)
 
     def _decided(self, event: Mapping[str, Any]) -> Decided:
-        tokens = tokens_in(event["tokens"])
+        tokens, stream_ms = tokens_in(event["tokens"]), _number(event.get("stream_ms"))
         if "session" not in event:
-            return Decided(tokens, last=False)
+            return Decided(tokens, last=False, stream_ms=stream_ms)
         self._session, self._reached = str(event["session"]), int(event["base"]) - len(self._opening["prompt"])
         self._check_model(event)
         ending = event.get("finish_reason")
         return Decided(
             tokens,
             ending=ending if ending in ("stop", "length") else None,
-            server_ms=float(event.get("server_ms", 0.0)),
+            server_ms=_number(event.get("server_ms")) or 0.0,
+            verified=None if (verified := _number(event.get("verified"))) is None else int(verified),
+            stream_ms=stream_ms,
         )
 
     def _check_model(self, event: Mapping[str, Any]) -> None:
@@ -97,3 +101,14 @@ class EdgeInferReply(RetriedReply):
             message = f"There is no {_PATH} on {self._access.url}."
             return RemoteError(message, "Check that an edgeinfer server runs there.")
         return super()._refused(error)
+
+
+def _number(value: Any) -> float | None:
+    """A count, or milliseconds, of an answer; None where it has none.
+
+    Raises:
+        ValueError: it has something else there.
+    """
+    if value is not None and not (isinstance(value, int | float) and 0 <= value < _LONGEST):
+        raise ValueError("no number")
+    return value

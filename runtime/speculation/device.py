@@ -22,7 +22,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
-from edgeinfer.runtime.profile.following import TimedPass, following, pace
+from edgeinfer.runtime.profile.following import RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
 from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
@@ -104,6 +104,7 @@ class DeviceCosts:
         self._round_ms = _ROUND_MS
         self._overhead_ms = 0.0  # of a plain step, once there were some
         self._shared: deque[TimedPass] = deque(maxlen=_SHARED)
+        self._ran_passes = RanPasses()
         self._ran = Counter[int]()  # passes of this session by their rows
         self.plain_ms: list[float] = []
 
@@ -145,10 +146,14 @@ class DeviceCosts:
                 self.exact.largest_difference,
             )
 
-    def pass_ms(self, rows: int) -> float:
-        """One pass of the target over so many rows."""
-        assert self._passes is not None, "prepare comes first"
-        return self._passes.ms(rows)
+    @property
+    def pass_ms(self) -> Callable[[int], float] | None:
+        """Milliseconds of a pass of the target by its rows; None where none was measured and too few ran.
+
+        Larger ones than were measured are known by those that replies shared.
+        """
+        costs = self._ran_passes.beyond(self._passes)
+        return None if costs is None else costs.ms
 
     def of(self, drafters: Sequence[Drafter]) -> SessionCosts:
         """All costs of rounds with these drafters."""
@@ -162,8 +167,9 @@ class DeviceCosts:
         return SessionCosts(self._passes, dict(self._guess_ms), self._round_ms, confirmed)
 
     def observe(self, rows: int, ms: float) -> None:
-        """Notes a pass that several texts shared, for `learn`; all its rows are of replies, not of prompts."""
+        """Notes a pass that several texts shared; all its rows are of replies, not of prompts."""
         self._shared.append((rows, ms))
+        self._ran_passes.observe(rows, ms)
 
     def learn(self, statistics: SpeculationStatistics) -> None:
         """Follows passes, guesses and rounds of a reply, and passes that texts shared; kept with the next `save`."""

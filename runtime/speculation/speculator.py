@@ -111,9 +111,10 @@ class Speculator:
         """Tokens in a draft at most; 0 where nothing drafts."""
         return self._limit if self._allowed else 0
 
-    def pass_ms(self, rows: int) -> float:
-        """Milliseconds of a pass of the target over so many rows; only where something may draft."""
-        return self._costs.pass_ms(rows)
+    @property
+    def pass_ms(self) -> Callable[[int], float] | None:
+        """Milliseconds of a pass of the target by its rows; None where that is not known yet."""
+        return self._costs.pass_ms
 
     def observe_pass(self, rows: int, ms: float) -> None:
         """Learns from a pass over so many rows that replies shared."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ import edgeinfer
 from edgeinfer.apps.bench.link import Link
 from edgeinfer.errors import RemoteError, UsageError
 from edgeinfer.runtime.remote.channel import Channel
+from edgeinfer.runtime.speculation.speculator import Speculator
 from tests.speculation import needs_builtin
+from tests.waiting import TIME_LIMIT, wait_until
 
 if TYPE_CHECKING:
     from tests.apps.server.served import Local
@@ -165,6 +168,45 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body
     again = server.post("/v1/verify", {**session, "base": len(prompt), "draft": [3]}).json()
     assert again["tokens"] == opened["tokens"]
+
+
+def test_devices_in_company_get_the_text_though_their_drafts_are_cut(
+    server: Local, alone: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.apps.server.served import held
+
+    # Whatever the clock says of passes.
+    monkeypatch.setattr(Speculator, "pass_ms", property(lambda _: lambda rows: 5.0 + rows))
+    wanted = [alone.generate(prompt, max_tokens=40, ignore_eos=True, **OPTIONS[1]).token_ids for prompt in PROMPTS]
+    prompts = [list(alone.tokenize_prompt(prompt)) for prompt in PROMPTS]
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    answers: list[dict[str, Any]] = [{} for _ in PROMPTS]
+    cut = 0
+
+    def ask(place: int) -> None:
+        text, known = texts[place], answers[place]
+        draft = list(wanted[place][len(text) : len(text) + 9])
+        draft[-1:] = [7]  # which is wrong
+        opening = {"prompt": prompts[place], "ignore_eos": True, **OPTIONS[1]}
+        session = {"session": known["session"], "base": known["base"]} if known else opening
+        answers[place] = server.post("/v1/verify", {**session, "draft": draft}).json()
+
+    with ThreadPoolExecutor(len(PROMPTS)) as devices:
+        while min(map(len, texts)) < 30:
+            with held(server.host):
+                rounds = [devices.submit(ask, place) for place in range(len(PROMPTS))]
+                wait_until(lambda: server.host.running == len(PROMPTS), "rounds of all devices")
+            for each in rounds:
+                each.result(timeout=TIME_LIMIT)
+            if not cut:
+                # All prompts were evaluated in one pass, so all drafts were in the next.
+                assert {answer["stream_ms"] for answer in answers} == {5.0 + len(PROMPTS)}
+            for text, answer in zip(texts, answers, strict=True):
+                text += answer["tokens"]
+                assert len(answer["tokens"]) <= answer["verified"] + 1
+                cut += answer["verified"] < 9
+    assert all(text == list(right[: len(text)]) for text, right in zip(texts, wanted, strict=True))
+    assert cut
 
 
 def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:

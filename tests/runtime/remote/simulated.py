@@ -1,11 +1,13 @@
-"""Replies that a verifier elsewhere decides, in simulated time, beside plain streaming and local decoding."""
+"""Replies that a verifier elsewhere decides, in simulated time: of one device, or of several on one server."""
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
+from edgeinfer.runtime.decoding.shares import draft_rows
 from edgeinfer.runtime.remote.channel import Channel
 
 
@@ -54,6 +56,37 @@ class SimulatedWay:
         return tokens * self.pass_ms(1) * (1 + 2 * self.disturbed)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Rows that a server is asked for.
+
+    Attributes:
+        at_ms: when it has the request, or goes on with the stream.
+        draft: tokens of a round; None is the next token of a stream.
+    """
+
+    at_ms: float
+    draft: int | None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a server answers.
+
+    Attributes:
+        at_ms: when it does.
+        verified: tokens of the draft that it looked at.
+        stream_ms: as `Channel.verified` takes it.
+    """
+
+    at_ms: float
+    verified: int = 0
+    stream_ms: float | None = None
+
+
+Steps = Generator[Asked, Answered, None]
+
+
 class SimulatedReplies:
     """Decodes replies as `RemoteDecoding` does, by what a channel says.
 
@@ -72,57 +105,71 @@ class SimulatedReplies:
         self._streamed = False  # so the connection must be made again
 
     def reply(self, tokens: int) -> float:
-        """One reply of so many tokens; its milliseconds."""
-        began, wanted = self.now_ms, len(self.times) + tokens
-        first, self._agreeing, self._streamed = True, 0, False
+        """One reply of so many tokens, by a server that has no other; its milliseconds."""
+        way, began, steps = self.way, self.now_ms, self.steps(tokens)
+        asked = next(steps, None)
+        while asked is not None:
+            if asked.draft is None:
+                took = max(way.server_ms(1) + way.token_ms, way.wire_ms(40))
+            else:
+                took = way.server_ms(1 + asked.draft)
+            asked = _sent(steps, Answered(asked.at_ms + took, asked.draft or 0))
+        return self.now_ms - began
+
+    def steps(self, tokens: int) -> Steps:
+        """One reply of so many tokens, by what it asks of a server."""
+        wanted, first, self._agreeing, self._streamed = len(self.times) + tokens, True, 0, False
         while len(self.times) < wanted:
             length = self.channel.length()
             if length is None:
-                self._stream(wanted - len(self.times))
+                yield from self._stream(wanted - len(self.times))
             else:
-                self._round(min(length, wanted - len(self.times) - 1), first)
+                yield from self._round(min(length, wanted - len(self.times) - 1), first)
             first = False
-        return self.now_ms - began
 
-    def _round(self, length: int, first: bool) -> None:
+    def _round(self, length: int, first: bool) -> Steps:
         way, begun = self.way, self.now_ms
         made = max(0, length - self._agreeing)
         for _ in range(made):
             self.channel.drafted(way.draft_ms)
         self.drafted += made
         self.now_ms += made * way.draft_ms
-        server = way.server_ms(1 + length)
         link = way.rtt_ms + way.wire_ms(900 + 6 * length) + self._connecting()
+        answered = yield Asked(self.now_ms + link / 2, length)
+        server, verified = answered.at_ms - self.now_ms - link / 2, answered.verified
         ahead = max(0, min(1 + self.channel.ahead(), int((link + server) / way.draft_ms)))
         self.drafted += ahead
         self.now_ms += link + server
         agreed = 0
-        while agreed < length and way.chance.random() < way.accepted:
+        while agreed < verified and way.chance.random() < way.accepted:
             agreed += 1
         came = agreed + 1
-        foretold = agreed == length and ahead > 0 and way.chance.random() < way.accepted
-        self._agreeing = ahead - 1 if foretold else 0
-        if first:
-            self.channel.judged(agreed, min(length, agreed + 1))
-        else:
-            self.channel.verified(length, agreed, server, link + server)
-            self.channel.went(length, came, self.now_ms - begun)
+        drafts = length - verified + ahead  # that follow, if this token is the first of them
+        foretold = agreed == verified and drafts > 0 and way.chance.random() < way.accepted
+        self._agreeing = drafts - 1 if foretold else 0
+        if not first:
+            self.channel.verified(length, verified, server, link + server, answered.stream_ms)
+        self.channel.judged(agreed + (foretold and verified < length), min(length, came))
+        if not first:
+            self.channel.went(verified, came, self.now_ms - begun)
         self.times += [self.now_ms] * came
 
-    def _stream(self, most: int) -> None:
+    def _stream(self, most: int) -> Steps:
         way = self.way
         most = min(most, self.channel.tokens_of_stream() or most)
-        self.now_ms += way.rtt_ms + way.wire_ms(900) + self._connecting()
+        link = way.rtt_ms + way.wire_ms(900) + self._connecting()
+        at = self.now_ms + link / 2
         for number in range(most):
-            took = max(way.server_ms(1) + way.token_ms, way.wire_ms(40))
-            self.now_ms += took
+            answered = yield Asked(at, None)
+            took, at = answered.at_ms - at, answered.at_ms
+            self.now_ms = at + link / 2
             self.times.append(self.now_ms)
             if self.channel.compares:
                 self.channel.drafted(way.draft_ms)
                 self.drafted += 1
                 self.channel.judged(int(way.chance.random() < way.accepted), 1)
             if number:
-                self.channel.streamed(1, took)
+                self.channel.streamed(1, took, answered.stream_ms)
             if number + 1 < most and self.channel.leaves():
                 self._streamed = True
                 return
@@ -130,3 +177,61 @@ class SimulatedReplies:
     def _connecting(self) -> float:
         made, self._streamed = self._streamed, False
         return self.way.rtt_ms if made else 0.0
+
+
+class SimulatedServer:
+    """Evaluates in one pass, as the scheduler does, what has come until the one before is over.
+
+    Args:
+        way: its passes, and how many drafted tokens it expects to accept.
+        round_ms, event_ms: processor time of a round's request and of a streamed token, besides passes.
+
+    Attributes:
+        processor_ms: that was spent.
+        cut: rounds of whose drafts a part was not looked at.
+    """
+
+    def __init__(self, way: SimulatedWay, *, round_ms: float, event_ms: float) -> None:
+        self.way = way
+        self._round_ms, self._event_ms = round_ms, event_ms
+        self.processor_ms = 0.0
+        self.cut = 0
+
+    def streaming_ms(self, devices: int) -> float:
+        """Processor time of a token of each of so many devices that stream."""
+        return self.way.pass_ms(devices) + devices * self._event_ms
+
+    def serve(self, replies: Sequence[Steps]) -> None:
+        """Answers until all replies are over."""
+        coming = [(asked.at_ms, place, asked) for place, steps in enumerate(replies) if (asked := next(steps, None))]
+        heapq.heapify(coming)
+        now = 0.0
+        while coming:
+            now, come = max(now, coming[0][0]), list[tuple[int, Asked]]()
+            while coming and coming[0][0] <= now:
+                come.append(heapq.heappop(coming)[1:])
+            rows = self._rows([asked for _, asked in come])
+            took = self.way.pass_ms(sum(rows))
+            took += sum(self._event_ms if asked.draft is None else self._round_ms for _, asked in come)
+            self.processor_ms, now = self.processor_ms + took, now + took
+            stream_ms = self.way.pass_ms(len(come)) if len(come) > 1 else None
+            for (place, _), count in zip(come, rows, strict=True):
+                asked = _sent(replies[place], Answered(now, count - 1, stream_ms))
+                if asked is not None:
+                    heapq.heappush(coming, (asked.at_ms, place, asked))
+
+    def _rows(self, come: Sequence[Asked]) -> list[int]:
+        whole = [1 + (asked.draft or 0) for asked in come]
+        if len(come) == 1:
+            return whole
+        rows = draft_rows([[self.way.accepted**at for at in range(size)] for size in whole], self.way.pass_ms, 64)
+        self.cut += sum(count < size for count, size in zip(rows, whole, strict=True))
+        return rows
+
+
+def _sent(steps: Steps, answered: Answered) -> Asked | None:
+    """What a reply asks for next; None where it is over."""
+    try:
+        return steps.send(answered)
+    except StopIteration:
+        return None

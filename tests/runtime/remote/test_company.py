@@ -1,0 +1,99 @@
+"""Devices that draft for one server together, in simulated time: they cost it no more than if they streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+import pytest
+
+from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.following import RanPasses
+from edgeinfer.runtime.remote.channel import Channel
+from tests.runtime.remote.simulated import SimulatedReplies, SimulatedServer, SimulatedWay
+
+DEVICES, LEARNING, TOKENS = 8, 128, 96
+
+
+def arithmetic_bound(rows: int) -> float:
+    """Passes as a CPU of two cores takes them over a 0.5B in 4 bits: from eight rows on each costs a tenth of one."""
+    return 21.0 + min(rows, 8) - 1 + 2.3 * max(0, rows - 8)
+
+
+def memory_bound(rows: int) -> float:
+    """Passes of a server that computes faster than it reads weights."""
+    return 21.0 + 0.3 * (rows - 1)
+
+
+def processor_ms(pass_ms: Callable[[int], float], accepted: float, seed: int) -> tuple[float, SimulatedServer]:
+    """Of a token of devices that draft as they like, beside that of devices that stream."""
+    ways = [
+        SimulatedWay(rtt_ms=0.2, pass_ms=pass_ms, accepted=accepted, draft_ms=1.0, seed=seed * 100 + device)
+        for device in range(DEVICES)
+    ]
+    replies = [SimulatedReplies(way, Channel(32)) for way in ways]
+    for tokens in (LEARNING, TOKENS):
+        for reply in replies:
+            reply.now_ms = 0.0
+        server = SimulatedServer(ways[0], round_ms=3.7, event_ms=0.9)
+        server.serve([reply.steps(tokens) for reply in replies])
+    tokens = sum(len(reply.times) for reply in replies) - DEVICES * LEARNING
+    return server.processor_ms / tokens / (server.streaming_ms(DEVICES) / DEVICES), server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accepted", [0.3, 0.65, 0.87])
+def test_devices_in_company_cost_the_server_what_streams_do(accepted: float) -> None:
+    replies = [processor_ms(arithmetic_bound, accepted, seed) for seed in range(2)]
+    # Before drafts were cut and devices told what a stream takes, 1.2 to 1.55.
+    assert fmean(share for share, _ in replies) < 1.1
+    assert all(server.cut for _, server in replies)
+
+
+@pytest.mark.slow
+def test_devices_in_company_draft_where_rows_are_cheap() -> None:
+    assert fmean(processor_ms(memory_bound, 0.65, seed)[0] for seed in range(2)) < 1.05
+    assert fmean(processor_ms(memory_bound, 0.87, seed)[0] for seed in range(2)) < 0.98
+
+
+def test_a_cut_draft_tells_nothing_of_what_was_not_looked_at() -> None:
+    channel = Channel(32)
+    channel.drafted(0.1)
+    for _ in range(50):
+        channel.verified(8, 2, 20.0, 21.0, 25.0)
+        channel.judged(3, 3)
+        channel.went(2, 3, 21.0)
+    assert channel.acceptance > 0.95
+    # As many as are looked at, and one more to see whether that has changed.
+    assert channel.length() in (2, 3)
+    for _ in range(4):
+        channel.verified(3, 3, 20.0, 21.0)
+        channel.judged(4, 4)
+        channel.went(3, 4, 21.0)
+    alone = channel.length()
+    assert alone is not None and alone > 8
+
+
+def test_a_server_that_makes_drafts_too_dear_has_them_streamed() -> None:
+    channel = Channel(32)
+    channel.drafted(0.1)
+    for _ in range(8):
+        channel.verified(4, 0, 60.0, 61.0, 28.0)
+        channel.judged(1, 1)
+        channel.went(0, 1, 61.0)
+    assert channel.length() is None
+
+
+def test_passes_that_were_never_measured_are_known_by_those_that_ran() -> None:
+    ran, measured = RanPasses(), PassCosts(((1, 10.0), (4, 12.0)))
+    assert ran.beyond(None) is None and ran.beyond(measured) is not None
+    for rows, ms in ((2, 30.0), (2, 11.0), (16, 24.0), (16, 90.0), (32, 40.0)):
+        ran.observe(rows, ms)
+    alone, further = ran.beyond(None), ran.beyond(measured)
+    assert alone is not None and further is not None
+    assert [alone.ms(rows) for rows in (2, 16, 24, 32)] == [11, 24, 32, 40]
+    # What was measured stands.
+    assert [further.ms(rows) for rows in (1, 2, 4, 10, 32)] == pytest.approx([10, 10 + 2 / 3, 12, 18, 40])
+    ran.observe(16, 20.0)
+    faster = ran.beyond(None)
+    assert faster is not None and faster.ms(16) == 20
