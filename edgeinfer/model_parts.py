@@ -86,7 +86,7 @@ class ModelParts:
         where that is not known yet."""
         backend, pass_ms = self.engine.backend, self.speculator.pass_ms
         company = backend.company if isinstance(backend, SequenceBackend) else 1
-        return None if company == 1 or pass_ms is None else pass_ms(company)
+        return None if company < 2 or pass_ms is None else pass_ms(company)
 
     @property
     def plan(self) -> MemoryPlan:

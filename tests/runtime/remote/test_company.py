@@ -45,7 +45,7 @@ def processor_ms(pass_ms: Callable[[int], float], accepted: float, seed: int) ->
 @pytest.mark.parametrize("accepted", [0.3, 0.65, 0.87])
 def test_devices_in_company_cost_the_server_what_streams_do(accepted: float) -> None:
     replies = [processor_ms(arithmetic_bound, accepted, seed) for seed in range(2)]
-    # Before drafts were cut and devices told what a stream takes, 1.2 to 1.55.
+    # Before drafts were cut and devices told what a stream takes, 1.2 to 1.6.
     assert fmean(share for share, _ in replies) < 1.1
     assert all(server.cut for _, server in replies)
 
