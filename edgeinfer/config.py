@@ -26,6 +26,7 @@ __all__ = [
     "GGUF_KV_TYPES",
     "KV_TYPES",
     "LOAD_GROUPS",
+    "MERGING",
     "ONNX_KV_TYPES",
     "OVERFLOWS",
     "REPLY_GROUPS",
@@ -49,6 +50,8 @@ KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
 OverflowPolicy = Literal["stop", "window", "merge", "cluster", "auto"]
 OVERFLOWS: tuple[str, ...] = get_args(OverflowPolicy)
+# Of them, those that let a row stand for several tokens.
+MERGING = ("merge", "cluster")
 # Where the weights are while a model runs: packed into memory, mapped from a file, mapped but for experts that wait to
 # be chosen, or dropped behind each pass.
 WeightsMode = Literal["packed", "mapped", "experts", "streamed"]

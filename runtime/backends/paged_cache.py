@@ -125,6 +125,15 @@ class PagedCache:
         self._own(start, stop)
         self.pool.rows.write(layer, self._places(start, stop), keys, values)
 
+    @property
+    def weighed(self) -> bool:
+        """Whether rows have weights: what is added to their scores."""
+        return self.pool.layout.weighed
+
+    def weigh(self, layer: int, weights: Floats) -> None:  # (H, n)
+        """Weighs the first rows of one layer, which were written for this cache alone; 0 is what rows have at first."""
+        self.pool.rows.weigh(layer, self._places(0, weights.shape[1]), weights)
+
     def fork(self) -> PagedCache:
         """Another cache with the same rows, whose pages both hold until one of them writes there."""
         forked = PagedCache(self.pool, self.capacity, self._spare, self._states, reserves=self._reserves)

@@ -14,6 +14,8 @@
  *              byte c holds c low and 16 + c high, in a last run of 16 c low and 8 + c high; then (64, ceil(v / 16))
  *              uint16. A word has 10 bits of scale, a half without its sign and lowest 5 bits, then 6 of zero point in
  *              quarters of a level: a number is (4 q - zero) * (scale / 4), exactly
+ * Where positions are weighed, 64 float32 follow the values of each head: what is added to a position's score, in nats.
+ * A row that is written gets 0. A row that stands for c tokens has log(c), which gives it the share of c equal keys.
  * Keys are stored after norm and rotation. Keys of int8 and int4, and the queries they meet, and values of int8 and
  * int4 are turned by a Hadamard transform of the largest power of two, at most 128, that divides their size; results
  * over such values are turned back.
@@ -22,7 +24,7 @@
  * sees the first n alone and names its own slot, which is any. Arithmetic, the
  * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
  * fmaf over the channels, times scale, soft-capped, in units of log2(e), which is part of the scale where nothing is
- * capped; positions outside the window are left out. m is the greatest, p = 2^(score - m) by a polynomial, 0 where the
+ * capped; of weighed positions fmaf(weight, log2(e), score); positions outside the window are left out. m is the greatest, p = 2^(score - m) by a polynomial, 0 where the
  * difference is below -125; l sums p in 16 lanes, folded in halves; o is a
  * chain of fmaf over the positions. int8 goes through integers: a query is quantized like a key, a score is
  * ((float)dot * key scale) * (query scale * scale). Probabilities times value scales, w, are levels u, the nearest
@@ -48,6 +50,8 @@ extern "C" {
 
 enum { ATTENTION_PAGE = 64, ATTENTION_TILE = 16, ATTENTION_BLOCK = 256, ATTENTION_TILES = 4 };
 enum { ATTENTION_FLOAT32, ATTENTION_FLOAT16, ATTENTION_INT8, ATTENTION_INT4, ATTENTION_TYPES };
+/* Added to the type of keys in a layout of pages whose positions are weighed. */
+enum { ATTENTION_WEIGHED = 16 };
 /* Columns of `rows`. */
 enum { ATTENTION_SEQUENCE, ATTENTION_PREFIX, ATTENTION_FIRST_EXTRA, ATTENTION_EXTRAS, ATTENTION_ROW };
 
@@ -62,6 +66,7 @@ typedef struct {
     int32_t value_norm;  /* values are normalised head by head, without a weight */
     int32_t shared;      /* keys and values are those that an earlier layer wrote: rows bring queries alone */
     int32_t latent;      /* values are part of the keys; k_norm, (v), is theirs */
+    int32_t weighed;     /* each position of a head has a number that is added to its scores; not with latent */
     int64_t window;      /* 0: none */
     float scale, softcap, norm_epsilon;
 
@@ -130,7 +135,8 @@ int64_t attention_key_bytes(int32_t type, int32_t key_size);
 int64_t attention_value_bytes(int32_t type, int32_t value_size);
 
 static inline int64_t attention_head_bytes(const attention *a) {
-    return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
+    int64_t weights = a->weighed ? ATTENTION_PAGE * (int64_t)sizeof(float) : 0;
+    return attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size) + weights;
 }
 
 /* Channels of a query, and of what it meets. */

@@ -85,20 +85,6 @@ INLINE vec soft_capped(vec s, float cap) {
     return vec_mul(vec_set(cap * LOG2E), vec_sign(vec_div(vec_sub(one, t), vec_add(one, t)), x));
 }
 
-/* Makes scores of the products of positions first..last-1 of a block, in place; returns the greatest. */
-static float scale_scores(float *scores, int64_t first, int64_t last, float factor, float softcap) {
-    const vec none = vec_set(-INFINITY), scale = vec_set(factor);
-    vec most = none;
-    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
-        vec s = vec_mul(vec_load(scores + j), scale);
-        if (softcap > 0.0f) s = soft_capped(s, softcap);
-        if (j < first || j + LANES > last) s = vec_within(s, (int)(first - j), (int)(last - j), none);
-        vec_store(scores + j, s);
-        most = vec_max(s, most);
-    }
-    return vec_fold_max(most);
-}
-
 /* Some rows of one sequence, one kv head and one block, with the positions each of them sees. */
 typedef struct {
     const uint8_t *queries;           /* (rows * group), float32 or int8 */
@@ -108,6 +94,26 @@ typedef struct {
     const uint8_t *pages[ATTENTION_BLOCK / ATTENTION_PAGE]; /* keys and values of the head; NULL where nobody looks */
     const uint8_t *next;              /* the page after them, or NULL: asked for early */
 } block_view;
+
+/* Makes scores of the products of the positions of a block that a row sees, in place; returns the greatest. */
+static float scale_scores(const head_layout *l, const block_view *b, const int64_t *seen, float *scores, float factor,
+                          float softcap) {
+    const int64_t first = seen[0], last = seen[1];
+    const vec none = vec_set(-INFINITY), scale = vec_set(factor);
+    vec most = none;
+    for (int64_t j = first / LANES * LANES; j < last; j += LANES) {
+        vec s = vec_mul(vec_load(scores + j), scale);
+        if (softcap > 0.0f) s = soft_capped(s, softcap);
+        if (l->weights_at) {
+            const uint8_t *weights = b->pages[j / ATTENTION_PAGE] + l->weights_at + j % ATTENTION_PAGE * 4;
+            s = vec_fma(vec_load_bytes(weights), vec_set(LOG2E), s);
+        }
+        if (j < first || j + LANES > last) s = vec_within(s, (int)(first - j), (int)(last - j), none);
+        vec_store(scores + j, s);
+        most = vec_max(s, most);
+    }
+    return vec_fold_max(most);
+}
 
 /* From keys of a page of a block, or from its values, to what comes after them. */
 static intptr_t keys_ahead(const head_layout *l, const block_view *b, int64_t start) {
@@ -227,7 +233,7 @@ static void attend_block(const attention *a, const head_layout *l, const block_v
             memcpy(&head, b->queries + i * l->query_bytes, sizeof head);
             factor = head.scale * factor;
         }
-        w->greatest[i] = scale_scores(scores, seen[0], seen[1], factor, a->softcap);
+        w->greatest[i] = scale_scores(l, b, seen, scores, factor, a->softcap);
         ivec most;
         if (l->integer_values) {
             w->sums[i] = soften(l, b, seen, scores, w->greatest[i], 1, &most);

@@ -30,9 +30,12 @@ const char *attention_sizes_fault(const attention *a) {
 const char *attention_set_layout(attention *a, const int64_t *layout, int64_t count, int64_t layer,
                                  const attention_bounds *bounds) {
     if (count < 3 || layer < 0 || layer >= count - 3) return "layout does not have the layer";
-    if (layout[0] < 0 || layout[0] >= ATTENTION_TYPES || layout[1] < 0 || layout[1] >= ATTENTION_TYPES)
+    const int64_t keys = layout[0] & ~(int64_t)ATTENTION_WEIGHED;
+    if (keys < 0 || keys >= ATTENTION_TYPES || layout[1] < 0 || layout[1] >= ATTENTION_TYPES)
         return "layout names a type that is not known";
-    a->key_type = (int32_t)layout[0], a->value_type = (int32_t)layout[1];
+    a->weighed = keys != layout[0];
+    if (a->weighed && a->latent) return "positions of latent attention cannot be weighed";
+    a->key_type = (int32_t)keys, a->value_type = (int32_t)layout[1];
     a->page_bytes = layout[2], a->offset = layout[3 + layer];
     if (a->page_bytes < 1 || a->page_bytes % 4096 || a->page_bytes > MOST_BYTES)
         return "page_bytes must be a multiple of 4096";

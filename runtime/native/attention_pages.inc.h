@@ -8,6 +8,7 @@ typedef struct {
     int64_t h, v, padded, met;   /* channels; those of values with padding; those that a query meets */
     int integer_keys, integer_values; /* whether they are multiplied as integers */
     int64_t key_bytes, query_bytes, fours, eights, key_groups, value_groups;
+    int64_t weights_at;          /* where the weights of positions begin; 0: they have none */
 } head_layout;
 
 static head_layout layout_of(const attention *a) {
@@ -18,6 +19,7 @@ static head_layout layout_of(const attention *a) {
     l.integer_values = a->value_type == ATTENTION_INT8 && !a->latent;
     l.key_bytes = attention_key_bytes(a->key_type, a->key_size);
     l.query_bytes = attention_query_bytes(a);
+    l.weights_at = a->weighed ? l.key_bytes + attention_value_bytes(a->value_type, a->value_size) : 0;
     l.fours = (l.h + 3) / 4, l.eights = (l.h + 7) / 8;
     l.key_groups = (l.h + 15) / 16, l.value_groups = (l.v + 15) / 16;
     return l;
@@ -178,6 +180,7 @@ static void copy_position(const attention *a, const head_layout *l, const uint8_
     else
         memcpy(out_values + to * size, values + from * size, (size_t)size);
     memcpy(out_values + end + to * extra, values + end + from * extra, (size_t)extra);
+    if (l->weights_at) memcpy(out + l->weights_at + to * 4, page + l->weights_at + from * 4, 4);
 }
 
 /* Gathers positions first..last-1 of a row's path, which all lie in one page of it, into a page of their own. */

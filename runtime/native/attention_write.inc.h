@@ -275,6 +275,7 @@ static void write_row(const attention *a, const attention_plan *plan, int64_t ro
         }
         if (transformed(a->value_type)) transform(x, v);
         store_value(a->value_type, at + key_bytes, s, x, v, bytes);
+        if (a->weighed) put_float(at + key_bytes + attention_value_bytes(a->value_type, a->value_size) + s * 4, 0.0f);
     }
 }
 

@@ -3,7 +3,7 @@
 A page holds 64 positions of one sequence over all layers: the layers one behind the other, those with heads of one size
 together, in each its heads, in each the keys and then the values. Keys lie in tiles of 16 positions, channel by
 channel, so that one channel of a query meets 16 keys at once; values lie row by row, padded to 16
-channels, those of int8 in fours of rows, channel by channel.
+channels, those of int8 in fours of rows, channel by channel. Where positions are weighed, a head's weights follow.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ TILE = 16
 _VALUE_CHANNELS = 16  # values are padded to a multiple of this
 _ALIGNED = 64  # bytes: keys and values begin at multiples of it
 _FLOATS = find_row_codec(FLOAT32)
+_WEIGHED = 16  # added to the type of keys that the graph is told
+_WEIGHTS = PAGE * 4  # bytes
 _UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
 
 
@@ -52,6 +54,7 @@ class LayerGroup:
         kept: by each of them.
         offset: where the first begins in a page.
         keys, values: how their rows are stored.
+        weighed: behind the values of a head lies what is added to the scores of each position.
     """
 
     layers: tuple[int, ...]
@@ -59,6 +62,7 @@ class LayerGroup:
     offset: int
     keys: RowCodec
     values: RowCodec
+    weighed: bool = False
 
     @cached_property
     def key_bytes(self) -> int:
@@ -88,7 +92,11 @@ class LayerGroup:
     @property
     def layer_bytes(self) -> int:
         """Of one layer's part of a page."""
-        return self.kept.heads * (self.key_bytes + self.value_bytes)
+        return self.kept.heads * self._head_bytes
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.key_bytes + self.value_bytes + (_WEIGHTS if self.weighed else 0)
 
     @property
     def end(self) -> int:
@@ -97,10 +105,16 @@ class LayerGroup:
 
     def head_parts(self, pages: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[Any]]:  # (pages, bytes)
         """The bytes of every head's keys and values, as views: (pages, layers, H, bytes) each."""
-        heads = pages[:, self.offset : self.end].reshape(
-            len(pages), len(self.layers), self.kept.heads, self.key_bytes + self.value_bytes
-        )
-        return heads[..., : self.key_bytes], heads[..., self.key_bytes :]
+        heads, border = self._heads(pages), self.key_bytes + self.value_bytes
+        return heads[..., : self.key_bytes], heads[..., self.key_bytes : border]
+
+    def weights(self, pages: NDArray[np.uint8]) -> NDArray[np.float32]:  # (pages, bytes) -> (pages, layers, H, 64)
+        """What is added to the scores of each position, as a view; nothing where positions are not weighed."""
+        return self._heads(pages)[..., self.key_bytes + self.value_bytes :].view(np.float32)
+
+    def _heads(self, pages: NDArray[np.uint8]) -> NDArray[np.uint8]:  # (pages, bytes) -> (pages, layers, H, bytes)
+        shape = (len(pages), len(self.layers), self.kept.heads, self._head_bytes)
+        return pages[:, self.offset : self.end].reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -110,21 +124,23 @@ class PageLayout:
     Attributes:
         layers: what each keeps of a position.
         keys, values: how their rows are stored; those of recurrences are float32.
+        weighed: each position of a head has a weight, which is added to its scores.
     """
 
     layers: tuple[KVLayer, ...]
     keys: RowCodec
     values: RowCodec
+    weighed: bool = False
 
     @classmethod
-    def of(cls, geometry: Geometry, kv: str) -> PageLayout:
+    def of(cls, geometry: Geometry, kv: str, *, weighed: bool = False) -> PageLayout:
         """The pages of a model whose keys and values are stored as one type.
 
         Raises:
             UsageError: there is no such type.
         """
         codec = find_row_codec(kv)
-        return cls(geometry.kept, codec, codec)
+        return cls(geometry.kept, codec, codec, weighed)
 
     @property
     def kv(self) -> str:
@@ -145,7 +161,7 @@ class PageLayout:
                 alike = tuple(layer for layer, each in enumerate(self.layers) if each == kept)
                 offset = groups[-1].end if groups else 0
                 codecs = (_FLOATS, _FLOATS) if kept.recurrent else (self.keys, self.values)
-                groups.append(LayerGroup(alike, kept, offset, *codecs))
+                groups.append(LayerGroup(alike, kept, offset, *codecs, self.weighed))
         return tuple(groups)
 
     @cached_property
@@ -172,7 +188,8 @@ class PageLayout:
     @property
     def array(self) -> Ints:
         """What the graph is told: (3 + L,) the types of keys and values, the bytes of a page, the layers' offsets."""
-        return np.array([self.keys.code, self.values.code, self.page_bytes, *self.offsets], np.int64)
+        keys = self.keys.code + (_WEIGHED if self.weighed else 0)
+        return np.array([keys, self.values.code, self.page_bytes, *self.offsets], np.int64)
 
 
 def _stored(kept: KVLayer, size: int, codec: RowCodec) -> StoredRows:

@@ -39,9 +39,13 @@ class PageRows:
         self._layout = layout
         self._keys: list[_Part] = []  # of each group of layers
         self._values: list[_Part] = []
+        self._weights: list[NDArray[np.float32]] = []  # (pages, L, H, 64) each
         self._found: dict[int, tuple[int, int]] = {}  # group of a layer that keeps rows, and place in it
         for index, group in enumerate(layout.groups):
-            keys, values = group.head_parts(memory.reshape(-1, layout.page_bytes))
+            pages = memory.reshape(-1, layout.page_bytes)
+            keys, values = group.head_parts(pages)
+            if layout.weighed:
+                self._weights.append(group.weights(pages))
             self._keys.append(_Keys(group.keys, group.kept.key_size, group.key_shape, keys))
             self._values.append(_Values(group.values, group.kept.value_size, group.value_shape, values))
             self._found |= {layer: (index, place) for place, layer in enumerate(group.layers)}
@@ -50,6 +54,8 @@ class PageRows:
         """Copies rows of all layers as they are stored; all are read before the first is written."""
         for part in (*self._keys, *self._values):
             part.put(targets, part.get(sources))
+        for weights in self._weights:
+            weights[targets // PAGE, :, :, targets % PAGE] = weights[sources // PAGE, :, :, sources % PAGE]
 
     def stored_keys(self, places: Ints) -> tuple[NDArray[Any], ...]:  # (n,) -> L of (H, n, width)
         """Keys of all layers as snapshots carry them."""
@@ -68,7 +74,9 @@ class PageRows:
     def put_stored(
         self, places: Ints, keys: Sequence[NDArray[Any]], values: Sequence[NDArray[Any]]
     ) -> None:  # (n,), L of (H, n, width) each
-        """Writes rows of all layers as snapshots carry them."""
+        """Writes rows of all layers as snapshots carry them: without weights."""
+        for weights in self._weights:
+            weights[places // PAGE, :, :, places % PAGE] = 0
         for parts, rows in ((self._keys, keys), (self._values, values)):
             for part, group in zip(parts, self._layout.groups, strict=True):
                 stored = np.stack([rows[layer] for layer in group.layers])  # (layers, H, n, width)
@@ -83,11 +91,18 @@ class PageRows:
         return self._keys[group].read(place, places), self._values[group].read(place, places)
 
     def write(self, layer: int, places: Ints, keys: Floats, values: Floats) -> None:  # (n,), (H, n, h), (H, n, v)
-        """Stores rows of one layer; nothing where it keeps none."""
+        """Stores rows of one layer, without weights; nothing where it keeps none."""
         if layer in self._found:
             group, place = self._found[layer]
             self._keys[group].write(place, places, keys)
             self._values[group].write(place, places, values)
+            if self._layout.weighed:
+                self._weights[group][places // PAGE, place, :, places % PAGE] = 0
+
+    def weigh(self, layer: int, places: Ints, weights: Floats) -> None:  # (n,), (H, n)
+        """Says what is added to the scores of rows of one layer, in a pool whose positions are weighed."""
+        group, place = self._found[layer]
+        self._weights[group][places // PAGE, place, :, places % PAGE] = weights.T
 
 
 class _Part(ABC):

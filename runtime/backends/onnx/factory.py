@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.config import LoadConfig
+from edgeinfer.config import MERGING, LoadConfig
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import (
@@ -88,6 +88,7 @@ class OnnxFactory(BackendFactory):
             device=order.device,
             affinity=order.affinity,
             pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache),
+            weighed=order.config.overflow in MERGING,
             adapters=order.config.adapters,
         )
         decoder = bundle.manifest.decoder
@@ -143,6 +144,7 @@ def make_graph_backend(
     device: Device = CPU,
     affinity: str = "",
     pages: int = 0,
+    weighed: bool = False,
     adapters: Mapping[str, str] | None = None,
 ) -> GraphBackend:
     """The backend of the graph that reads a layout, chosen by the attention that it has.
@@ -150,7 +152,7 @@ def make_graph_backend(
     Args:
         layout, kv_scales, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on
             the CPU.
-        pages: as `PagedBackend` takes it.
+        pages, weighed: as `PagedBackend` takes them; other caches are never weighed.
         adapters: folders of those that rows may have, by name; of a paged graph alone.
         capacity, threads, exact, kv, progress, affinity: as both take them, and errors as of both.
     """
@@ -165,6 +167,7 @@ def make_graph_backend(
             exact=exact,
             kv=kv,
             pages=pages,
+            weighed=weighed,
             progress=progress,
             affinity=affinity,
             adapters=pack_adapters(bundle.manifest, adapters) if adapters else None,

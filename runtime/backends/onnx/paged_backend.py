@@ -51,6 +51,7 @@ class PagedBackend(GraphBackend):
         exact: pad passes where ONNX Runtime's float matrices make a single row differ.
         kv: type of the cache, one of edgeinfer.bundle.kv_types.PAGED_KV.
         pages: of the pool beside those of one sequence, for other sequences and kept prefixes.
+        weighed: the cache's rows have weights, for those that stand for several tokens.
         threads, progress, affinity, adapters: as `GraphBackend` takes them.
 
     Attributes:
@@ -76,6 +77,7 @@ class PagedBackend(GraphBackend):
         exact: bool = True,
         kv: str = FLOAT32,
         pages: int = 0,
+        weighed: bool = False,
         progress: Progress | None = None,
         affinity: str = "",
         adapters: PackedAdapters | None = None,
@@ -83,7 +85,8 @@ class PagedBackend(GraphBackend):
         self._capacity = capacity
         self._adapters = adapters
         self._slots = 1  # room for further slots of paths
-        self.pool = PagePool(PageLayout.of(bundle.manifest.geometry, kv), pages_of(capacity) + pages + _FURTHER_PAGES)
+        layout = PageLayout.of(bundle.manifest.geometry, kv, weighed=weighed)
+        self.pool = PagePool(layout, pages_of(capacity) + pages + _FURTHER_PAGES)
         self._layout = self.pool.layout.array
         self._states = StatePool(bundle.manifest.geometry) if bundle.manifest.geometry.states else None
         self.cache = PagedCache(self.pool, capacity, SPARE_ROWS, self._states)

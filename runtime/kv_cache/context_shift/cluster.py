@@ -1,10 +1,10 @@
 """Merges neighbours that are alike, chunk by chunk and head by head.
 
 Chelsea: within a chunk of rows every second one is matched to the most similar of the others, and the most similar
-pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row should get the share of
-attention of all its tokens, for which its scores would need the logarithm of their number added; attention knows no
-bias of its own for each head and row. A mean of keys is shorter than they are, which takes from its share besides:
-merged keys are therefore as long as those that they stand for are on average.
+pairs of all chunks are merged, weighted by how many tokens each row stands for. A merged row gets the share of
+attention of all its tokens: the logarithm of their number is added to its scores, where the cache has weights. A mean
+of keys is shorter than they are, which takes from its share besides: merged keys are therefore as long as those that
+they stand for are on average.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from edgeinfer.bundle import DecoderSpec
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, LayerRotations, Removed, cosines, merge_rows
+from edgeinfer.runtime.kv_cache.context_shift.policy import (
+    Indices,
+    LayerRotations,
+    Removed,
+    cosines,
+    merge_rows,
+    weigh_rows,
+    weights_bytes,
+)
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 __all__ = ["ClusterOptions", "ClusterPolicy"]
@@ -64,7 +72,7 @@ class ClusterPolicy:
         freed, _ = _sizes(ClusterOptions(), capacity)
         counts = spec.num_layers * spec.num_kv_heads * (capacity - freed) * 4
         rows = 8 * capacity * spec.kv_size * 4 + 2 * capacity * spec.num_kv_heads * 4
-        return counts + LayerRotations.planned_bytes(spec, capacity) + rows
+        return counts + LayerRotations.planned_bytes(spec, capacity) + rows + weights_bytes(spec, capacity)
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Merges rows of every head."""
@@ -85,6 +93,7 @@ class ClusterPolicy:
             return rotations.moved(layer, both[..., :size], zero, new), both[..., size:-1]
 
         self._backend.cache.rewrite(edit)
+        weigh_rows(self._backend.cache, remembered)
         self._counts = remembered
         return Removed(self._freed, self._freed)
 

@@ -18,7 +18,15 @@ from edgeinfer.bundle.packing import dequantize
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
-from edgeinfer.runtime.kv_cache.context_shift.policy import Indices, Removed, Rotation, cosines, merge_rows
+from edgeinfer.runtime.kv_cache.context_shift.policy import (
+    Indices,
+    Removed,
+    Rotation,
+    cosines,
+    merge_rows,
+    weigh_rows,
+    weights_bytes,
+)
 from edgeinfer.runtime.kv_cache.context_shift.window import SINKS
 
 __all__ = ["MergeOptions", "MergePolicy", "Observer", "attention"]
@@ -189,7 +197,8 @@ class MergePolicy:
         similar = 2 * freed * capacity * 4
         rows = 7 * capacity * spec.kv_size * 4
         tables = Rotation.planned_bytes(spec.rope, capacity)
-        return past + Observer.planned_bytes(spec, observed) + tables + max(scores, similar) + rows
+        shift = Observer.planned_bytes(spec, observed) + tables + max(scores, similar) + rows
+        return past + shift + weights_bytes(spec, capacity)
 
     def make_room(self, tokens: Sequence[int]) -> Removed:
         """Evicts and merges rows of every head."""
@@ -212,6 +221,7 @@ class MergePolicy:
             return rotation.moved(both[..., :size], zero, new), both[..., size:]
 
         self._backend.cache.rewrite(edit)
+        weigh_rows(self._backend.cache, {layer: each.counts for layer, each in past.items()})
         self._past = past
         return Removed(self._freed, merged / (self._spec.num_layers * self._spec.num_kv_heads))
 

@@ -7,7 +7,7 @@ row is its index again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,9 @@ from edgeinfer.bundle.arithmetic import rope_tables
 from edgeinfer.records import dataclass
 from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.cache import KVCache
+from edgeinfer.runtime.backends.paged_cache import PagedCache
+from edgeinfer.runtime.paging.layout import PAGE, pages_for
 
 __all__ = [
     "ContextShiftPolicy",
@@ -28,7 +31,13 @@ __all__ = [
     "context_shift_summary",
     "cosines",
     "merge_rows",
+    "weigh_rows",
+    "weights_bytes",
 ]
+
+
+# Bytes that the size of a page is a multiple of.
+_PAGE_UNIT = 4096
 
 
 @dataclass(frozen=True)
@@ -193,3 +202,15 @@ def merge_rows(
     sums += np.add.reduceat(rows[sources] * weights[:, None], starts)
     counts[touched] += np.add.reduceat(weights, starts)
     rows[touched] = sums / counts[touched, None]
+
+
+def weigh_rows(cache: KVCache, counts: Mapping[int, Floats]) -> None:  # L of (H, n)
+    """Gives rows that stand for several tokens as much attention as so many rows would get, where the cache can."""
+    if isinstance(cache, PagedCache) and cache.weighed:
+        for layer, each in counts.items():
+            cache.weigh(layer, np.log(each))
+
+
+def weights_bytes(spec: DecoderSpec, capacity: int) -> int:
+    """Bytes that the weights of rows take in the pages of a cache of so many tokens, with what pages are rounded by."""
+    return pages_for(capacity) * (PAGE * 4 * spec.num_layers * spec.num_kv_heads + _PAGE_UNIT)

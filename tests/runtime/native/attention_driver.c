@@ -64,12 +64,30 @@ static uint8_t *new_pool(const attention_problem *p) {
     return pool;
 }
 
+/* The weight of a position of a head, at its place in the pool. */
+static uint8_t *weight_at(const attention *a, uint8_t *pool, int64_t page, int64_t kv, int64_t s) {
+    const int64_t head = attention_key_bytes(a->key_type, a->key_size) + attention_value_bytes(a->value_type, a->value_size);
+    return pool + page * a->page_bytes + a->offset + kv * attention_head_bytes(a) + head + s * 4;
+}
+
+/* Weighs every position of a pool; rows that are written later have none. */
+static void weigh(const attention_problem *p, uint8_t *pool) {
+    const attention *a = &p->shape;
+    for (int64_t page = 0; page < p->pages && a->weighed; page++)
+        for (int64_t kv = 0; kv < a->kv_heads; kv++)
+            for (int64_t s = 0; s < ATTENTION_PAGE; s++) {
+                const float weight = (float)((page * 31 + kv * 17 + s * 7) % 29) * 0.13f;
+                memcpy(weight_at(a, pool, page, kv, s), &weight, sizeof weight);
+            }
+}
+
 /* The whole pass: (count, heads v), with its pool. */
 static float *result_of(const attention_path *path, const attention_problem *p, uint8_t *pool, int64_t wanted) {
     attention past = p->past, now = p->now;
     past.pool = now.pool = pool;
     now.out = take_floats(now.count * now.heads * now.value_size);
     if (past.count) run(path, &past, 1, 0);
+    weigh(p, pool);
     run(path, &now, wanted, 1);
     return now.out;
 }
@@ -228,6 +246,8 @@ static void check_written(const attention_problem *p, const uint8_t *pool, int64
             double got = value_value(a, at + attention_key_bytes(a->key_type, a->key_size), s, c, &step);
             if (!(fabs(got - x[c]) <= step * 0.501 + 2e-6)) fail(r, a, "value", row, c, got, x[c]);
         }
+        double weight = a->weighed ? float_value(at + attention_head_bytes(a) - 4 * ATTENTION_PAGE + s * 4) : 0.0;
+        if (weight != 0.0) fail(r, a, "weight", row, 0, weight, 0.0);
     }
 }
 
@@ -267,6 +287,7 @@ static double exact_result(const attention_problem *p, const uint8_t *pool, int6
         for (int64_t c = 0; c < a->value_size && a->latent; c++) scores[i] += latent[c] * value_value(a, value, slot % 64, c, &step);
         scores[i] *= a->scale;
         if (a->softcap > 0) scores[i] = a->softcap * tanh(scores[i] / a->softcap);
+        if (a->weighed) scores[i] += float_value(at + attention_head_bytes(a) - 4 * ATTENTION_PAGE + slot % 64 * 4);
         most = fmax(most, scores[i]);
         size = fmax(size, fabs(scores[i]));
     }

@@ -78,10 +78,10 @@ class Tables:
         return pages * PAGE + slots % PAGE
 
 
-def make_layout(shape: Shape, keys: str, values: str, layers: int = 1) -> PageLayout:
+def make_layout(shape: Shape, keys: str, values: str, layers: int = 1, *, weighed: bool = False) -> PageLayout:
     """Pages for layers of a shape."""
     codecs = (find_row_codec(keys), find_row_codec(values))
-    return PageLayout((KVLayer(shape.kv_heads, shape.key_size, shape.value_size),) * layers, *codecs)
+    return PageLayout((KVLayer(shape.kv_heads, shape.key_size, shape.value_size),) * layers, *codecs, weighed)
 
 
 def _normed(rows: Doubles, weight: Floats | None, epsilon: float) -> Doubles:  # (heads, h)
@@ -139,6 +139,7 @@ def attend(
     results = []
     places = np.arange(len(pool) // layout.page_bytes * PAGE)
     held = [part.astype(np.float64) for part in PageRows(layout, pool).read(shape.layer, places)]
+    weights_of = layout.groups[0].weights(pool.reshape(-1, layout.page_bytes))[:, shape.layer]  # (pages, H, 64 or 0)
     for row, query in enumerate(queries):
         path = tables.path(row)
         seen = path[max(0, len(path) - shape.window) :] if shape.window else path
@@ -148,6 +149,9 @@ def attend(
             scores = keys @ q * shape.factor
             if shape.softcap:
                 scores = shape.softcap * np.tanh(scores / shape.softcap)
+            if layout.weighed:
+                at = tables.places(row, seen)
+                scores = scores + weights_of[at // PAGE, head // (shape.heads // shape.kv_heads), at % PAGE]
             sink = [] if weights.sinks is None else [float(weights.sinks[head])]
             most = max(scores.max(), *sink) if sink else scores.max()
             odds = np.exp(scores - most)

@@ -50,6 +50,7 @@ static void draw_shape(attention *a, int key_type, int value_type) {
         if (chance(60)) a->k_norm = random_floats(a->value_size, 2.0f);
     } else if (chance(40)) a->q_norm = random_floats((whole ? a->heads : 1) * a->key_size, 2.0f);
     if (!a->latent && chance(40)) a->k_norm = random_floats((whole ? a->kv_heads : 1) * a->key_size, 2.0f);
+    a->weighed = !a->latent && chance(40);
     if (chance(30)) a->sinks = random_floats(a->heads, 4.0f);
     if (!a->rotary) return;
     int64_t cells = (MOST_HISTORY + MOST_ROWS) * (a->rotary / 2);

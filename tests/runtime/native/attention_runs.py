@@ -59,6 +59,12 @@ class Store:
         pages = places[: sequences * width].reshape(sequences, width).astype(np.int32)
         return cls(layout, aligned(count * layout.page_bytes), pages)
 
+    @property
+    def weights(self) -> NDArray[np.float32]:  # (pages, layers, H, 64)
+        """What is added to the scores of each position, as a view."""
+        (group,) = self.layout.groups
+        return group.weights(self.memory.reshape(-1, self.layout.page_bytes))
+
     def copy(self) -> Store:
         """The same state elsewhere."""
         memory = aligned(self.memory.size)

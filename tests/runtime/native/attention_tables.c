@@ -79,6 +79,7 @@ static void make_values(fuzz *f) {
     int64_t key = a->key_size, width = a->heads * key + a->kv_heads * (key + a->value_size);
     int64_t layout[] = {below(ATTENTION_TYPES), below(ATTENTION_TYPES), 0, 64 * below(3)};
     a->key_type = (int32_t)layout[0], a->value_type = (int32_t)layout[1];
+    if (a->kv_heads == 1) a->weighed = 1, layout[0] += ATTENTION_WEIGHED;
     layout[2] = (layout[3] + a->kv_heads * attention_head_bytes(a) + 4095) / 4096 * 4096;
     f->bounds.pool = f->pages * layout[2] + below(64);
     a->pool = take((size_t)f->bounds.pool, 64, 0);

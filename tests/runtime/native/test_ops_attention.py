@@ -110,10 +110,13 @@ def compare(
     rng = np.random.default_rng(seed)
     shape, norm, sinks = drawn
     weights = make_weights(rng, shape, norm, sinks)
-    layout = make_layout(shape, *types, layers=2)
+    layout = make_layout(shape, *types, layers=2, weighed=seed % 2 > 0)
     store = Store.of(layout, len(lengths), 320, rng)
     runner = Runner(kernel, shape, weights, threads)
     for nodes in drawn_rows(rng, store, shape.width, lengths):
+        if layout.weighed:
+            # What rows weighed before counts for those that are not written by this pass.
+            store.weights[...] = rng.uniform(0, 3, store.weights.shape)
         got = runner(store, nodes)
         rows = list(prepared(shape, weights, np.stack([n.values for n in nodes]), [n.position for n in nodes]))
         check_stored(store, shape, nodes, runner, rows)
@@ -309,6 +312,22 @@ def test_rows_are_stored_with_the_bits_of_the_codecs(kernel: NativeKernel) -> No
         keys, values = rows[None, :, key : 2 * key], rows[None, :, 2 * key :]
         PageRows(wanted.layout, wanted.memory).write(0, np.arange(130), keys, values)
         assert np.array_equal(store.memory, wanted.memory), (kind, key, value)
+
+
+def test_a_weighed_row_counts_as_so_many_equal_ones(kernel: NativeKernel) -> None:
+    rng, shape = np.random.default_rng(8), Shape(6, 2, 20, 24)
+    values = rng.standard_normal((12, shape.width), np.float32)
+    counts = np.array([1, 3, 1, 5, 1, 1, 2, 1, 1, 4, 1, 1])  # of the last, which is asked, one
+    for kind in ROW_CODECS:
+        layout = make_layout(shape, kind, kind, weighed=True)
+        many, few = Store.of(layout, 1, 64), Store.of(layout, 1, 64)
+        runner = Runner(kernel, shape)
+        every = np.repeat(np.arange(12), counts)
+        whole = runner(many, [Node(0, tuple(range(i + 1)), values[row], i) for i, row in enumerate(every)])
+        runner(few, [Node(0, tuple(range(i + 1)), values[i], i) for i in range(11)])
+        few.weights[0, 0, :, :11] = np.log(counts[:11])
+        (last,) = runner(few, [Node(0, tuple(range(12)), values[11], 11)])
+        np.testing.assert_allclose(last, whole[-1], atol=1e-3 if kind == "int8" else 5e-6)
 
 
 def test_what_is_not_finite_reaches_only_the_rows_that_see_it(kernel: NativeKernel) -> None:

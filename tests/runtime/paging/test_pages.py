@@ -126,6 +126,7 @@ def layouts() -> list[PageLayout]:
     kinds = list(ROW_CODECS.values())
     pairs = [(size, size) for size in SIZES] + [(96, 64), (20, 48)]
     made = [PageLayout((KVLayer(3, *sizes),) * 2, kind, kind) for kind in kinds for sizes in pairs]
+    made += [PageLayout((KVLayer(3, 20, 48),) * 2, kind, kind, weighed=True) for kind in kinds]
     return [*made, PageLayout((KVLayer(2, 64, 40),), find_row_codec("int8"), find_row_codec("float16"))]
 
 
@@ -171,7 +172,7 @@ def test_rows_lie_where_the_contract_says() -> None:
         assert np.array_equal(pool.rows.stored_values(places), stored[1])
         layer, head, row = layers - 1, 1, 3
         page, at = divmod(int(places[row]), PAGE)
-        head_bytes = group.key_bytes + group.value_bytes
+        head_bytes = group.key_bytes + group.value_bytes + (256 if layout.weighed else 0)
         start = page * layout.page_bytes + int(layout.array[3 + layer]) + head * head_bytes
         memory = pool.memory[start : start + head_bytes]
         halves = (layout.keys, key_size, memory[: group.key_bytes], stored[0], True)
@@ -193,6 +194,34 @@ def test_rows_lie_where_the_contract_says() -> None:
                 assert np.array_equal(found, scales.ravel())
         assert layout.page_bytes % 4096 == 0
         assert all(offset % 64 == 0 for offset in layout.offsets)
+
+
+def test_weights_go_with_rows_and_end_with_them() -> None:
+    codec, sizes, rng = find_row_codec("int8"), ((2, 20, 48), (3, 16, 16)), np.random.default_rng(6)
+    layout = PageLayout(tuple(KVLayer(*each) for each in sizes), codec, codec, weighed=True)
+    pool, places = PagePool(layout, 3), np.array([130, 5, 64, 77])
+    pool.memory[:] = 255
+
+    def write() -> None:
+        for layer, (heads, *widths) in enumerate(sizes):
+            pool.rows.write(layer, places, *(rng.standard_normal((heads, 4, w)).astype(np.float32) for w in widths))
+
+    def weights(layer: int, at: NDArray[np.int64]) -> NDArray[np.float32]:  # (n,) -> (n, H)
+        return layout.groups[layer].weights(pool.memory.reshape(-1, layout.page_bytes))[at // PAGE, 0, :, at % PAGE]
+
+    write()
+    assert not weights(0, places).any() and not weights(1, places).any()
+    given = rng.uniform(0, 3, (3, 4)).astype(np.float32)
+    pool.rows.weigh(1, places, given)
+    assert np.array_equal(weights(1, places), given.T) and not weights(0, places).any()
+    pool.rows.copy(places[:2], places[2:])
+    assert np.array_equal(weights(1, places[2:]), given.T[:2])
+    stored = pool.rows.stored_keys(places), pool.rows.stored_values(places)
+    pool.rows.put_stored(places, *stored)
+    assert not weights(1, places).any()
+    pool.rows.weigh(1, places, given)
+    write()
+    assert not weights(1, places).any()
 
 
 def test_padding_is_zero_and_rows_are_copied_as_they_are() -> None:

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from edgeinfer.bundle import arithmetic, open_bundle
-from edgeinfer.config import OVERFLOWS
+from edgeinfer.config import MERGING, OVERFLOWS
 from edgeinfer.errors import UsageError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.concat import ConcatBackend
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
+from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 from edgeinfer.runtime.kv_cache.context_shift.merge import Observer, attention
 from edgeinfer.runtime.kv_cache.context_shift.registry import POLICIES, make_context_shift, planned_bytes
@@ -117,7 +118,32 @@ def test_an_overflow_takes_no_more_than_planned(quantized: Path, name: str, capa
     backend.close()
 
 
+def test_merged_rows_weigh_as_much_as_their_tokens(quantized: Path) -> None:
+    bundle, capacity = open_bundle(quantized), 100
+    backend = make_graph_backend(bundle, capacity, weighed=True)
+    assert isinstance(backend.cache, PagedCache)
+    policy = make_context_shift("cluster", bundle, backend)
+    assert policy is not None
+    tokens, (group,) = np.arange(300) * 37 % 320, backend.cache.pool.layout.groups
+    fed = 0
+    while fed < 290:
+        start = backend.cache.length
+        rows = capacity - start
+        backend.forward(ForwardInput(tokens[fed : fed + rows], np.arange(start, capacity), np.zeros(0, np.int64)))
+        fed += rows
+        policy.make_room(tokens[:fed].tolist())
+        pages = backend.cache.pool.memory.reshape(-1, backend.cache.pool.layout.page_bytes)
+        weights = group.weights(pages)[backend.cache.table[:2]]  # (pages, L, H, 64)
+        lying = np.concatenate(list(weights), axis=-1)[..., : backend.cache.length]
+        np.testing.assert_allclose(np.exp(lying).sum(axis=-1), fed, rtol=1e-5)
+    backend.cache.trim(0)
+    backend.forward(ForwardInput(tokens[:40], np.arange(40), np.zeros(0, np.int64)))
+    assert not group.weights(pages)[backend.cache.table[0], ..., :40].any()
+    backend.close()
+
+
 def test_one_policy_for_each_name() -> None:
+    assert {name for name, kind in POLICIES.items() if kind.reorders} == set(MERGING)
     assert ("stop", *POLICIES, "auto") == OVERFLOWS
 
 
