@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.bundle import Bundle, Layout, open_bundle
-from edgeinfer.config import GenerationConfig
+from edgeinfer.config import MERGING, GenerationConfig
 from edgeinfer.errors import BackendError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.runtime.arrays import Floats
@@ -69,7 +69,7 @@ class Writer:
 
     def __init__(self, bundle: Bundle, policy: str, capacity: int = CAPACITY, chunk: int = 8) -> None:
         self.bundle = bundle
-        self.backend: Backend = make_graph_backend(bundle, capacity)
+        self.backend: Backend = make_graph_backend(bundle, capacity, weighed=policy in MERGING)
         self.engine = Engine(self.backend, chunk, make_context_shift(policy, bundle, self.backend))
 
     def write(
