@@ -40,7 +40,6 @@ from edgeinfer.runtime.planning.ledger import Ledger, MemoryRelief
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput
 from edgeinfer.runtime.planning.planner import Profiles, Replan, make_plan, make_replanner, speed_model
-from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, profile_folder
 from edgeinfer.runtime.profile.settings import UNTUNED, Fingerprint, TunedSettings, model_digest
 from edgeinfer.runtime.profile.tuned import find_settings
@@ -289,8 +288,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
     parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle)) if keeping in TOKENIZERS else None
-    shifting = with_measured_policy(config, bundle)
-    backend = make_backend(subject.choice, shifting, plan.configuration, request.progress, bundles.settings)
+    backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings)
     if not subject.device.on_cpu:
         from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 

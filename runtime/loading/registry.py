@@ -12,6 +12,7 @@ from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, kv_types_on, memory_on, weights_modes_on
+from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.weights.layouts import Progress
@@ -161,5 +162,6 @@ def make_backend(
     factory = BACKENDS[choice.name]()
     if not factory.adapts:
         config.refuse_adapters(factory.engine())
+    config = with_measured_policy(config, choice.bundle)
     order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings)
     return factory.make(order)
