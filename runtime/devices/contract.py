@@ -50,6 +50,7 @@ class Device:
         traits: of its kernels.
         memory: onnxruntime's name of where its arrays live; CPU_MEMORY where it reads ordinary memory.
         plugin: module of the package that brings the provider as a library of its own; empty where onnxruntime has it.
+        servers: addresses of other machines that it is made of; none where it is this machine's.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Device:
     traits: Traits
     memory: str
     plugin: str = ""
+    servers: tuple[str, ...] = ()
 
     @property
     def on_cpu(self) -> bool:

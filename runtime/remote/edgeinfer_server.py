@@ -56,15 +56,16 @@ class EdgeInferReply(RetriedReply):
         """One round, by the session if the server knows it, else by a new one."""
         wanted = {"draft": list(draft), "further": further, "stream": further > 0}
         # It does not know what was written elsewhere.
-        if self._session is not None and len(reply) <= self._reached:
+        # A stream that was left may still end on its thread, and change the session meanwhile.
+        session = self._session
+        if session is not None and len(reply) <= self._reached:
             base = len(self._opening["prompt"]) + len(reply)
             try:
-                yield from self._sent({"session": self._session, "base": base, **wanted})
+                yield from self._sent({"session": session, "base": base, **wanted})
                 return
             except RemoteRefusalError as error:
                 if error.status != 409 or error.told.get("code") != _LOST:
                     raise
-            self._session = None
         yield from self._sent({**self._opening, "reply": list(reply), **wanted})
 
     def _sent(self, body: Mapping[str, Any]) -> Iterator[Decided]:

@@ -86,16 +86,16 @@ class LlamaCache(TrimmedCache):
         window: tokens that layers with a sliding window see; 0 where there are none.
 
     Attributes:
-        copyable: see `KVCache.copyable`.
         length: tokens it holds, all rows of a pending tree counted.
         pending: the draft tree of which no rows were kept yet.
     """
+
+    copyable = True
 
     def __init__(self, context: LlamaContext, codec: StateCodec, capacity: int, window: int) -> None:
         self._context = context
         self._codec = codec
         self.capacity = capacity
-        self.copyable = True
         self._window = window
         self.length = 0
         self.pending: TreePaths | None = None

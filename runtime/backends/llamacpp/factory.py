@@ -21,7 +21,7 @@ from edgeinfer.runtime.backends.llamacpp.memory import (
     packed_bytes,
 )
 from edgeinfer.runtime.backends.llamacpp.placement import Division
-from edgeinfer.runtime.backends.llamacpp.rpc import RPC, rpc_processor
+from edgeinfer.runtime.backends.llamacpp.rpc import rpc_processor
 from edgeinfer.runtime.devices.contract import Device
 from edgeinfer.runtime.devices.providers import device_error
 from edgeinfer.runtime.planning.configuration import Configuration, ModelMemory, TokenizerMode
@@ -116,7 +116,7 @@ class LlamaCppFactory(BackendFactory):
         try:
             return self._make(order, Offload(_processor(order.device), layers) if layers else None)
         except (BundleError, BackendError) as error:
-            if order.device.name.startswith(RPC):
+            if order.device.servers:
                 raise
             raise device_error(order.device, error.message) from error
 
@@ -144,6 +144,6 @@ class LlamaCppFactory(BackendFactory):
 
 def _processor(device: Device) -> GraphicsProcessor:
     """The graphics processor, or the servers, that a device names."""
-    if device.name.startswith(RPC):
-        return rpc_processor(tuple(device.name.removeprefix(RPC).split(", ")))
+    if device.servers:
+        return rpc_processor(device.servers)
     return find_processor(device.name)

@@ -43,7 +43,7 @@ class GraphicsProcessor:
         free, total: bytes of its memory.
         shared: its memory is the system's.
         pointers: llama.cpp's own, of all devices that are taken for one.
-        keeps_head: the norm and the matrix that give logits lie there, where any layers do.
+        servers: addresses of the machines that it is made of; none where it is this machine's.
     """
 
     name: str
@@ -52,7 +52,13 @@ class GraphicsProcessor:
     total: int
     shared: bool
     pointers: tuple[int, ...]
-    keeps_head: bool = True
+    servers: tuple[str, ...] = ()
+
+    @property
+    def keeps_head(self) -> bool:
+        """Whether the norm and the matrix that give logits lie there, where any layers do: logits are too long to be
+        sent."""
+        return not self.servers
 
 
 @dataclass(frozen=True)
@@ -141,4 +147,4 @@ def find_processor(name: str) -> GraphicsProcessor:
 
 def graphics_device(processor: GraphicsProcessor) -> Device:
     """It as the device of a model."""
-    return Device(processor.name, "llama.cpp", {}, _TRAITS, CPU_MEMORY)
+    return Device(processor.name, "llama.cpp", {}, _TRAITS, CPU_MEMORY, servers=processor.servers)

@@ -18,10 +18,8 @@ from edgeinfer.errors import CapabilityError, RemoteError
 from edgeinfer.runtime.backends.llamacpp.graphics import GraphicsProcessor
 from edgeinfer.wording import shown
 
-__all__ = ["RPC", "rpc_processor"]
+__all__ = ["rpc_processor"]
 
-# What the name of a device begins with whose layers lie on such servers.
-RPC = "RPC "
 _ADD_SERVER = b"ggml_backend_rpc_add_server"
 # Seconds that a server has to answer.
 _ANSWER_S = 5.0
@@ -54,7 +52,7 @@ def rpc_processor(servers: tuple[str, ...]) -> GraphicsProcessor:
         memory = ctypes.c_size_t(), ctypes.c_size_t()
         ggml.ggml_backend_dev_memory(ctypes.c_void_p(pointer), *map(ctypes.byref, memory))
         free, total = free + memory[0].value, total + memory[1].value
-    return GraphicsProcessor(RPC + ", ".join(servers), _DESCRIPTION, free, total, False, pointers, keeps_head=False)
+    return GraphicsProcessor("RPC " + ", ".join(servers), _DESCRIPTION, free, total, False, pointers, servers)
 
 
 @cache
