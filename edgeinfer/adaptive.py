@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 # Methods of computing less, as options name them; runtime/layer_skip has them, a test holds the two equal.
-ComputeMethod = Literal["full", "entropy", "unified", "calibrated", "importance", "routers", "exit"]
+ComputeMethod = Literal["full", "entropy", "unified", "calibrated", "importance", "routers", "exit", "steps"]
 COMPUTES: tuple[str, ...] = get_args(ComputeMethod)
 # What they are compared with in benchmarks: options take it, help does not offer it.
 BASELINES = ("random",)
@@ -41,7 +41,8 @@ _COMPUTE = "reduced compute (lossy)"
 _METHOD: dict[str, Any] = {
     "help": "how much of the model each token uses: full, all of it; entropy, the draft model writes the easy parts; "
     "unified, calibrated, importance or routers, some layers are skipped; exit, a pass ends early once the first "
-    "layers are sure of the token (default: full)",
+    "layers are sure of the token; steps, the draft model writes sentences that the model may write again "
+    "(default: full)",
     "choices": COMPUTES,
     "cli": "--compute",
     "group": _COMPUTE,
@@ -118,6 +119,16 @@ class ComputeSettings:
         cli="--skip-cache",
         group=_COMPUTE,
     )
+    step_advantage: float = option(
+        0.5,
+        help="nats a token by which the model must expect to write a step better than the draft model did, for "
+        "--compute steps to have it written again (default: 0.5)",
+        low=-100,
+        high=100,
+        cli="--step-advantage",
+        metavar="NATS",
+        group=_COMPUTE,
+    )
     # The mean over the reply's tokens, by sampled passes of the whole model.
     quality_floor: float | None = option(
         None,
@@ -156,7 +167,8 @@ class ReducedCompute(ComputeSettings, OptionGroup):
         method: "entropy" lets a draft model write the parts that are easy to predict; "unified", "calibrated",
             "importance" and "routers" skip layers or blocks for the whole reply, all but the first as chosen by
             `edgeinfer tune --skip`, by the prompt, or by the bundle's routers; "exit" ends a pass early once the first
-            layers are sure of the token.
+            layers are sure of the token; "steps" has the draft model write a sentence or line at a time, which the
+            model reads and writes again where it expects to do much better (Arbitrage).
         compute_speedup: target speedup of a pass that skips layers.
         compute_share: for "entropy": share of tokens that the large model generates.
         entropy_threshold: entropy in bits above which the large model generates a token; None follows the share.
@@ -166,6 +178,8 @@ class ReducedCompute(ComputeSettings, OptionGroup):
         exit_confidence: probability of the likeliest token above which a pass ends early.
         skip_cache: keys and values of layers that an early exit left out: computed later ("exact"), or copied from the
             layer below ("below").
+        step_advantage: for "steps": nats a token by which the model must expect to write a step better than the draft
+            model did to write it again.
         quality_floor: divergence in nats from the full model's predictions above which the full model takes over.
     """
 
@@ -179,6 +193,9 @@ class ReducedCompute(ComputeSettings, OptionGroup):
 
 
 def _check(method: str, settings: ComputeSettings) -> None:
+    if method == "steps" and settings.quality_floor is not None:
+        message = "quality_floor does not go with compute='steps', where the full model reads every token."
+        raise UsageError(message, "Use step_advantage, or leave quality_floor out.")
     if settings.skip_cache == "below" and method != "exit":
         message = "skip_cache='below' works with early exits only."
         raise UsageError(message, "Use it with compute='exit', or leave it out.")
@@ -217,10 +234,11 @@ class ComputeUse:
         reduced: of them, made with less than the whole model.
         layer_mask: blocks that ran for reduced tokens, [2i] and [2i+1] of layer i; of "entropy" empty.
         skipped_share: of all blocks of the tokens after the first, those that did not run for them.
-        large_share: of "entropy": tokens that the large model made, over all.
-        switches: of "entropy": how often the other model took over.
-        caught_up: tokens that were fed later, for the cache of a model or layer that had not seen them.
-        parameter_share: of "entropy": parameters that the tokens went through, over those of the large model for each;
+        large_share: of "entropy" and "steps": tokens that the large model made, over all.
+        switches: of the same: how often the other model took over.
+        caught_up: tokens that were fed later, for the cache of a model or layer that had not seen them; of "steps",
+            those that were read and not taken.
+        parameter_share: of the same: parameters that the tokens went through, over those of the large model for each;
             catching up left out.
         decide_ms: deciding what to leave out, after the prompt.
         predicted_ms: of a reduced pass, by measured costs of blocks; None where these are not known.

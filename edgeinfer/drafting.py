@@ -28,7 +28,7 @@ __all__ = [
 # Who can draft, as options name them; runtime/speculation/registry.py makes them, a test holds the two equal.
 DRAFTERS = (
     "forced", "copy", "ngram", "recycle", "model", "hierarchical", "exit", "skip", "bits", "experts", "bits-experts",
-    "resident", "medusa", "hydra", "prompt", "eagle", "mtp", "dflash", "hydra-plus",
+    "resident", "medusa", "hydra", "prompt", "eagle", "mtp", "dflash", "hydra-plus", "rapid",
 )  # fmt: skip
 # How drafts can be verified; runtime/speculation/verification has them. rejection: Leviathan and Chen; k-seq: SpecTr;
 # typical: Medusa.

@@ -92,6 +92,7 @@ class _ComputeSettings(TypedDict, total=False):
     entropy_stay: int
     exit_layer: int | None
     exit_confidence: float
+    step_advantage: float
     skip_cache: SkipCache
     quality_floor: float | None
 

@@ -171,7 +171,11 @@ def make_strategy(
     if parts.drafting is not None:
         assert is_shareable(config), "who made the parts has looked"
         return parts.speculator.strategy_beside(sampler, config, parts.drafting)
-    reduced = None if config.compute == "full" else parts.reduced.strategy(config, sampler)
+    reduced = None
+    if config.compute != "full":
+        from edgeinfer.runtime.layer_skip.steps import StepEnds  # as few replies take less
+
+        reduced = parts.reduced.strategy(config, sampler, StepEnds(parts.tokenizer, stop_ids))
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced
 
 

@@ -26,7 +26,7 @@ _OFF = "off"
 # A grammar's tokens are drafted for nothing, and texts to tune with have no grammar.
 _UNMEASURED = "forced"
 # Drafters that work on one and the same draft model's cache: the best of them is kept.
-_SHARING = frozenset({"model", "hierarchical"})
+_SHARING = frozenset({"model", "hierarchical", "rapid"})
 # Standard errors by which who pays is faster than plain decoding.
 _SURE = 2.0
 # Tokens after the first below which a reply's time says nothing.

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from edgeinfer.api import Model
 from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
 from edgeinfer.option_types import GenerationOptions
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.experts.statistics import ExpertCounts
@@ -112,6 +113,9 @@ def read_reply(
         CapabilityError: the backend cannot compute so.
     """
     asked = GenerationConfig.of(**options)
+    if asked.compute == "steps":
+        message = "compute='steps' chooses between replies, of which a given one is none."
+        raise UsageError(message, "Read it with another method, or compare replies.")
     with model._idle() as parts:
         return read(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))
 

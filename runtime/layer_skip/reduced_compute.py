@@ -10,17 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import CapabilityError, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts, measure_costs
 from edgeinfer.runtime.layer_skip.contract import SmallModel
 from edgeinfer.runtime.layer_skip.entropy import ENTROPY, Entropies
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.policies import SKIP_LEVELS, SKIPPING, SWITCHING, PolicyParts, SkipLevels
 from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
+from edgeinfer.runtime.layer_skip.steps import StepRoutingDecoding
+from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.sampling import Sampler
@@ -63,6 +66,10 @@ class ReducedComputeParts:
     plain_ms: Callable[[], float | None]
 
 
+def _nowhere(token: int) -> bool:
+    return False
+
+
 class ReducedComputeStrategies:
     """Makes the strategies of replies that take less compute. There is one of it per model.
 
@@ -93,8 +100,13 @@ class ReducedComputeStrategies:
             self._profile.drop(name)
             return missing
 
-    def strategy(self, options: ComputeOptions, sampler: Sampler) -> ReducedDecoding | None:
+    def strategy(
+        self, options: GenerationConfig, sampler: Sampler, ends: Callable[[int], bool] = _nowhere
+    ) -> DecodingStrategy | None:
         """How a reply is decoded; None is in full.
+
+        Args:
+            ends: whether a token ends a step, where steps are routed.
 
         Raises:
             UsageError: what is asked for needs what is not there.
@@ -110,6 +122,9 @@ class ReducedComputeStrategies:
         if options.compute in SWITCHING:
             switch = SWITCHING[options.compute](policies, options)
             return ModelSwitchDecoding(self._given(options, sampler), self.require_small(), switch, parts.parameters)
+        if options.compute == "steps":
+            given = self._given(options, sampler)
+            return StepRoutingDecoding(given, self.require_small(), ends, parts.parameters, greedy=options.greedy)
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."

@@ -274,6 +274,11 @@ class Sampler:
         return None if self._constraint is None else self._constraint.places()
 
     @property
+    def tells_logprobs(self) -> bool:
+        """Whether `accept` looks at logits."""
+        return self._alternatives is not None
+
+    @property
     def follows_paths(self) -> bool:
         """Whether choices depend on the reply's tokens other than by the logits."""
         return any(stack is not None for stack in (self._counts, self._constraint, self._check))

@@ -26,7 +26,7 @@ __all__ = ["bundled_drafter", "make_draft_backend", "make_speculator", "require_
 
 
 # Drafters that run a draft model.
-_OF_A_MODEL = frozenset({"model", "hierarchical"})
+_OF_A_MODEL = frozenset({"model", "hierarchical", "rapid"})
 
 
 def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:

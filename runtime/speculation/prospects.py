@@ -41,8 +41,9 @@ def _draft_model(plan_input: PlanInput, tuning: TunedDrafting) -> Prior | None:
     return Prior(1.0, 0.6, _read(drafter) / _read(plan_input), model=True)
 
 
-def _hierarchical(plan_input: PlanInput, tuning: TunedDrafting) -> Prior | None:
-    return _draft_model(plan_input, tuning) if _paid("hierarchical", tuning) else None
+def _paid_model(name: str) -> _Find:
+    """Of a drafter that runs the draft model, where tuning found that it pays."""
+    return lambda plan_input, tuning: _draft_model(plan_input, tuning) if _paid(name, tuning) else None
 
 
 def _module(name: str) -> _Find:
@@ -121,7 +122,7 @@ PRIORS: dict[str, _Find] = {
     "ngram": _table("ngram"),
     "recycle": _table("recycle"),
     "model": _draft_model,
-    "hierarchical": _hierarchical,
+    "hierarchical": _paid_model("hierarchical"),
     "exit": _running(0.5, _exit),
     "skip": _running(0.5, _skip),
     "bits": _running(0.8, _bits),
@@ -136,6 +137,7 @@ PRIORS: dict[str, _Find] = {
     "mtp": _module("mtp"),
     "dflash": _module("dflash"),
     "hydra-plus": _module("hydra-plus"),
+    "rapid": _paid_model("rapid"),
 }
 
 

@@ -117,12 +117,20 @@ class DrafterKind:
     model: bool = False
 
 
+def _required_model(parts: DrafterParts) -> Backend:
+    """The draft model.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if parts.whole_model is None:
+        hint = "Name one with " + Setting("draft_model") + ", or leave this drafter out."
+        raise UsageError("No draft model was given.", hint)
+    return parts.whole_model
+
+
 def _model(parts: DrafterParts) -> ModelDrafter:
-    model, vocabulary = parts.whole_model, parts.target.geometry.vocab_size
-    if model is None:
-        raise UsageError(
-            "No draft model was given.", "Name one with " + Setting("draft_model") + ", or leave this drafter out."
-        )
+    model, vocabulary = _required_model(parts), parts.target.geometry.vocab_size
     if parts.depths and model.capabilities.layer_skip and model.capabilities.hidden:
         from edgeinfer.runtime.speculation.drafters.sorted import SortedDrafter
 
@@ -142,6 +150,12 @@ def _hierarchical(parts: DrafterParts) -> Drafter:
 
     cheap: list[Drafter] = [CopyDrafter(), NgramDrafter(parts.target.geometry.vocab_size)]
     return HierarchicalDrafter(_model(parts), cheap)
+
+
+def _rapid(parts: DrafterParts) -> Drafter:
+    from edgeinfer.runtime.speculation.drafters.rapid import RapidDrafter
+
+    return RapidDrafter(_required_model(parts), parts.chunk, parts.target.geometry.vocab_size, parts.acceptance)
 
 
 def _exit(parts: DrafterParts) -> Drafter:
@@ -297,6 +311,7 @@ KINDS: dict[str, DrafterKind] = {
     "mtp": DrafterKind(_mtp, lambda parts: parts.has_module("mtp"), model=True),
     "dflash": DrafterKind(_dflash, lambda parts: parts.has_module("dflash"), model=True),
     "hydra-plus": DrafterKind(_hydra_plus, lambda parts: parts.has_module("hydra-plus"), model=True),
+    "rapid": DrafterKind(_rapid, lambda parts: parts.whole_model is not None and parts.paid("rapid"), model=True),
 }
 
 

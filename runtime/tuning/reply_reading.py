@@ -15,8 +15,8 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.divergence import divergence
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.tuning.measure import token_logits
@@ -62,7 +62,7 @@ class _Given(Sampler):
 
 
 def read_reply(
-    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], ReducedDecoding | None]
+    engine: Engine, prompt: Sequence[int], reply: Sequence[int], make: Callable[[Sampler], DecodingStrategy | None]
 ) -> ReplyReading:
     """Reads a reply; empties the cache.
 

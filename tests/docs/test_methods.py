@@ -21,7 +21,7 @@ COLUMNS = ("kind", "method", "asked for by", "definition", "beside plain decodin
 REGISTRIES: dict[str, Iterable[str]] = {
     "--speculation": KINDS,
     "--verification": VERIFICATIONS,
-    "--compute": [*SKIPPING, *(name for name in SWITCHING if name != "random"), "exit"],
+    "--compute": [*SKIPPING, *(name for name in SWITCHING if name != "random"), "exit", "steps"],
     "--overflow": POLICIES,
     "--method": METHODS,
     "--search": SEARCH_KINDS,

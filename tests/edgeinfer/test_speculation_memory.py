@@ -60,7 +60,7 @@ def test_drafters_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, 
         assert small is not None
         # The draft model has a term of its own.
         held = sum(
-            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "hierarchical") else 0)
+            d.nbytes() - (sum(small.nbytes().values()) if d.name in ("model", "hierarchical", "rapid") else 0)
             for d in drafters.values()
         )
         assert held <= model.plan.terms["drafting"]

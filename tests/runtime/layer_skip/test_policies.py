@@ -79,7 +79,7 @@ def test_a_run_of_lesser_tokens_must_be_earned_at_its_worst() -> None:
 
 
 def test_options_name_what_there_is() -> None:
-    assert set(COMPUTES) == {"full", "exit", *SKIPPING, *SWITCHING} - set(BASELINES)
+    assert set(COMPUTES) == {"full", "exit", "steps", *SKIPPING, *SWITCHING} - set(BASELINES)
     assert set(BASELINES) < set(SWITCHING)
 
 

@@ -134,7 +134,7 @@ class Subject:
         self, sampler: Witness, config: GenerationConfig, names: Sequence[str], width: int, noise: float
     ) -> SpeculativeDecoding:
         verification = find_verification(config.verification)
-        model = self._model() if {"model", "hierarchical"} & {*names} else None
+        model = self._model() if {"model", "hierarchical", "rapid"} & {*names} else None
         if model is not None:
             model.cache.trim(0)
         parts = DrafterParts(self.backend, model, 8, TunedDrafting(), bundle=self.bundle)

@@ -1,0 +1,168 @@
+"""A reply that the small model writes in steps, each of which the large one reads and may write again.
+
+The routing of Arbitrage (Maheswaran et al. 2025, arXiv 2512.05033): what counts is by how much the large model would
+write the step better, not how good the step is. The paper trains a router on the scores of a reward model; here the
+large model's own reading tells: the log-probability that it expects of tokens of its own, less that of those it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from edgeinfer.adaptive import ComputeUse
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
+from edgeinfer.runtime.layer_skip.contract import SmallModel, feed, whole_pass
+from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
+
+__all__ = ["StepEnds", "StepRoutingDecoding", "advantage"]
+
+# Tokens of a step that has no end by itself.
+_LONGEST = 48
+_SENTENCE_ENDS = frozenset(".!?\n")
+
+
+class _Decoder(Protocol):
+    """What makes text of tokens."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some."""
+
+
+class StepEnds:
+    """Tells whether a token ends a step: a sentence, a line or the reply; the paper's steps are paragraphs.
+
+    Args:
+        stop_ids: that end the reply.
+    """
+
+    def __init__(self, tokenizer: _Decoder, stop_ids: frozenset[int]) -> None:
+        self._tokenizer, self._known = tokenizer, dict.fromkeys(stop_ids, True)
+
+    def __call__(self, token: int) -> bool:
+        """Whether it does."""
+        if token not in self._known:
+            self._known[token] = not _SENTENCE_ENDS.isdisjoint(self._tokenizer.decode([token]))
+        return self._known[token]
+
+
+def advantage(logits: Floats, token: int, *, greedy: bool) -> float:  # (V,)
+    """By how many nats a model expects a token of its own to be likelier than this one.
+
+    Its own is the likeliest where it decodes greedily; else it is drawn, so that the expectation is minus the entropy.
+    """
+    powers = logits.astype(np.float64) - float(logits.max())
+    weights = np.exp(powers)
+    possible = weights > 0
+    own = 0.0 if greedy else float(weights[possible] @ powers[possible]) / float(weights.sum())
+    return own - float(powers[token])
+
+
+class StepRoutingDecoding(DecodingStrategy):
+    """Takes a step of the small model's, or writes it with the large one where that expects to do so much better.
+
+    Args:
+        given: what it works with; its backend is the large model's.
+        small: the small model, which follows texts lazily.
+        ends: whether a token ends a step.
+        greedy: every token is the likeliest.
+        parameters: of the small model over those of the large one.
+    """
+
+    def __init__(
+        self,
+        given: StrategyArguments,
+        small: SmallModel,
+        ends: Callable[[int], bool],
+        parameters: float,
+        *,
+        greedy: bool,
+    ) -> None:
+        super().__init__(given.backend, given.sampler)
+        self._options, self._greedy, self._chunk = given.options, greedy, max(1, min(given.chunk, given.rows))
+        self._small, self._ends, self._parameters = small, ends, parameters
+        self._statistics = ReducedStatistics()
+        self._text: list[int] = []  # prompt and reply; the last is the root
+        self._writes = False  # the large model, to the end of a step
+        self._row: Floats | None = None  # behind the root, where the pass over a step has told it
+        self._switches = 0
+
+    def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
+        """The token after the prompt, which the large model makes."""
+        accepted = self._accept(self._sampler.sample(logits, len(prompt)), logits)
+        self._text = [*prompt, *accepted]
+        self._writes, self._row = False, None
+        self._small.begin(self._text)
+        return accepted
+
+    def next(self, room: int, lost: int) -> Sequence[int]:
+        """A step of the small model's, or a token of the large one's."""
+        if not self._writes:
+            step = self._draft(min(room, self._backend.cache.capacity - self._backend.cache.length))
+            if step and self._takes(step):
+                self._text += step
+                self._statistics.tokens += len(step)
+                self._statistics.reduced += len(step)
+                return step
+            self._writes = True
+            self._switches += 1
+        logits = self._forward(self._root) if self._row is None else self._row
+        self._row = None
+        (token,) = accepted = self._accept(self._sampler.sample(logits, len(self._text)), logits)
+        self._text.append(token)
+        self._statistics.tokens += 1
+        if self._ends(token):
+            self._writes = False
+            self._switches += 1
+            # The step that it wrote before is no longer the text's.
+            self._small.begin(self._text)
+        return accepted
+
+    def _draft(self, room: int) -> list[int]:
+        """A step of the small model's; empty where its cache has no room for one."""
+        step: list[int] = []
+        while len(step) < min(room, _LONGEST) and not (step and self._ends(step[-1])):
+            logits = self._small.after([*self._text, *step])
+            if logits is None:
+                break
+            step.append(self._sampler.sample(logits, len(self._text) + len(step), step))
+        return step
+
+    def _takes(self, step: Sequence[int]) -> bool:
+        """Has the large model read a step; the cache then holds the root, and the step but for its last token if it
+        was taken."""
+        start, fed = self._backend.cache.length, [self._root, *step[:-1]]
+        gained, rows, first = 0.0, list[Floats](), np.zeros(0, np.float32)
+        run = whole_pass(self._backend)
+        for index, logits in feed(run, fed, start, range(len(fed)), self._chunk):
+            gained += advantage(logits, step[index], greedy=self._greedy)
+            if index == 0:
+                first = logits.copy()
+            if self._sampler.tells_logprobs:
+                rows.append(logits.copy())
+        if gained <= self._options.step_advantage * len(step):
+            for place, token in enumerate(step):
+                self._accept(token, rows[place] if rows else first)
+            return True
+        self._statistics.caught_up += len(step)
+        self._backend.cache.trim(start + 1)
+        self._row = first
+        return False
+
+    def compute_use(self) -> ComputeUse:
+        """How much of the text each model wrote; `caught_up` counts tokens of steps that were not taken."""
+        statistics = self._statistics
+        share = 1 - statistics.reduced / statistics.tokens if statistics.tokens else None
+        return ComputeUse(
+            compute="steps",
+            lossless=statistics.reduced == 0,
+            tokens=statistics.tokens,
+            reduced=statistics.reduced,
+            caught_up=statistics.caught_up,
+            large_share=share,
+            switches=self._switches,
+            parameter_share=None if share is None else share + (1 - share) * self._parameters,
+        )

@@ -1,0 +1,154 @@
+"""Routing by steps against the same thing done in the obvious way: who writes what, and what the cache holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgeinfer
+from edgeinfer.adaptive import ComputeOptions
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.layer_skip.contract import feed, whole_pass
+from edgeinfer.runtime.layer_skip.steps import StepEnds, StepRoutingDecoding, advantage
+from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
+from tests.runtime.speculation.drafters.models import export, make_backend
+from tests.speculation import random_bundle
+
+PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
+MOST, V = 30, 320
+# Ends of steps: one token in six.
+ENDS = frozenset(range(0, V, 6))
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return make_backend("portable", export("portable"))
+
+
+@pytest.fixture(scope="module")
+def other() -> Backend:
+    return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
+
+
+@pytest.fixture
+def engine(backend: Backend) -> Iterator[Engine]:
+    backend.cache.trim(0)
+    yield Engine(backend, 4)
+    backend.cache.trim(0)
+
+
+def test_an_advantage_is_what_the_model_expects_of_its_own_token() -> None:
+    logits = np.random.default_rng(1).normal(0, 2, 50).astype(np.float32)
+    logs = logits.astype(np.float64) - math.log(np.exp(logits.astype(np.float64)).sum())
+    entropy = -float(np.exp(logs) @ logs)
+    for token in (0, 7, int(logits.argmax())):
+        assert advantage(logits, token, greedy=True) == pytest.approx(logs.max() - logs[token])
+        assert advantage(logits, token, greedy=False) == pytest.approx(-entropy - logs[token])
+    # Of tokens drawn from the model itself it is nothing on average.
+    assert float(np.exp(logs) @ [advantage(logits, token, greedy=False) for token in range(50)]) == pytest.approx(0)
+    banned = np.array([0.0, -np.inf, 1.0], np.float32)
+    assert advantage(banned, 1, greedy=False) == math.inf
+
+
+def read(model: Backend, text: Sequence[int]) -> Floats:  # (V,)
+    """What a model says behind a text, read from its beginning."""
+    model.cache.trim(0)
+    (row,) = (row.copy() for _, row in feed(whole_pass(model), text, 0, [len(text) - 1], 4))
+    return row
+
+
+def routed(
+    large: Backend, small: Backend, config: GenerationConfig, threshold: float, most: int
+) -> tuple[list[int], int]:
+    """The reply, and how many of its tokens the small model wrote."""
+    sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
+    text = [*PROMPT, sampler.sample(read(large, PROMPT), len(PROMPT))]
+    written = 0
+    while len(text) < len(PROMPT) + most:
+        room, step = len(PROMPT) + most - len(text), list[int]()
+        while len(step) < room and not (step and step[-1] in ENDS):
+            step.append(sampler.sample(read(small, [*text, *step]), len(text) + len(step)))
+        gained = 0.0
+        for place, token in enumerate(step):
+            gained += advantage(read(large, [*text, *step[:place]]), token, greedy=config.greedy)
+        if gained <= threshold * len(step):
+            text += step
+            written += len(step)
+            continue
+        while len(text) < len(PROMPT) + most:
+            text.append(sampler.sample(read(large, text), len(text)))
+            if text[-1] in ENDS:
+                break
+    return text[len(PROMPT) :], written
+
+
+@pytest.mark.parametrize("options, threshold", [({}, 0.4), (SAMPLED, 0.05), (SAMPLED, -9.0), ({}, 99.0)])
+def test_steps_go_to_whoever_writes_them_better(
+    engine: Engine, backend: Backend, other: Backend, options: dict[str, Any], threshold: float
+) -> None:
+    config = GenerationConfig(compute="steps", step_advantage=threshold, **options)
+    sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
+    other.cache.trim(0)
+    given = StrategyArguments(backend, sampler, config, 4, 3, None)
+    steps = StepRoutingDecoding(given, ModelDrafter(other, 4), ENDS.__contains__, 0.25, greedy=config.greedy)
+    made = [
+        step.token for step in engine.generate(PROMPT, sampler, max_tokens=MOST, stop_ids=frozenset(), strategy=steps)
+    ]
+    held = engine.backend.cache.snapshot()
+    assert list(engine.cached_tokens) == [*PROMPT, *made][: held.length]
+    expected, written = routed(backend, other, config, threshold, MOST)
+    assert made == expected
+    use = steps.compute_use()
+    assert (use.tokens, use.reduced, use.lossless) == (MOST - 1, written, written == 0)
+    assert use.large_share == pytest.approx(1 - written / (MOST - 1))
+    # The rows of the text are the large model's own.
+    backend.cache.trim(0)
+    list(feed(whole_pass(backend), [*PROMPT, *made][: held.length], 0, [], 4))
+    whole = backend.cache.snapshot()
+    for ours, theirs in zip((*held.keys, *held.values), (*whole.keys, *whole.values), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_ends_with_a_sentence_a_line_or_the_reply() -> None:
+    class Words:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            return [" the", ".", "!\n", "\n\n", " 3", "?”", ""][ids[0]]
+
+    ends = StepEnds(Words(), frozenset({6}))
+    assert [ends(token) for token in range(7)] == [False, True, True, True, False, True, True]
+
+
+@pytest.mark.slow
+def test_a_reply_is_asked_for_by_name(tmp_path: Path) -> None:
+    large = random_bundle(tmp_path / "large", num_hidden_layers=3)
+    small = random_bundle(tmp_path / "small", seed=3, num_hidden_layers=1)
+    with edgeinfer.load(large, draft_model=small, context=120, threads=1, remember=False) as model:
+        plain = model.generate(PROMPT, max_tokens=40, ignore_eos=True, speculation="off")
+        asked: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "compute": "steps"}
+        alone = model.generate(PROMPT, step_advantage=-1.0, **asked)
+        assert alone.token_ids == plain.token_ids and alone.compute is not None and alone.compute.lossless
+        free = model.generate(PROMPT, step_advantage=50.0, logprobs=1, **asked)
+        assert free.compute is not None and free.compute.reduced == 39 and free.token_ids != plain.token_ids
+        told = [chunk.logprobs for chunk in model.stream(PROMPT, step_advantage=50.0, logprobs=1, **asked)]
+        assert sum(map(len, told)) == 40
+        with pytest.raises(UsageError, match="given one"):
+            edgeinfer.tools.read_reply(model, PROMPT, plain.token_ids, compute="steps")
+    with (
+        edgeinfer.load(large, context=64, threads=1, remember=False) as model,
+        pytest.raises(UsageError, match="draft"),
+    ):
+        model.generate(PROMPT, compute="steps")
+    with pytest.raises(UsageError, match="quality_floor"):
+        ComputeOptions(compute="steps", quality_floor=0.1).check_compute()
