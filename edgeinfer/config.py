@@ -19,10 +19,13 @@ from edgeinfer.records import dataclass
 from edgeinfer.remote_options import RemoteOptions
 from edgeinfer.reply_options import ReplyOptions, Sampling
 from edgeinfer.searching import Search, SearchOptions
-from edgeinfer.wording import Setting, shown
+from edgeinfer.wording import Setting, one_of, shown
 
 __all__ = [
+    "BITS",
+    "CONVERTED_BITS",
     "COUNTED",
+    "FLOAT_BITS",
     "GGUF_KV_TYPES",
     "KV_TYPES",
     "LOAD_GROUPS",
@@ -42,6 +45,9 @@ __all__ = [
     "parse_size",
 ]
 
+# Bits of a quantized weight, of a float, and what a checkpoint is converted to.
+BITS, FLOAT_BITS = (2, 3, 4, 8), 32
+CONVERTED_BITS = (*BITS, FLOAT_BITS)
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
@@ -195,8 +201,8 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
     # The conversion is kept; without this what is there is taken, or 4 bits, or 2 where memory has no room for 4.
     bits: int | None = option(
         None,
-        help="bits per weight when a checkpoint is converted on first use: 2, 3, 4, 8 or 32 (default: 4, or what "
-        "fits in memory)",
+        help=f"bits per weight when a checkpoint is converted on first use: {one_of(CONVERTED_BITS)} (default: 4, or "
+        "what fits in memory)",
         low=2,
         high=32,
         cli="--bits",

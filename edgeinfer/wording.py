@@ -3,11 +3,11 @@ shell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from edgeinfer.records import dataclass
 
-__all__ = ["Setting", "Wording", "joined", "said", "shown"]
+__all__ = ["Setting", "Wording", "joined", "one_of", "said", "shown"]
 
 _SHOWN = 80  # characters
 
@@ -55,6 +55,12 @@ def joined(settings: Iterable[Setting], word: str) -> Wording:
     for index, each in enumerate(settings):
         text += each if index == 0 else f" {word} " + each
     return text
+
+
+def one_of(values: Sequence[object]) -> str:
+    """Several values to choose from, such as "2, 4 or 8"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def said(text: str | Wording, say: Callable[[Setting], str]) -> str:

@@ -13,11 +13,11 @@ from edgeinfer.bundle.experts import find_expert, portable_bits
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, Layout
 from edgeinfer.bundle.manifest import Blob
 from edgeinfer.bundle.tables import LINE_BYTES, PAGE_BYTES, Outline, file_bytes, lay_out
+from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.allocation import Allocation, Choice, PricedOption, allocate_exactly
 from edgeinfer.quant.plan import QuantPlan, match_patterns
 from edgeinfer.quant.policy import (
-    BITS_TRIED,
     PROTECTED_BITS,
     QuantScheme,
     effective_block,
@@ -83,7 +83,7 @@ def candidate_schemes(
     found = {}
     for name in names:
         least = PROTECTED_BITS if is_protected(name) else 0
-        tried = tuple(b for b in BITS_TRIED if b >= least and (layout == NATIVE or portable_bits(b) == b))
+        tried = tuple(b for b in BITS if b >= least and (layout == NATIVE or portable_bits(b) == b))
         if name in ("embed", "head") and limits.head_bits is not None:
             tried = (limits.head_bits,)
         bits = (given[name],) if name in given else tried

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.config import FLOAT_BITS
 from edgeinfer.errors import UsageError
-from edgeinfer.quant.policy import FLOAT_BITS, QuantPolicy, QuantScheme, is_quantizable, make_scheme
+from edgeinfer.quant.policy import QuantPolicy, QuantScheme, is_quantizable, make_scheme
 
 __all__ = ["QuantPlan", "match_patterns"]
 

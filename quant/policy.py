@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgeinfer.bundle.packing import BITS, BLOCK_SIZES
+from edgeinfer.bundle.packing import BLOCK_SIZES
+from edgeinfer.config import BITS, FLOAT_BITS
 from edgeinfer.errors import UsageError
 
 __all__ = [
-    "BITS_TRIED",
-    "FLOAT_BITS",
     "PROTECTED_BITS",
     "QuantPolicy",
     "QuantScheme",
@@ -22,9 +21,6 @@ __all__ = [
     "make_scheme",
 ]
 
-FLOAT_BITS = 32
-# What an integer programme chooses among.
-BITS_TRIED = (2, 3, 4, 8)
 # The fewest bits of a shared expert.
 PROTECTED_BITS = 8
 # A linear layer up to this size (256 KB of float32) costs nothing to keep wider, and only tiny models have them, which

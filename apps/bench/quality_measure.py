@@ -24,6 +24,8 @@ from edgeinfer.apps.bench.model_files import export_command
 from edgeinfer.apps.bench.prompts import Message, Prompt
 from edgeinfer.apps.bench.quality_variants import CALIBRATION, Family, Variant
 from edgeinfer.apps.bench.texts import calibration_text, story_ids
+from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.store import GGUF_MODEL, GGUF_SUFFIX
 from edgeinfer.errors import EdgeInferError, TemplateError, UsageError
 from edgeinfer.results import Result
 
@@ -92,7 +94,7 @@ class Quality:
     """One variant.
 
     Attributes:
-        bytes: of the weights, scales and zero points included.
+        bytes: of the weights, scales and zero points included; of a GGUF file without its metadata.
         cache_bytes: of the cache for `context` tokens.
         perplexity: over all tokens but each story's first; `perplexity_error` is its standard error.
         divergences: Kullback-Leibler divergence from the reference after each token, in nats. (S,)
@@ -217,12 +219,13 @@ class _Bench:
         self.told()
         divergence = found.divergence
         values = np.zeros(sum(map(len, windows))) if divergence is None else divergence.values
-        info = model.info
+        info, path = model.info, self.path(variant)
+        stored = _tensor_bytes(path) or round(info.parameters * info.bits_per_weight / 8)
         return Quality(
             model=self.family.model,
             variant=variant,
-            bytes=round(info.parameters * info.bits_per_weight / 8),
-            bits_per_weight=info.bits_per_weight,
+            bytes=stored,
+            bits_per_weight=8 * stored / info.parameters,
             context=model.context,
             cache_bytes=model.plan.terms.get("kv", 0),
             perplexity=found.perplexity,
@@ -231,6 +234,16 @@ class _Bench:
             agreement=1.0 if divergence is None else divergence.agreement,
             tasks=score_tasks(model, self.material.questions, self.told),
         )
+
+
+def _tensor_bytes(path: str | Path | None) -> int | None:
+    """Bytes of the tensors of a GGUF file or bundle; None of others.
+
+    Such a file also holds the vocabulary, which in a small model would count for a quarter of a bit per weight.
+    """
+    file = Path(path or "")
+    file = file / GGUF_MODEL if file.is_dir() else file
+    return read_gguf(file).tensor_bytes if file.suffix == GGUF_SUFFIX and file.is_file() else None
 
 
 def measure_family(family: Family, material: Material, told: StageProgress | None = None) -> QualityResults:

@@ -12,7 +12,7 @@ from edgeinfer.apps.cli.bits_table import PLAN_HEADER, plan_facts, plan_rows
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.bundle import PORTABLE, open_bundle
-from edgeinfer.config import format_size, parse_size
+from edgeinfer.config import BITS, CONVERTED_BITS, FLOAT_BITS, format_size, parse_size
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _add_quantization(parser: Parser) -> None:
         "bits per weight: fewer make a smaller and faster model, more stay closer to the original; 16 "
         "needs --format gguf, 32 is float32 (default: 4)"
     )
-    size.add_argument("--bits", type=int, choices=(2, 3, 4, 8, 16, 32), help=text)
+    size.add_argument("--bits", type=int, choices=(*BITS, 16, FLOAT_BITS), help=text)
     text = "with --format gguf, instead of --bits: quantization type, such as Q4_K_M (default: Q4_0, the fastest)"
     size.add_argument("--type", dest="gguf_type", metavar="TYPE", help=text)
     text = (
@@ -126,7 +126,7 @@ def _add_quantization(parser: Parser) -> None:
     text = "quantize with scales and zero points, which is a little more precise (default)"
     sign.add_argument("--asymmetric", dest="symmetric", action="store_false", help=text)
     text = "bits of the output layer (default: chosen by --bits)"
-    parser.add_argument("--head-bits", type=int, choices=(2, 3, 4, 8, 32), help=text)
+    parser.add_argument("--head-bits", type=int, choices=CONVERTED_BITS, help=text)
     text = "quantize layers of at most 65536 weights like the others, instead of with more bits"
     parser.add_argument("--no-keep-small", dest="keep_small", action="store_false", default=None, help=text)
 

@@ -11,7 +11,9 @@ from edgeinfer import hub
 from edgeinfer.apps.cli.fetching import show_notes, type_question
 from edgeinfer.apps.cli.output import Progress, print_json, print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
+from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.hub.resolving import name_of
+from edgeinfer.wording import one_of
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Subparsers
@@ -35,8 +37,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "pull", execute, _DESCRIPTION)
     text = "name of the catalog (edgeinfer models --catalog), or hub id; of a GGUF repository with the type"
     parser.add_argument("repo", metavar="NAME|ORG/NAME[:TYPE]", help=text)
-    text = "bits of a checkpoint's weights: 2, 3, 4, 8 or 32 (default: 4, or what fits this machine's memory)"
-    parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8, 32), help=text)
+    text = f"bits of a checkpoint's weights: {one_of(CONVERTED_BITS)} (default: 4, or what fits this machine's memory)"
+    parser.add_argument("--bits", type=int, choices=CONVERTED_BITS, help=text)
     text = "take the type of a GGUF repository that suits this machine, without asking"
     parser.add_argument("-y", "--yes", action="store_true", help=text)
     parser.add_argument("--no-convert", action="store_true", help="only fetch a checkpoint, for edgeinfer export")

@@ -34,12 +34,13 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, NATIVE, PORTABLE, STATIC, Layout, tensor_layout
 from edgeinfer.bundle.manifest_json import DAMAGED, drop_empty, read, require, wrong
 from edgeinfer.bundle.native_layout import native_parts
-from edgeinfer.bundle.packing import BITS, BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
+from edgeinfer.bundle.packing import BLOCK_SIZES, Dtype, Parts, QuantizedShape, portable_parts
 from edgeinfer.bundle.peft import Module
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.spec import DecoderSpec, MoESpec
 from edgeinfer.bundle.static_graph import BACKEND, StaticGraphs
 from edgeinfer.bundle.static_layout import STATIC_BITS, static_parts
+from edgeinfer.config import BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 

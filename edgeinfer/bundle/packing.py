@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from edgeinfer.records import dataclass
 
 __all__ = [
-    "BITS",
     "BLOCK_SIZES",
     "E2M1_DOUBLED",
     "Dtype",
@@ -37,7 +36,6 @@ __all__ = [
     "unpack",
 ]
 
-BITS = (2, 3, 4, 8)
 BLOCK_SIZES = (32, 64, 128)
 # Twice the values of E2M1 by their codes. Source: OCP Microscaling Formats 1.0.
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)

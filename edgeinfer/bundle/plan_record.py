@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from edgeinfer.bundle.packing import BITS
+from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
 __all__ = ["PlanRecord", "PlannedTensor"]
-
-_BITS = (*BITS, 32)
 
 
 def _require(condition: bool, what: str) -> None:
@@ -36,8 +34,9 @@ class PlannedTensor:
     type: str = ""
 
     def __post_init__(self) -> None:
-        _require(self.bits in _BITS or (self.type != "" and 0 < self.bits <= 32), f"{self.name} has {self.bits} bits")
-        blocks = self.block_size > 0 if self.bits < 32 else self.block_size == 0
+        known = self.bits in CONVERTED_BITS or (self.type != "" and 0 < self.bits <= FLOAT_BITS)
+        _require(known, f"{self.name} has {self.bits} bits")
+        blocks = self.block_size > 0 if self.bits < FLOAT_BITS else self.block_size == 0
         _require(blocks or (self.type != "" and self.block_size > 0), f"{self.name} has a block of {self.block_size}")
         _require(self.predicted_kl is None or self.predicted_kl >= 0, f"{self.name} has a negative prediction")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
+from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import BundleError, HubError
 from edgeinfer.records import dataclass
 
@@ -50,7 +51,7 @@ CONFIG_PATTERNS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
 _TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
-_BITS = re.compile(r"(2|3|4|8|32)-?bits?", re.IGNORECASE)
+_BITS = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-?bits?", re.IGNORECASE)
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # Projectors of images beside a model, and data that was used to quantize it.
 _OTHERS = ("mmproj", "imatrix")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from edgeinfer.bundle.packing import BITS
+from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.hub.cache import (
     BUILTIN,
@@ -25,10 +25,10 @@ from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
 from edgeinfer.hub.folder import CheckpointSource, find_converted
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
+from edgeinfer.wording import one_of
 
 __all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
 
-_BITS = (*BITS, 32)
 _FILES = (GGUF, ".safetensors", ".onnx", ".bin")
 
 
@@ -62,8 +62,8 @@ def resolve(
         StorageError: the disk has too little room.
         UsageError: `bits` of what is no checkpoint.
     """
-    if bits not in (None, *_BITS):
-        raise UsageError(f"{bits} bits are not supported.", "Choose 2, 3, 4, 8 or 32.")
+    if bits not in (None, *CONVERTED_BITS):
+        raise UsageError(f"{bits} bits are not supported.", f"Choose {one_of(CONVERTED_BITS)}.")
     path = _found(model, bits)
     if path is None:
         path = fetch(_job(model, bits, memory, progress), progress, cancelled, choose)

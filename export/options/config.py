@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.bundle import LAYOUTS, NATIVE, DecoderSpec, Layout
-from edgeinfer.bundle.packing import BITS
 from edgeinfer.bundle.static_graph import StaticGraphs
+from edgeinfer.config import CONVERTED_BITS, FLOAT_BITS
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.export.options.file_types import find_file_type, find_tensor_type
 from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS
-from edgeinfer.quant.policy import FLOAT_BITS
 
 __all__ = ["EXPORTERS", "FORMATS", "ExportConfig", "StaticOptions"]
 
@@ -25,7 +24,6 @@ _DEFAULT_CONTEXT, _DEFAULT_CHUNK = 1024, 64
 _LARGEST_WIDTH = 256
 FORMATS = ("onnx", "gguf")
 EXPORTERS = ("native", "optimum")
-_BITS = (*BITS, FLOAT_BITS)
 # llama.cpp's types by bits; of those with four, the one its kernels are fastest at.
 _GGUF_TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_0", 8: "Q8_0", 16: "F16", 32: "F32"}
 _GROUP_SIZES = (32, 64, 128)
@@ -154,9 +152,9 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         _choice("format", self.format, FORMATS)
-        _choice("bits", self.bits, _BITS if self.format == "onnx" else tuple(_GGUF_TYPES))
+        _choice("bits", self.bits, CONVERTED_BITS if self.format == "onnx" else tuple(_GGUF_TYPES))
         _choice("group_size", self.group_size, (None, *_GROUP_SIZES))
-        _choice("head_bits", self.head_bits, (None, *_BITS))
+        _choice("head_bits", self.head_bits, (None, *CONVERTED_BITS))
         _choice("layout", self.layout, LAYOUTS)
         _choice("exporter", self.exporter, EXPORTERS)
         if self.name is not None and not self.name.strip():
@@ -164,7 +162,7 @@ class ExportConfig:
         self._check_method()
         self._check_budget()
         for pattern, bits in self.bits_for:
-            _choice("bits_for", bits, _BITS)
+            _choice("bits_for", bits, CONVERTED_BITS)
             if not pattern:
                 raise UsageError("A pattern of bits_for is empty.", "Write it like layers.*.mlp.down=8.")
         if self.drafter is not None:

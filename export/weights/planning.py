@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.plan_record import PlanRecord
 from edgeinfer.bundle.tables import Outline
+from edgeinfer.config import FLOAT_BITS
 from edgeinfer.errors import UsageError
 from edgeinfer.export.architectures import TensorPlan
 from edgeinfer.export.architectures.described import Described
@@ -19,7 +20,7 @@ from edgeinfer.export.source.sidecar import Sidecar
 from edgeinfer.export.weights.writer import outline
 from edgeinfer.quant.budget import Candidate, candidate_schemes, plan_within
 from edgeinfer.quant.plan import QuantPlan
-from edgeinfer.quant.policy import FLOAT_BITS, QuantScheme
+from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.probing import probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 from edgeinfer.results import Progress

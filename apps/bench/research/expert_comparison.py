@@ -1,12 +1,13 @@
 """What ways to quantize experts cost a mixture-of-experts checkpoint at equal bytes.
 
 python -m edgeinfer.apps.bench.research.expert_comparison CHECKPOINT --text FILE [--bits 2.125,2.375,...]
-    [--tokens N] [--methods rtn,gptq] [--json OUT]
+    [--tokens N] [--methods rtn,gptq] [--shared-space DIRECTIONS] [--json OUT]
 
 One scheme for all experts, the best that fits; a scheme for each, as the integer programme of `edgeinfer export`
 chooses; and experts as a shared basis with factors of their own (spectral.py). All else stays float32, and the whole
 checkpoint lies in memory. Prints a table of the bytes that experts take, the divergence from the float model
-on text that was not calibrated with, and the processor's seconds of quantizing.
+on text that was not calibrated with, and the processor's seconds of quantizing. With --shared-space the float model is
+the checkpoint whose experts read and write a space of so many directions only: what the shared basis is made for.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ class ComparisonSettings:
         bits: stored bits per expert weight that are allowed, scales and zero points included.
         tokens: to calibrate with, and as many others to measure on.
         methods: quantizers of edgeinfer.quant, by name, for the forms that bundles can hold.
+        shared_space: directions of the space that a layer's experts read and write, and nothing beside it; None leaves
+            them as they are.
     """
 
     bits: tuple[float, ...] = (2.125, 2.375, 2.5, 2.75, 3.0)
     tokens: int = 8192
     methods: tuple[str, ...] = ("rtn", "gptq")
+    shared_space: int | None = None
 
     def __post_init__(self) -> None:
         # Scales that are folded into the layers before would change what is no expert's.
@@ -62,6 +66,8 @@ class ComparisonSettings:
             raise UsageError(f"No comparison is made by {', '.join(self.methods)}.", f"Choose of {', '.join(known)}.")
         if not self.bits or not all(math.isfinite(bits) and bits > 0 for bits in self.bits) or self.tokens < 2:
             raise UsageError("There is nothing to compare.", "Ask for more than 0 bits and at least 2 tokens.")
+        if self.shared_space is not None and self.shared_space < 1:
+            raise UsageError("A shared space has no direction.", "Ask for at least 1.")
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ def compare(checkpoint: Path, text: Path, settings: ComparisonSettings | None = 
     """
     settings = settings or ComparisonSettings()
     model = ExpertModel.read(checkpoint)
+    if settings.shared_space is not None:
+        model.share_space(settings.shared_space)
     for bits in settings.bits:
         model.check(bits)
     tokenizer = _read_bytes(checkpoint / "tokenizer.json")
@@ -293,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help_ = f"to calibrate with, and as many to measure on (default: {default.tokens})"
     parser.add_argument("--tokens", "--calibration-tokens", type=int, default=default.tokens, metavar="N", help=help_)
     parser.add_argument("--methods", type=_names, default=default.methods, help="separated by commas")
+    parser.add_argument("--shared-space", type=int, metavar="DIRECTIONS", help="leave the experts one space to share")
     parser.add_argument("--json", type=Path, metavar="OUT", help="file to write all figures to")
     args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -300,7 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Refused now rather than when all is done.
         if args.json is not None and not args.json.parent.is_dir():
             raise StorageError(f"Cannot write {args.json}: its folder does not exist.", "Make the folder first.")
-        comparison = compare(args.checkpoint, args.text, ComparisonSettings(args.bits, args.tokens, args.methods))
+        settings = ComparisonSettings(args.bits, args.tokens, args.methods, args.shared_space)
+        comparison = compare(args.checkpoint, args.text, settings)
         if args.json is not None:
             _write(args.json, comparison)
     except EdgeInferError as error:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.apps.bench.research.simulation import grid_bytes
-from edgeinfer.apps.bench.research.spectral import Heterogeneity, heterogeneity, quantize_spectral
+from edgeinfer.apps.bench.research.spectral import Heterogeneity, heterogeneity, quantize_spectral, share_space
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.packing import BLOCK_SIZES
+from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.architectures import find_architecture
 from edgeinfer.export.architectures.planned_tensors import PlannedTensors
@@ -25,7 +26,7 @@ from edgeinfer.quant import METHODS, Grid, InputStatistics, QuantScheme, approxi
 from edgeinfer.quant.allocation import Choice, PricedOption, allocate
 from edgeinfer.quant.budget import Candidate, candidate_schemes
 from edgeinfer.quant.calibration import CalibrationOptions, calibrate, default_streams
-from edgeinfer.quant.policy import BITS_TRIED, make_scheme
+from edgeinfer.quant.policy import make_scheme
 from edgeinfer.quant.probing import expert_group, probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 
@@ -71,6 +72,13 @@ class ExpertModel:
             raise UsageError(f"No expert of {folder} can be quantized.", hint)
         return model
 
+    def share_space(self, directions: int) -> None:
+        """Leaves of the experts of a layer what lies in one space that they read, and in one that they write."""
+        for members in self.groups.values():
+            experts = [self._tensors[name] for name in members]
+            shared = share_space(experts, directions, writes=members[0].endswith(".down"))
+            self._tensors |= dict(zip(members, shared, strict=True))
+
     def tensor(self, name: str) -> Floats:
         """A whole tensor."""
         return self._tensors[name]
@@ -110,7 +118,7 @@ class ExpertModel:
 
     def fitting(self, budget: int) -> list[QuantScheme]:
         """Schemes that all experts can have within so many bytes, of the widest bits that any of those has."""
-        every = [QuantScheme(b, size, plain) for b in BITS_TRIED for size in BLOCK_SIZES for plain in (True, False)]
+        every = [QuantScheme(b, size, plain) for b in BITS for size in BLOCK_SIZES for plain in (True, False)]
         # Where no row is long enough for large blocks, they are the same as smaller ones.
         distinct = {tuple(self.uniform(scheme).values()): scheme for scheme in reversed(every)}.values()
         found = [scheme for scheme in distinct if self.nbytes(self.uniform(scheme)) <= budget]

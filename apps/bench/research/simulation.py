@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Bundle, TensorEntry, bfloat16, open_bundle, seal, write_bundle
 from edgeinfer.bundle.packing import packed_bytes
 from edgeinfer.bundle.tables import stored_tensors
+from edgeinfer.config import BITS
 from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.export.source.calibration_text import read_calibration_text
 from edgeinfer.export.weights.writer import write_floats
@@ -36,8 +37,6 @@ __all__ = ["CODEBOOK_BITS", "FORMS", "CodebookMatrix", "Form", "grid_bytes", "ma
 
 Floats = NDArray[np.float32]
 CODEBOOK_BITS = (2, 3, 4)
-# Widths that quantizers know steps for.
-_UNIFORM_BITS = (2, 3, 4, 8)
 _ROUNDS = 50
 # Scales, values of codebooks (bfloat16) and the places of rows take two bytes each; more rows need four for a place.
 _SHORT, _LONG = 2, 4
@@ -188,9 +187,9 @@ class Form:
     head_bits: int = 8
 
     def __post_init__(self) -> None:
-        widths = CODEBOOK_BITS if self.kind == "codebook" else _UNIFORM_BITS
+        widths = CODEBOOK_BITS if self.kind == "codebook" else BITS
         known = self.kind in FORMS and self.method in METHODS
-        if not known or self.bits not in widths or self.head_bits not in _UNIFORM_BITS or self.group < 1:
+        if not known or self.bits not in widths or self.head_bits not in BITS or self.group < 1:
             hint = "Choose 2, 3, 4 or 8 bits, of codebooks 2 to 4, and a method of edgeinfer export."
             raise UsageError(f"There is no form {self}.", hint)
 

@@ -20,7 +20,7 @@ from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant.blocks import Grid, padded
 from edgeinfer.quant.methods import approximate
 
-__all__ = ["Heterogeneity", "SpectralExperts", "heterogeneity", "quantize_spectral"]
+__all__ = ["Heterogeneity", "SpectralExperts", "heterogeneity", "quantize_spectral", "share_space"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -157,6 +157,22 @@ def _cheapest(errors: NDArray[np.float64], sizes: Ints, budget: int) -> Ints | N
         low, high = (low, price) if fits else (price, high)
     chosen: Ints = (errors + high * sizes[:, None, None]).argmin(axis=0)
     return chosen if sizes[chosen].sum() <= budget else None
+
+
+def share_space(experts: Sequence[Floats], directions: int, *, writes: bool) -> list[Floats]:  # (R, C) each
+    """The experts with nothing outside the space of so many directions that holds most of all of them.
+
+    Args:
+        writes: it is the space that they write, not the one that they read.
+
+    Raises:
+        UsageError: they have different shapes, or are not finite.
+    """
+    stacked = _stacked(experts).swapaxes(1, 2) if writes else _stacked(experts)  # (E, own, shared)
+    flat = stacked.reshape(-1, stacked.shape[2]).astype(np.float64)
+    basis = np.linalg.eigh(flat.T @ flat)[1][:, -directions:].astype(np.float32)  # (shared, directions)
+    projected = stacked @ (basis @ basis.T)
+    return list(projected.swapaxes(1, 2) if writes else projected)
 
 
 def heterogeneity(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.apps.bench.research.spectral import heterogeneity, quantize_spectral
+from edgeinfer.apps.bench.research.spectral import heterogeneity, quantize_spectral, share_space
 from edgeinfer.errors import BudgetError, UsageError
 
 Floats = NDArray[np.float32]
@@ -52,6 +52,18 @@ def test_the_shared_side_decides_how_many_directions_there_are() -> None:
         assert written.basis_bytes == 8 * 64 * 2 and error(experts, written.weights) < 1e-3
     read = quantize_spectral(experts, 4000)
     assert error(experts, read.weights) > 10 * error(experts, written.weights)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_experts_are_left_the_space_that_holds_most_of_them(writes: bool) -> None:
+    experts = [e.T for e in make_experts(shared=0.9)] if writes else make_experts(shared=0.9)
+    shared = share_space(experts, 8, writes=writes)
+    ranks = [np.linalg.matrix_rank(np.concatenate(x, axis=1 if writes else 0), tol=1e-2) for x in (experts, shared)]
+    assert ranks[0] > 8 == ranks[1]
+    # Noise of a tenth beside eight directions: what is left out is some of the noise.
+    assert 0 < error(experts, tuple(shared)) < 0.01
+    again = share_space(shared, 8, writes=writes)
+    np.testing.assert_allclose(again, shared, atol=1e-4)
 
 
 def test_important_experts_get_more_bits() -> None:
