@@ -15,8 +15,7 @@ and where the decoder has them: head_bias (V,) · a norm's own _bias · layers.{
   .mlp.up (F, D) for gate_up in an MLP without a gate, and for qkv in latent attention .attn.q (q, D), or
   .attn.q_a (r, D)   .attn.q_a_norm (r,) .attn.q_b (q, r) · .attn.kv_a (rank + rotated, D) · .attn.kv_norm (rank,)
   .attn.k_b (heads rank, plain) · .attn.v_b (heads v, rank). What stands in for attention is .mixer.in,
-  .out, .conv and the vectors of edgeinfer.bundle.recurrence.
-A tied head is listed with the embedding's own blobs.
+  .out, .conv and the vectors of edgeinfer.bundle.recurrence. A tied head is listed with the embedding's own blobs.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def measure(bundle: Bundle, rounds: int) -> tuple[PassCosts, dict[int, float]]:
             started = time.process_time()
             output = backend.forward(ForwardInput(tokens, np.arange(rows) + _PAST, np.arange(rows)))
             ms = 1e3 * (time.process_time() - started)
-            assert output.experts is not None, "a mixture tells which it used"
+            if output.experts is None:
+                raise SystemExit("The model does not tell which experts it used.")
             best[rows] = min(ms, best.get(rows, ms))
             used = active_experts(output.experts, decoder.moe.experts)  # (S, L, E)
             met[rows].append(float(used.any(axis=0).sum()) / used.shape[1])
@@ -96,7 +97,7 @@ def main() -> None:
     guessed, (costs, met) = guessed_passes(always, takes.needed), measure(bundle, args.rounds)
 
     def read(experts: float) -> float:
-        return always + takes.total * experts / args.experts
+        return float(always + takes.total * experts / args.experts)
 
     rows = [
         (

@@ -108,6 +108,8 @@ def test_types_of_llama_cpp_are_compared(tmp_path: Path) -> None:
     reference, eight, four = measure_family(family, Material(STORIES, ("The dog is here. " * 20,), 64)).subjects
     assert (eight.variant.label, four.variant.label) == ("Q8_0", "Q4_0")
     assert reference.bytes > eight.bytes > four.bytes and 0 < eight.divergence[0] < four.divergence[0]
+    # Tensors alone count, not the vocabulary beside them in the file.
+    assert 8 < eight.bits_per_weight < 9 and 4 < four.bits_per_weight < 6
 
 
 def test_divergence_is_that_of_the_distributions(checkpoint: Path, tmp_path: Path) -> None:
