@@ -85,6 +85,7 @@ class ConfigOption:
         wire: fields of an OpenAI-style request that give the value as it is, its own name first; empty where none does.
         basic: the short help of commands shows it too.
         brief: stands for the help there, where that is long.
+        goes_with: another option and its value; both are given, or neither. None where there is no such option.
     """
 
     name: str
@@ -103,6 +104,7 @@ class ConfigOption:
     wire: tuple[str, ...] = ()
     basic: bool = False
     brief: str = ""
+    goes_with: tuple[str, str] | None = None
 
     def check(self, value: object) -> None:
         """Refuses a value that this option cannot have. Tuples and mappings are checked by their configuration.
@@ -140,6 +142,7 @@ def option(
     wire: bool | tuple[str, ...] = True,
     basic: bool = False,
     brief: str = "",
+    goes_with: tuple[str, str] | None = None,
     factory: Any = dataclasses.MISSING,
 ) -> Any:
     """Declares a field of a configuration; `options_of` gives what was declared.
@@ -167,6 +170,7 @@ def option(
         "wire": wire,
         "basic": basic,
         "brief": brief,
+        "goes_with": goes_with,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata=declared)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
-from edgeinfer.options import Range, option, require, require_few
+from edgeinfer.options import Range, option, options_of, require, require_few
 from edgeinfer.records import dataclass
 
 __all__ = [
@@ -191,6 +191,7 @@ class SearchSettings:
     lame_prompt: str | None = option(
         None,
         help="worse prompt, from whose reply contrast steers away",
+        goes_with=("search", "contrast"),
         cli="--lame-prompt",
         metavar="TEXT",
         group=_SEARCH,
@@ -207,6 +208,7 @@ class SearchSettings:
     passage: str | None = option(
         None,
         help="text of which extract finds the likeliest span",
+        goes_with=("search", "extract"),
         cli="--passage",
         metavar="FILE",
         group=_SEARCH,
@@ -326,10 +328,10 @@ class Search(SearchSettings, OptionGroup):
 def _check(method: str, settings: SearchSettings) -> None:
     even = settings.beams % settings.beam_groups == 0
     require(even, "beam_groups", settings.beam_groups, f"a divisor of beams={settings.beams}")
-    if (method == "contrast") != (settings.lame_prompt is not None):
-        raise UsageError("lame_prompt and search='contrast' go together.", "Give both, or neither.")
-    if (method == "extract") != (settings.passage is not None):
-        raise UsageError("passage and search='extract' go together.", "Give both, or neither.")
+    partners = {name: each.goes_with[1] for name, each in options_of(type(settings)).items() if each.goes_with}
+    for name, needed in partners.items():
+        if (method == needed) != (getattr(settings, name) is not None):
+            raise UsageError(f"{name} and search={needed!r} go together.", "Give both, or neither.")
     require(settings.scorer is None or callable(settings.scorer), "scorer", settings.scorer, "a function")
     if settings.scorer is not None and method not in ("particles", "astar"):
         raise UsageError("A scorer needs search='particles' or 'astar'.", "Give both, or leave out the scorer.")

@@ -190,16 +190,10 @@ _SEEDS = 2**64
 
 def _companion(name: str, value: Any) -> dict[str, Any]:
     """What an option is checked beside that is refused alone; whether both came shows when the reply begins."""
-    match name, value:
-        case "lame_prompt", _:
-            return {"search": "contrast"}
-        case "passage", _:
-            return {"search": "extract"}
-        case "search", "contrast":
-            return {"lame_prompt": "."}
-        case "search", "extract":
-            return {"passage": "."}
-    return {}
+    options = options_of(GenerationConfig)
+    if name in options and (other := options[name].goes_with):
+        return dict([other])
+    return {option.name: "." for option in options.values() if option.goes_with == (name, value)}
 
 
 def sampling(fields: Fields) -> dict[str, Any]:

@@ -35,6 +35,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "lookahead": {"temperature": 0.0, "search": "lookahead", "max_tokens": 6},
     "contrast": {"temperature": 0.0, "search": "contrast", "max_tokens": 1},
 }
+# Tokens of a reference, so that it fits behind both prompts.
+_LONGEST = 96
 # A difference so many standard errors large is found with a chance of 80% by a test at 5%.
 _SEEN = 2.8
 
@@ -129,7 +131,7 @@ def measure_references(
 
 def _places(model: Model, text: ReferenceText, most: int) -> list[tuple[list[int], int]]:
     """The reference's tokens before some evenly spaced places, and the one that is there."""
-    ids = model.tokenize_data(text.reference)
+    ids = model.tokenize_data(text.reference)[:_LONGEST]
     step = max(1, len(ids) // most)
     return [(ids[:place], ids[place]) for place in range(0, len(ids), step)][:most]
 
