@@ -72,6 +72,7 @@ class HeadsOptions:
     def __post_init__(self) -> None:
         require(self.kind in HEADS, "kind", self.kind, f"one of {', '.join(HEADS)}")
         require(self.samples is None or self.samples >= 0, "samples", self.samples, "0 or more")
+        require(0 <= self.adapter_rank <= 512, "adapter_rank", self.adapter_rank, "from 0 to 512")
         for name, least in (("rows", 1), ("length", 8)):
             require(getattr(self, name) >= least, name, getattr(self, name), f"{least} or more")
 

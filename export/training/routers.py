@@ -158,7 +158,6 @@ class SkipAdapterTask:
     name = "adapter"
 
     def __init__(self, routers: RoutersTask, rank: int) -> None:
-        require(1 <= rank <= 512, "adapter_rank", rank, "from 1 to 512")
         self._routers, self._rank, self._target = routers, rank, routers.target
         self._modules: dict[str, torch.nn.Linear] = {
             f"model.layers.{number}.{name}": module
