@@ -18,7 +18,7 @@ from edgeinfer.records import dataclass
 __all__ = ["ACTIVATIONS", "INLINE_BYTES", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 7
+VERSION = 8
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
@@ -157,6 +157,7 @@ class Binding:
         c.edgeinfer_multiply.argtypes = [ctypes.c_char_p, pointer, pointer, count, pointer, count]
         c.edgeinfer_attend.argtypes = [ctypes.c_char_p, pointer, pointer, pointer, count]
         c.edgeinfer_activate.argtypes = [ctypes.c_char_p, ctypes.c_int32, *[pointer] * 3, count, pointer]
+        c.edgeinfer_drop_behind.argtypes, c.edgeinfer_drop_behind.restype = [pointer, count], None
         c.edgeinfer_row.argtypes = [pointer, count, pointer]
         c.edgeinfer_probe_dots.argtypes, c.edgeinfer_probe_dots.restype = [count], count
         c.edgeinfer_probe_read.argtypes, c.edgeinfer_probe_read.restype = [pointer, ctypes.c_size_t], ctypes.c_uint64
@@ -244,13 +245,11 @@ class Binding:
             spans: addresses and lengths of whole pages, mapped from a file and never written to.
         """
         array = (_Span * len(spans))(*(_Span(*each) for each in spans))
-        drop_behind = self._library.edgeinfer_drop_behind
-        drop_behind.argtypes, drop_behind.restype = [ctypes.c_void_p, ctypes.c_int64], None
-        drop_behind(array, len(spans))
+        self._library.edgeinfer_drop_behind(array, len(spans))
         try:
             yield
         finally:
-            drop_behind(None, 0)
+            self._library.edgeinfer_drop_behind(None, 0)
 
     def row(self, matrix: PackedMatrix, index: int) -> Floats:  # (K,)
         """One row, dequantized."""
