@@ -93,12 +93,13 @@ def steering_in(text: str | None) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for part in [] if text is None else text.split(","):
-        name, _, scale = part.strip().partition(":")
+        name, colon, scale = part.strip().partition(":")
         try:
-            number = float(scale) if scale else 1.0
+            number = float(scale) if colon else 1.0
         except ValueError:
             number = math.nan
-        require(bool(name) and name not in found and _SCALE.holds(number), "steering", text, "such as story:1.5,terse")
+        valid = bool(name) and name not in found and _SCALE.holds(number)
+        require(valid, "steering", text, "names with scales from -100 to 100, each name once, such as story:1.5,terse")
         found[name] = number
     require(len(found) <= _MOST_VECTORS, "steering", text, f"no more than {_MOST_VECTORS} vectors")
     return found

@@ -13,6 +13,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import UnshareableError, UsageError
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.records import dataclass
+from edgeinfer.reply_options import MOST_BIASES
 from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
@@ -86,17 +87,21 @@ def steered(parts: ModelParts, request: GenerationRequest) -> GenerationRequest:
     """The same request, with the vectors that steer it among the biases of its logits.
 
     Raises:
-        UsageError: the bundle has no vector of such a name.
+        UsageError: the bundle has no vector of such a name, or too many tokens would be changed.
         BundleError: the vector is damaged.
     """
     config, bundle = request.config, parts.speculator.parts.bundle
-    if config.steering is None or bundle is None:
+    if config.steering is None:
         return request
+    assert bundle is not None, "what is loaded to make replies has one"
     bias = dict(config.logit_bias)
     for name, scale in steering_in(config.steering).items():
         vector = read_steering(bundle, name)
         for token, value in zip(vector.tokens.tolist(), vector.values.tolist(), strict=True):
             bias[token] = bias.get(token, 0.0) + scale * value
+    if len(bias) > MOST_BIASES:
+        message = f"Steering and logit_bias change the odds of {len(bias):,} tokens; at most {MOST_BIASES:,} can be."
+        raise UsageError(message, "Leave out a steering vector.")
     return replace(request, config=config.replace(logit_bias=bias, steering=None))
 
 
@@ -173,7 +178,7 @@ def make_strategy(
         return parts.speculator.strategy_beside(sampler, config, parts.drafting)
     reduced = None
     if config.compute != "full":
-        from edgeinfer.runtime.layer_skip.steps import StepEnds  # as few replies take less
+        from edgeinfer.runtime.layer_skip.steps import StepEnds  # most replies use the whole model
 
         reduced = parts.reduced.strategy(config, sampler, StepEnds(parts.tokenizer, stop_ids))
     return parts.speculator.strategy(sampler, config) if reduced is None else reduced

@@ -32,7 +32,8 @@ class VerificationStream(TokenStream):
 
     Attributes:
         verified: drafted tokens that the pass evaluated.
-        accepted: those of them that are the text's.
+        compared: drafted tokens up to the first that is wrong, of which the pass tells whether they are right.
+        right: those of them that are the text's.
         stream_ms: milliseconds in which one token would come of each reply that shares passes with this one now; None
             where none does.
     """
@@ -41,7 +42,7 @@ class VerificationStream(TokenStream):
         self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int, acceptance: float
     ) -> None:
         self._further, self._acceptance = further, acceptance
-        self.verified = self.accepted = 0
+        self.verified = self.compared = self.right = 0
         self.stream_ms: float | None = None
         super().__init__(parts, request, turns)
 
@@ -123,11 +124,13 @@ class VerificationStream(TokenStream):
         self.verified = len(logits) - 1
         self.stream_ms = self._parts.company_ms
         tokens: list[int] = []
-        for row, expected in zip(logits, (*draft[: self.verified], None), strict=True):
+        # Where the draft was cut, the token behind what was evaluated is known as well.
+        for row, expected in zip(logits, (*draft, None), strict=False):
             token = self._sampler.sample(row, len(text) + len(tokens))
             self._sampler.accept(token, row)
             tokens.append(token)
-            self.accepted += token == expected
+            self.compared += expected is not None
+            self.right += token == expected
             if token != expected or token in self._stop_ids:
                 break
         engine.truncate(len(text) + len(tokens) - 1)

@@ -241,7 +241,9 @@ def _tensor_bytes(path: str | Path | None) -> int | None:
 
     Such a file also holds the vocabulary, which in a small model would count for a quarter of a bit per weight.
     """
-    file = Path(path or "")
+    if path is None:
+        return None
+    file = Path(path)
     file = file / GGUF_MODEL if file.is_dir() else file
     return read_gguf(file).tensor_bytes if file.suffix == GGUF_SUFFIX and file.is_file() else None
 

@@ -103,6 +103,14 @@ def _execute(args: argparse.Namespace) -> int:
     in_place = args.out.exists() and args.out.resolve() == source.resolve()
     if not in_place:
         require_free(args.out)
+    if adapter is not None:
+        if args.lora_rank < 1:
+            raise UsageError(
+                f"--lora-rank {args.lora_rank} trains no adapter.", "Give at least 1, or leave out --lora."
+            )
+        if adapter.resolve() == args.out.resolve():
+            raise UsageError("--lora and OUT are the same directory.", "Give the adapter a directory of its own.")
+        require_free(adapter)
     with torch_needed():
         from edgeinfer.export.training.heads import HeadsOptions, train_heads
         from edgeinfer.export.training.models import load_target
@@ -111,7 +119,6 @@ def _execute(args: argparse.Namespace) -> int:
 
         own = {name: getattr(args, name, None) for name in ("count", "tokens", "keep", "samples")}
         if adapter is not None:
-            require_free(adapter)
             own["adapter_rank"] = args.lora_rank
         options = HeadsOptions(args.kind, **given(args), **{n: value for n, value in own.items() if value is not None})
         device = find_device(options.device)
@@ -124,7 +131,8 @@ def _execute(args: argparse.Namespace) -> int:
             _keep(source, args.out, trained.heads, in_place=in_place)
             if adapter is not None and trained.adapter is not None:
                 trained.adapter.save(adapter)
-        facts = {"bundle": str(args.out)} | trained.facts() | _measured(args, trained)
+        places = {"bundle": str(args.out)} | ({} if adapter is None else {"adapter": str(adapter)})
+        facts = places | trained.facts() | _measured(args, trained)
     _report(args, trained, facts)
     return 0
 

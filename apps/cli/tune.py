@@ -49,7 +49,7 @@ def add_parser(commands: Subparsers) -> None:
     text = "measure how uncertain --draft-model is about this model's replies, for --compute entropy"
     group.add_argument("--entropy", action="store_true", help=text)
     group = parser.add_argument_group("searches")
-    text = "learn from --text how unsure the model is before it is wrong, for --search lookahead and contrast; nothing "
+    text = "learn from --text how unsure the model is before it is wrong, for --search lookahead; nothing "
     group.add_argument("--uncertainty", action="store_true", help=text + "else is tuned")
     group = parser.add_argument_group("steering")
     text = "learn from --text a vector of this name that moves replies towards such texts, and put it into the model's "
@@ -77,6 +77,7 @@ def execute(args: argparse.Namespace) -> int:
     options = load_options(args)
     if args.forget:
         return _forget(args, options)
+    _require_one(args)
     if args.cache:
         return tune_cache(args, options)
     if args.uncertainty:
@@ -102,6 +103,14 @@ def execute(args: argparse.Namespace) -> int:
     else:
         print_table([("layers that draft", "none, as this backend cannot skip layers")])
     return 0
+
+
+def _require_one(args: argparse.Namespace) -> None:
+    """Refuses several things to tune of which each would leave out the others."""
+    named = ("cache", "uncertainty", "drafters", "skip", "entropy")
+    asked = [f"--{name}" for name in named if getattr(args, name)] + ["--steering"] * (args.steering is not None)
+    if len(asked) > 1 and set(asked) != {"--skip", "--entropy"}:
+        raise UsageError(f"{' and '.join(asked)} cannot be tuned together.", "Run edgeinfer tune once for each.")
 
 
 def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:

@@ -63,11 +63,10 @@ class _Session:
         """The share of drafted tokens that is expected to be right."""
         return self.right / self.seen
 
-    def judge(self, verified: int, accepted: int) -> None:
-        """Learns from a round: tokens behind the first that is wrong tell nothing."""
-        compared = min(verified, accepted + 1)
+    def judge(self, compared: int, right: int) -> None:
+        """Learns from a round, in which so many drafted tokens were compared and so many of these were right."""
         left = 1 - compared / _MEMORY
-        self.right, self.seen = left * self.right + accepted, left * self.seen + compared
+        self.right, self.seen = left * self.right + right, left * self.seen + compared
 
 
 class VerifySessions:
@@ -170,8 +169,8 @@ class VerifyCompletion:
         if self._facts and "vocabulary" not in self._facts:
             self.prepare(model)
         session, draft = self._session, self._draft
-        round = {"further": self._further, "acceptance": session.acceptance}
-        self._made = model.verify_draft(session.prompt, self._reply, draft, **round, **session.options)
+        wanted = {"further": self._further, "acceptance": session.acceptance}
+        self._made = model.verify_draft(session.prompt, self._reply, draft, **wanted, **session.options)
         return self._made
 
     def opening(self) -> list[Event]:
@@ -188,7 +187,7 @@ class VerifyCompletion:
         made = self._made
         assert made is not None, "the round is over"
         self._session.reply = (*self._reply, *made.tokens)
-        self._session.judge(made.verified, made.accepted)
+        self._session.judge(made.compared, made.right)
         return [self._answer(made, made.tokens[self._sent :])]
 
     def closing(self) -> list[Event]:

@@ -114,7 +114,7 @@ def read_reply(
     """
     asked = GenerationConfig.of(**options)
     if asked.compute == "steps":
-        message = "compute='steps' chooses between replies, of which a given one is none."
+        message = "compute='steps' writes a text of its own and cannot read a given reply."
         raise UsageError(message, "Read it with another method, or compare replies.")
     with model._idle() as parts:
         return read(parts.engine, prompt, reply, lambda sampler: parts.reduced.strategy(asked, sampler))

@@ -22,6 +22,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.option_types import LoadOptions
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.tools.predictions import Predictor
 
 __all__ = ["SteeringGain", "learn_steering", "tune_steering"]
@@ -65,7 +66,7 @@ class _Read:
         others: log-probability of each text token that is not among them; 0 elsewhere. (S,)
     """
 
-    logits: Doubles
+    logits: Floats
     rest: Doubles
     targets: NDArray[np.int64]
     others: Doubles
@@ -168,7 +169,7 @@ def _steered(ids: list[int]) -> NDArray[np.int32]:  # (K,)
 
 def _read(model: Predictor, ids: list[int], steered: NDArray[np.int32]) -> _Read:  # (K,)
     """What a model predicts of a piece of text: all tokens but the first."""
-    logits, rest, others = list[Doubles](), list[float](), list[float]()
+    logits, rest, others = list[Floats](), list[float](), list[float]()
     place = {int(token): index for index, token in enumerate(steered)}
     targets = [place.get(token, -1) for token in ids[1:]]
     for rows in model.logits(ids):  # (R, V)
@@ -178,5 +179,5 @@ def _read(model: Predictor, ids: list[int], steered: NDArray[np.int32]) -> _Read
             chosen = row[steered]
             others.append(float(row[ids[1 + len(rest)]]) if targets[len(rest)] < 0 else 0.0)
             rest.append(max(1.0 - float(np.exp(chosen).sum()), 0.0))
-            logits.append(chosen)
+            logits.append(chosen.astype(np.float32))
     return _Read(np.stack(logits), np.array(rest), np.array(targets), np.array(others))

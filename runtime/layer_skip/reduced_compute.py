@@ -66,10 +66,6 @@ class ReducedComputeParts:
     plain_ms: Callable[[], float | None]
 
 
-def _nowhere(token: int) -> bool:
-    return False
-
-
 class ReducedComputeStrategies:
     """Makes the strategies of replies that take less compute. There is one of it per model.
 
@@ -101,7 +97,7 @@ class ReducedComputeStrategies:
             return missing
 
     def strategy(
-        self, options: GenerationConfig, sampler: Sampler, ends: Callable[[int], bool] = _nowhere
+        self, options: GenerationConfig, sampler: Sampler, ends: Callable[[int], bool] | None = None
     ) -> DecodingStrategy | None:
         """How a reply is decoded; None is in full.
 
@@ -123,8 +119,9 @@ class ReducedComputeStrategies:
             switch = SWITCHING[options.compute](policies, options)
             return ModelSwitchDecoding(self._given(options, sampler), self.require_small(), switch, parts.parameters)
         if options.compute == "steps":
+            assert ends is not None, "what writes replies knows where steps end"
             given = self._given(options, sampler)
-            return StepRoutingDecoding(given, self.require_small(), ends, parts.parameters, greedy=options.greedy)
+            return StepRoutingDecoding(given, self.require_small(), ends, parts.parameters)
         skip = SKIPPING[options.compute](policies, options) if options.compute in SKIPPING else None
         if not engine.backend.capabilities.layer_skip:
             message = f"The {engine.backend.name} backend cannot skip layers."

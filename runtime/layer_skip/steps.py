@@ -17,6 +17,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, ReducedStatistics
 from edgeinfer.runtime.layer_skip.contract import SmallModel, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
+from edgeinfer.runtime.sampling.sampler import Probabilities
 
 __all__ = ["StepEnds", "StepRoutingDecoding", "advantage"]
 
@@ -49,16 +50,17 @@ class StepEnds:
         return self._known[token]
 
 
-def advantage(logits: Floats, token: int, *, greedy: bool) -> float:  # (V,)
+def advantage(logits: Floats, token: int, law: Probabilities) -> float:  # (V,), (V,)
     """By how many nats a model expects a token of its own to be likelier than this one.
 
-    Its own is the likeliest where it decodes greedily; else it is drawn, so that the expectation is minus the entropy.
+    Args:
+        logits: with the biases and penalties of the reply, and -inf for what may not follow.
+        token: that may be in its place.
+        law: the distribution that the model would draw its own token from.
     """
     powers = logits.astype(np.float64) - float(logits.max())
-    weights = np.exp(powers)
-    possible = weights > 0
-    own = 0.0 if greedy else float(weights[possible] @ powers[possible]) / float(weights.sum())
-    return own - float(powers[token])
+    own = np.flatnonzero(law)
+    return float(law[own] @ powers[own]) - float(powers[token])
 
 
 class StepRoutingDecoding(DecodingStrategy):
@@ -68,7 +70,6 @@ class StepRoutingDecoding(DecodingStrategy):
         given: what it works with; its backend is the large model's.
         small: the small model, which follows texts lazily.
         ends: whether a token ends a step.
-        greedy: every token is the likeliest.
         parameters: of the small model over those of the large one.
     """
 
@@ -78,11 +79,9 @@ class StepRoutingDecoding(DecodingStrategy):
         small: SmallModel,
         ends: Callable[[int], bool],
         parameters: float,
-        *,
-        greedy: bool,
     ) -> None:
         super().__init__(given.backend, given.sampler)
-        self._options, self._greedy, self._chunk = given.options, greedy, max(1, min(given.chunk, given.rows))
+        self._options, self._chunk = given.options, max(1, min(given.chunk, given.rows))
         self._small, self._ends, self._parameters = small, ends, parameters
         self._statistics = ReducedStatistics()
         self._text: list[int] = []  # prompt and reply; the last is the root
@@ -138,7 +137,9 @@ class StepRoutingDecoding(DecodingStrategy):
         gained, rows, first = 0.0, list[Floats](), np.zeros(0, np.float32)
         run = whole_pass(self._backend)
         for index, logits in feed(run, fed, start, range(len(fed)), self._chunk):
-            gained += advantage(logits, step[index], greedy=self._greedy)
+            before = step[:index]
+            row, law = self._sampler.adjusted(logits, before), self._sampler.probabilities(logits, before)
+            gained += advantage(row, step[index], law)
             if index == 0:
                 first = logits.copy()
             if self._sampler.tells_logprobs:

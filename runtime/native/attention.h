@@ -24,9 +24,9 @@
  * sees the first n alone and names its own slot, which is any. Arithmetic, the
  * same in every path to the last bit: path positions are cut into blocks of 256. In a block, a score is a chain of
  * fmaf over the channels, times scale, soft-capped, in units of log2(e), which is part of the scale where nothing is
- * capped; of weighed positions fmaf(weight, log2(e), score); positions outside the window are left out. m is the greatest, p = 2^(score - m) by a polynomial, 0 where the
- * difference is below -125; l sums p in 16 lanes, folded in halves; o is a
- * chain of fmaf over the positions. int8 goes through integers: a query is quantized like a key, a score is
+ * capped; of weighed positions fmaf(weight, log2(e), score); positions outside the window are left out. m is the
+ * greatest, p = 2^(score - m) by a polynomial, 0 where the difference is below -125; l sums p in 16 lanes, folded in
+ * halves; o is a chain of fmaf over the positions. int8 goes through integers: a query is quantized like a key, a score is
  * ((float)dot * key scale) * (query scale * scale). Probabilities times value scales, w, are levels u, the nearest
  * integers to w * (32767 / W), W being the block's greatest w, and o is (float)(sum of u * value) * (W / 32767).
  * Blocks are merged in order:

@@ -20,7 +20,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
-__all__ = ["PAGE", "TILE", "LayerGroup", "PageLayout", "StoredRows", "pages_for"]
+__all__ = ["PAGE", "PAGE_UNIT", "TILE", "LayerGroup", "PageLayout", "StoredRows", "pages_for"]
 
 PAGE = 64
 TILE = 16
@@ -29,7 +29,7 @@ _ALIGNED = 64  # bytes: keys and values begin at multiples of it
 _FLOATS = find_row_codec(FLOAT32)
 _WEIGHED = 16  # added to the type of keys that the graph is told
 _WEIGHTS = PAGE * 4  # bytes
-_UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
+PAGE_UNIT = 4096  # bytes: a page takes a multiple of it, so that the system gets it back whole
 
 
 def pages_for(rows: int) -> int:
@@ -168,7 +168,7 @@ class PageLayout:
     def page_bytes(self) -> int:
         """Of a page; of a model whose layers keep no rows the least there may be."""
         used = self.groups[-1].end if self.groups else 1
-        return -(-used // _UNIT) * _UNIT
+        return -(-used // PAGE_UNIT) * PAGE_UNIT
 
     @property
     def offsets(self) -> tuple[int, ...]:

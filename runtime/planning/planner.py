@@ -162,7 +162,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
                 own = dataclasses.replace(own, passes=PassCosts(points, own.passes.step))
             elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
-                own = _beside(own, best.passes.ms(1) + row_ms, rereads=rereads)
+                own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
             known[key] = dataclasses.replace(own, measured=near == key)
         return known[key]
 

@@ -303,9 +303,10 @@ class Sampler:
                 return self._processor.sample_checked(logits, position, self._counts, self._allowed(), accepts)
             return self._processor.sample(logits, position, self._counts, self._allowed())
 
-    def adjusted(self, logits: Logits) -> Logits:  # (V,) -> (V,)
-        """The logits with bias and penalties behind the reply, a copy, with -inf for what may not follow."""
-        return self._processor.adjusted(logits, self._counts, self._allowed())
+    def adjusted(self, logits: Logits, path: Sequence[int] = ()) -> Logits:  # (V,) -> (V,)
+        """The logits with bias and penalties behind the reply and `path`, a copy, with -inf for what may not follow."""
+        with self._along(path):
+            return self._processor.adjusted(logits, self._counts, self._allowed())
 
     def probabilities(self, logits: Logits, path: Sequence[int] = ()) -> Probabilities:  # (V,) -> (V,)
         """The distribution that `sample` draws from."""

@@ -35,6 +35,7 @@ class SearchKind:
         draws: "always" where it is of no use without sampling, "never" where it chooses by rules of its own, which
             leave no place for the options of sampling, else "either".
         branches: whether it looks at several continuations.
+        rereads: whether it reads the text again, of which the cache then has to hold every row.
         constrained: whether it follows a grammar or a list of choices.
         checked: whether it follows a checker.
         thinks: whether a limit on thoughts holds in all that it looks at.
@@ -43,6 +44,7 @@ class SearchKind:
     make: Callable[[SearchParts], SearchStrategy]
     draws: Literal["always", "never", "either"]
     branches: bool = True
+    rereads: bool = False
     constrained: bool = False
     checked: bool = False
     thinks: bool = False
@@ -67,7 +69,7 @@ SEARCH_KINDS: Mapping[str, SearchKind] = {
     "particles": SearchKind(Particles, "always", constrained=True, checked=True, thinks=True),
     "astar": SearchKind(AStar, "always", constrained=True, thinks=True),
     "beam": SearchKind(Beam, "never", constrained=True),
-    "anchored": SearchKind(_anchored, "always", branches=False, constrained=True, thinks=True),
+    "anchored": SearchKind(_anchored, "always", branches=False, rereads=True, constrained=True, thinks=True),
 }
 
 
@@ -94,7 +96,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
         raise UsageError(message, f"Leave that out, or search by one of {others}.")
     if parts.sampler.checked and not kind.checked:
         raise UsageError(f"search={name!r} cannot follow a checker.", "Leave one of them out, or use 'particles'.")
-    if kind.branches and forgets:
+    if (kind.branches or kind.rereads) and forgets:
         message = f"search={name!r} needs a context that forgets nothing."
         raise UsageError(message, "Load the model with " + Setting("overflow", "stop") + ".")
     if kind.branches and not can_fork(parts.backend):
@@ -105,7 +107,7 @@ def make_search(parts: SearchParts, *, forgets: bool) -> SearchStrategy:
 
 def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> None:
     if kind.draws == "always" and config.greedy:
-        message = f"search={name!r} draws at random, which is of no use without sampling."
+        message = f"search={name!r} draws tokens at random, which needs sampling."
         raise UsageError(
             message,
             "Set "
@@ -117,6 +119,7 @@ def _check_sampling(name: str, kind: SearchKind, config: GenerationConfig) -> No
     plain = GenerationConfig()
     options = ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias")
     asked = [option for option in options if getattr(config, option) != getattr(plain, option)]
+    asked = ["logit_bias (or steering)" if option == "logit_bias" else option for option in asked]
     if kind.draws == "never" and asked:
         message = f"search={name!r} chooses tokens by a rule of its own, without {' and '.join(asked)}."
         raise UsageError(message, "Leave that out.")

@@ -120,7 +120,8 @@ def measure_references(
                     right += result.token_ids[0] == token
                     tried += 1
                     passes += 0 if result.search is None else result.search.passes
-            found.append(right / tried)
+            if tried:
+                found.append(right / tried)
             judged += tried
         plain = plain or found
         gains = [one - other for one, other in zip(found, plain, strict=True)]
@@ -148,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
     try:
+        if min(args.questions, args.places, args.seeds) < 1:
+            raise UsageError("A count is below 1.", "Give --questions, --places and --seeds of at least 1.")
         with edgeinfer.load(args.model, remember=False) as model:
             shares, only = [], args.methods.split(",") if args.methods else ()
             texts = read_references(args.file, args.questions, model)

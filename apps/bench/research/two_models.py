@@ -117,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
     try:
+        if min(args.tokens, args.seeds) < 1:
+            raise UsageError("A count is below 1.", "Give --tokens and --seeds of at least 1.")
         small = args.draft_model
         given: dict[str, Any] = {"remember": False, "threads": 1, "context": 1024}
         with edgeinfer.load(args.model, draft_model=small, **given) as model, edgeinfer.load(small, **given) as draft:

@@ -75,6 +75,7 @@ class OnnxFactory(BackendFactory):
         """A session, with whatever keeps its weights or experts out of memory."""
 
         bundle, plan = order.bundle, order.configuration
+        weighed = order.config.overflow in MERGING
         backend = make_graph_backend(
             bundle,
             plan.context,
@@ -87,8 +88,8 @@ class OnnxFactory(BackendFactory):
             progress=order.progress,
             device=order.device,
             affinity=order.affinity,
-            pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache),
-            weighed=order.config.overflow in MERGING,
+            pages=_prefix_pages(bundle, plan.kv, order.config.prefix_cache, weighed=weighed),
+            weighed=weighed,
             adapters=order.config.adapters,
         )
         decoder = bundle.manifest.decoder
@@ -192,9 +193,11 @@ def make_graph_backend(
     )
 
 
-def _prefix_pages(bundle: Bundle, kv: str, size: int) -> int:
+def _prefix_pages(bundle: Bundle, kv: str, size: int, *, weighed: bool) -> int:
     """Pages that kept prefixes of so many bytes hold."""
-    return size // PageLayout.of(bundle.manifest.geometry, kv).page_bytes if size and bundle.manifest.paged else 0
+    if not (size and bundle.manifest.paged):
+        return 0
+    return size // PageLayout.of(bundle.manifest.geometry, kv, weighed=weighed).page_bytes
 
 
 def _onnxruntime() -> str:

@@ -20,7 +20,7 @@ from edgeinfer.results import Overflow
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import KVCache
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.paging.layout import PAGE, pages_for
+from edgeinfer.runtime.paging.layout import PAGE, PAGE_UNIT, pages_for
 
 __all__ = [
     "ContextShiftPolicy",
@@ -34,10 +34,6 @@ __all__ = [
     "weigh_rows",
     "weights_bytes",
 ]
-
-
-# Bytes that the size of a page is a multiple of.
-_PAGE_UNIT = 4096
 
 
 @dataclass(frozen=True)
@@ -213,4 +209,5 @@ def weigh_rows(cache: KVCache, counts: Mapping[int, Floats]) -> None:  # L of (H
 
 def weights_bytes(spec: DecoderSpec, capacity: int) -> int:
     """Bytes that the weights of rows take in the pages of a cache of so many tokens, with what pages are rounded by."""
-    return pages_for(capacity) * (PAGE * 4 * spec.num_layers * spec.num_kv_heads + _PAGE_UNIT)
+    weights = PAGE * np.dtype(np.float32).itemsize * spec.num_layers * spec.num_kv_heads
+    return pages_for(capacity) * (weights + PAGE_UNIT)

@@ -30,6 +30,7 @@ MOST, V = 30, 320
 # Ends of steps: one token in six.
 ENDS = frozenset(range(0, V, 6))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+SHARP: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "seed": 5, "logit_bias": {7: 3.0, 9: -100.0}}
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,15 @@ def test_an_advantage_is_what_the_model_expects_of_its_own_token() -> None:
     logits = np.random.default_rng(1).normal(0, 2, 50).astype(np.float32)
     logs = logits.astype(np.float64) - math.log(np.exp(logits.astype(np.float64)).sum())
     entropy = -float(np.exp(logs) @ logs)
+    best, drawn = np.eye(50)[logits.argmax()], np.exp(logs)
     for token in (0, 7, int(logits.argmax())):
-        assert advantage(logits, token, greedy=True) == pytest.approx(logs.max() - logs[token])
-        assert advantage(logits, token, greedy=False) == pytest.approx(-entropy - logs[token])
-    # Of tokens drawn from the model itself it is nothing on average.
-    assert float(np.exp(logs) @ [advantage(logits, token, greedy=False) for token in range(50)]) == pytest.approx(0)
+        assert advantage(logits, token, best) == pytest.approx(logs.max() - logs[token])
+        assert advantage(logits, token, drawn) == pytest.approx(-entropy - logs[token])
+    # Of tokens drawn as the model draws its own it is nothing on average, whatever it draws them from.
+    for law in (drawn, drawn**2 / (drawn**2).sum(), best):
+        assert float(law @ [advantage(logits, token, law) for token in range(50)]) == pytest.approx(0)
     banned = np.array([0.0, -np.inf, 1.0], np.float32)
-    assert advantage(banned, 1, greedy=False) == math.inf
+    assert advantage(banned, 1, np.array([0.25, 0.0, 0.75])) == math.inf
 
 
 def read(model: Backend, text: Sequence[int]) -> Floats:  # (V,)
@@ -82,7 +85,8 @@ def routed(
             step.append(sampler.sample(read(small, [*text, *step]), len(text) + len(step)))
         gained = 0.0
         for place, token in enumerate(step):
-            gained += advantage(read(large, [*text, *step[:place]]), token, greedy=config.greedy)
+            row = read(large, [*text, *step[:place]])
+            gained += advantage(sampler.adjusted(row), token, sampler.probabilities(row))
         if gained <= threshold * len(step):
             text += step
             written += len(step)
@@ -94,7 +98,7 @@ def routed(
     return text[len(PROMPT) :], written
 
 
-@pytest.mark.parametrize("options, threshold", [({}, 0.4), (SAMPLED, 0.05), (SAMPLED, -9.0), ({}, 99.0)])
+@pytest.mark.parametrize("options, threshold", [({}, 0.4), (SAMPLED, 0.05), (SAMPLED, -9.0), ({}, 99.0), (SHARP, 0.3)])
 def test_steps_go_to_whoever_writes_them_better(
     engine: Engine, backend: Backend, other: Backend, options: dict[str, Any], threshold: float
 ) -> None:
@@ -102,7 +106,7 @@ def test_steps_go_to_whoever_writes_them_better(
     sampler = Sampler(LogitsProcessor(config, V, config.seed or 0), PROMPT)
     other.cache.trim(0)
     given = StrategyArguments(backend, sampler, config, 4, 3, None)
-    steps = StepRoutingDecoding(given, ModelDrafter(other, 4), ENDS.__contains__, 0.25, greedy=config.greedy)
+    steps = StepRoutingDecoding(given, ModelDrafter(other, 4), ENDS.__contains__, 0.25)
     made = [
         step.token for step in engine.generate(PROMPT, sampler, max_tokens=MOST, stop_ids=frozenset(), strategy=steps)
     ]

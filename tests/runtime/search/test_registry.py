@@ -107,6 +107,8 @@ def test_branches_need_a_backend_that_can_and_a_context_that_keeps() -> None:
         with pytest.raises(UsageError, match="forgets nothing"):
             Trial(LettersBackend(), forgets=True, **options_of(name))
             pytest.fail(f"{name} in a context that forgets")
+    with pytest.raises(UsageError, match="forgets nothing"):
+        Trial(LettersBackend(), forgets=True, **options_of("anchored"))
     trial = Trial(Single(), forgets=True, max_tokens=5, stop_ids=frozenset(), search="momentum")
     assert len(trial.tokens()) == 5
 

@@ -136,7 +136,6 @@ def test_trees_of_a_shape_leave_the_distribution_as_it_is(width: int, tree: str)
     check_distribution("rejection", width, 400, tree)
 
 
-@pytest.mark.slow
 def rounds_of(config: GenerationConfig, seed: int, most: int, width: int) -> tuple[Governor, DraftContext]:
     """A governor of up to so many tokens, and the context that it drafts behind."""
     sampler = Sampler(LogitsProcessor(config, V, seed), PROMPT)
@@ -156,6 +155,7 @@ def test_chains_fit_the_cache_side_by_side_and_the_reply_each() -> None:
     assert len(governor.draft(context, 2, 4)) == 0
 
 
+@pytest.mark.slow
 def test_a_beam_draws_paths_without_replacement() -> None:
     """The two paths of two tokens that arrive first come as often as two draws without replacement say."""
     config = GenerationConfig(temperature=1.0, verification="rejection", draft_tree="beam")

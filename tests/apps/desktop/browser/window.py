@@ -66,10 +66,12 @@ class Window:
         """Holds the requests to addresses of a pattern back until it ends."""
         held, holds = list[Route](), True
         self.page.route(re.compile(address), lambda route: held.append(route) if holds else route.continue_())
-        yield
-        holds = False
-        for route in held:
-            route.continue_()
+        try:
+            yield
+        finally:
+            holds = False
+            for route in held:
+                route.continue_()
 
     def send(self, text: str) -> None:
         """Sends a message without waiting for the reply."""
