@@ -147,7 +147,7 @@ def test_a_reply_is_asked_for_by_name(tmp_path: Path) -> None:
         assert free.compute is not None and free.compute.reduced == 39 and free.token_ids != plain.token_ids
         told = [chunk.logprobs for chunk in model.stream(PROMPT, step_advantage=50.0, logprobs=1, **asked)]
         assert sum(map(len, told)) == 40
-        with pytest.raises(UsageError, match="given one"):
+        with pytest.raises(UsageError, match="a given reply"):
             edgeinfer.tools.read_reply(model, PROMPT, plain.token_ids, compute="steps")
     with (
         edgeinfer.load(large, context=64, threads=1, remember=False) as model,
