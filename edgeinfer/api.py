@@ -34,7 +34,6 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.options import Range, require
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
 from edgeinfer.replying import Replying, token_ids
 from edgeinfer.results import Progress, Result
@@ -359,7 +358,6 @@ class Model(Replying):
             PromptError, ContextLengthError: the prompt is empty, or text and draft leave no room for a token.
             UsageError: an option is unknown, out of range, or not of text that grows token by token.
         """
-        require(Range(0, 1).holds(acceptance), "acceptance", acceptance, "a number from 0 to 1")
         config = GenerationConfig.of(**options)
         require_plain(config)
         request = GenerationRequest(prompt=token_ids(prompt), config=config, reply=tuple(reply), draft=tuple(draft))

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgeinfer.generation import TokenStream
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.options import Range, require
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import FinishReason
 from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
@@ -30,6 +31,9 @@ class VerificationStream(TokenStream):
         acceptance: the share of drafted tokens that is expected to be right.
         parts, request, turns: as `TokenStream` takes them.
 
+    Raises:
+        UsageError: `acceptance` is no share.
+
     Attributes:
         verified: drafted tokens that the pass evaluated.
         compared: drafted tokens up to the first that is wrong, of which the pass tells whether they are right.
@@ -41,6 +45,7 @@ class VerificationStream(TokenStream):
     def __init__(
         self, parts: ModelParts, request: GenerationRequest, turns: Turns, further: int, acceptance: float
     ) -> None:
+        require(Range(0, 1).holds(acceptance), "acceptance", acceptance, "a number from 0 to 1")
         self._further, self._acceptance = further, acceptance
         self.verified = self.compared = self.right = 0
         self.stream_ms: float | None = None

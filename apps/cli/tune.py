@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import edgeinfer
-from edgeinfer.apps.cli.cache_tuning import tune_cache
 from edgeinfer.apps.cli.options import add_load_options, load_model, load_options
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.text_files import read_text
+from edgeinfer.apps.cli.text_tuning import tune_cache, tune_steering, tune_uncertainty
 from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.cache:
         return tune_cache(args, options)
     if args.uncertainty:
-        return _tune_uncertainty(args, options)
+        return tune_uncertainty(args, options)
     if args.steering is not None:
-        return _tune_steering(args, options)
+        return tune_steering(args, options)
     prompts = _prompts(args)
     if args.drafters:
         return _tune_drafters(args, options, prompts)
@@ -120,47 +120,6 @@ def _forget(args: argparse.Namespace, options: dict[str, Any]) -> int:
         print_json({"forgotten": forgotten})
     else:
         print_note("Deleted the settings kept for this model." if forgotten else "No settings are kept for this model.")
-    return 0
-
-
-def _text(args: argparse.Namespace, flag: str) -> str:
-    """Returns the text that an option learns from."""
-    if args.text is None:
-        raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
-    return read_text(args.text)
-
-
-def _tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Learns when searches take the next token for uncertain."""
-    text = _text(args, "--uncertainty")
-    with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
-        found = edgeinfer.tools.tune_uncertainty(args.model, text, progress=told, **options)
-    if args.json:
-        print_json(asdict(found))
-    else:
-        rows = [
-            ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
-            ("not the likeliest", f"{found.wrong:.0%} of them"),
-        ]
-        print_table(rows)
-    return 0
-
-
-def _tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Learns a steering vector."""
-    text = _text(args, "--steering")
-    with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
-        found = edgeinfer.tools.tune_steering(args.model, args.steering, text, progress=told, **options)
-    if args.json:
-        print_json(asdict(found))
-    else:
-        rows = [
-            ("vector", f"{found.name}, of {found.entries} tokens"),
-            ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
-        ]
-        print_table(rows)
     return 0
 
 

@@ -32,8 +32,7 @@ Probabilities = NDArray[np.float64]
 
 # Copying a whole row costs as much as copying one of this many logits by its id (measured at 152 thousand).
 _SPARSE = 32
-# Streams of the generator beside the sampler's own, 0: even ones draw drafts, odd ones decide about them, and of those
-# the ones far behind shape them.
+# Streams of the generator besides the sampler's own, 0: even ones draw drafts, odd ones decide, far ones shape drafts.
 _DRAFTS, _DECISIONS, _SHAPES, _STEP = 2, 1, (1 << 33) + 1, 2
 # Positions of further noise lie so many bits behind those of texts.
 _FAR = 48
