@@ -50,17 +50,17 @@ class StepEnds:
         return self._known[token]
 
 
-def advantage(logits: Floats, token: int, law: Probabilities) -> float:  # (V,), (V,)
+def advantage(logits: Floats, token: int, probabilities: Probabilities) -> float:  # (V,), (V,)
     """By how many nats a model expects a token of its own to be likelier than this one.
 
     Args:
         logits: with the biases and penalties of the reply, and -inf for what may not follow.
         token: that may be in its place.
-        law: the distribution that the model would draw its own token from.
+        probabilities: the distribution that the model would draw its own token from.
     """
     powers = logits.astype(np.float64) - float(logits.max())
-    own = np.flatnonzero(law)
-    return float(law[own] @ powers[own]) - float(powers[token])
+    own = np.flatnonzero(probabilities)
+    return float(probabilities[own] @ powers[own]) - float(powers[token])
 
 
 class StepRoutingDecoding(DecodingStrategy):
@@ -138,8 +138,8 @@ class StepRoutingDecoding(DecodingStrategy):
         run = whole_pass(self._backend)
         for index, logits in feed(run, fed, start, range(len(fed)), self._chunk):
             before = step[:index]
-            row, law = self._sampler.adjusted(logits, before), self._sampler.probabilities(logits, before)
-            gained += advantage(row, step[index], law)
+            row, probabilities = self._sampler.adjusted(logits, before), self._sampler.probabilities(logits, before)
+            gained += advantage(row, step[index], probabilities)
             if index == 0:
                 first = logits.copy()
             if self._sampler.tells_logprobs:
