@@ -7,6 +7,7 @@ through, and what it cannot follow is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from edgeinfer.errors import GrammarError
@@ -31,31 +32,57 @@ _YEAR = "(?:00(?:0[1-9]|[1-9][0-9])|(?:0[1-9]|[1-9][0-9])[0-9]{2})"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-(?:{_DAYS})|{_LEAP}-02-29)"
 _ZONE = "[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]"
-# A leap second is the last one of a day in UTC, and only there can an expression of some length tell.
-_TIME = (
-    rf"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|{_ZONE})"
-    r"|23:59:60(?:\.[0-9]+)?(?:[zZ]|[+-]00:00))"
-)
+_PART = r"(?:\.[0-9]+)?"  # of a second
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_PART}(?:[zZ]|{_ZONE})"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _H16 = "[0-9a-fA-F]{1,4}"
 _LS32 = rf"(?:{_H16}:{_H16}|(?:{_BYTE}\.){{3}}{_BYTE})"
 
 
-def _ipv6() -> str:
-    """By RFC 3986: groups, of which `::` stands for one or more, the last two also as an IPv4 address."""
+def _ipv6(least: int) -> str:
+    """Groups, of which `::` stands for at least so many, the last two also as an IPv4 address."""
     forms = [f"(?:{_H16}:){{6}}{_LS32}"]
-    for after in range(5, -1, -1):
-        left = f"(?:(?:{_H16}:){{0,{4 - after}}}{_H16})?" if after < 5 else ""
+    for after in range(6 - least, -1, -1):
+        before = 6 - least - after
+        left = f"(?:(?:{_H16}:){{0,{before - 1}}}{_H16})?" if before else ""
         forms.append(f"{left}::(?:{_H16}:){{{after}}}{_LS32}")
-    forms.append(f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}")
-    forms.append(f"(?:(?:{_H16}:){{0,6}}{_H16})?::")
+    forms.append(f"(?:(?:{_H16}:){{0,{6 - least}}}{_H16})?::{_H16}")
+    forms.append(f"(?:(?:{_H16}:){{0,{7 - least}}}{_H16})?::")
     return "|".join(forms)
+
+
+def _times() -> tuple[str, str]:
+    """Times by RFC 3339: texts that both expressions have.
+
+    A leap second is the last one of a day in UTC, so that the offset tells hour and minute. One expression compares the
+    hours and another the minutes: as one, it would have 2,880 alternatives.
+    """
+    minutes = "|".join(
+        rf"{minute:02}:60{_PART}(?:[+][0-9]{{2}}:{(minute + 1) % 60:02}|-[0-9]{{2}}:{59 - minute:02})"
+        for minute in range(60)
+    )
+    hours = "|".join(
+        rf"{hour:02}:[0-9]{{2}}:60{_PART}"
+        rf"(?:[+]{(hour + 1) % 24:02}:00|[+]{hour:02}:(?:0[1-9]|[1-5][0-9])|-{23 - hour:02}:[0-9]{{2}})"
+        for hour in range(24)
+    )
+    same = f"{_TIME}|23:59:60{_PART}[zZ]"
+    return f"(?:{same}|[0-9]{{2}}:(?:{minutes}))", f"(?:{same}|{hours})"
+
+
+def _email() -> str:
+    """A mailbox by RFC 5321, section 4.1.2: its local part may be quoted, its domain an address."""
+    atom, word = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+", "[0-9A-Za-z](?:[0-9A-Za-z-]*[0-9A-Za-z])?"
+    quoted = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
+    address = rf"\[(?:(?:{_BYTE}\.){{3}}{_BYTE}|[Ii][Pp][Vv]6:(?:{_ipv6(2)}))\]"
+    return rf"(?:{atom}(?:\.{atom})*|{quoted})@(?:{word}(?:\.{word})*|{address})"
 
 
 def _hostname() -> str:
     """By RFC 1123, at most 253 characters: three long labels or eight of thirty.
 
-    Without hyphens in third and fourth place, behind which Punycode has rules that no expression tells.
+    Without hyphens in third and fourth place: whether Punycode behind them is valid takes tables of Unicode (RFC 5892)
+    that no expression has.
     """
     any_of, word = "[0-9A-Za-z-]", "[0-9A-Za-z]"
 
@@ -66,15 +93,16 @@ def _hostname() -> str:
     return rf"{label(63)}(?:\.{label(63)}){{0,2}}|{label(30)}(?:\.{label(30)}){{0,7}}"
 
 
-# Formats that the engine's own expressions do not tell rightly, as it writes expressions.
-FORMATS = {
-    name: f"^(?:{expression})$"
-    for name, expression in (
-        ("date", _DATE),
-        ("time", _TIME),
-        ("date-time", f"{_DATE}[tT]{_TIME}"),
-        ("hostname", _hostname()),
-        ("ipv6", _ipv6()),
+# Formats that the engine's own expressions do not tell rightly, as it writes expressions. A text has all of a format's.
+FORMATS: Mapping[str, Sequence[str]] = {
+    name: tuple(f"^(?:{expression})$" for expression in expressions)
+    for name, expressions in (
+        ("date", (_DATE,)),
+        ("time", _times()),
+        ("date-time", tuple(f"{_DATE}[tT]{time}" for time in _times())),
+        ("email", (_email(),)),
+        ("hostname", (_hostname(),)),
+        ("ipv6", (_ipv6(1),)),  # RFC 3986
     )
 }
 

@@ -19,7 +19,7 @@ from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
-__all__ = ["mended"]
+__all__ = ["has_open_escapes", "mended"]
 
 # Of all drafts since the fourth. Others are annotations, by the standard; one of these that neither the engine nor
 # `FORMATS` has is refused.
@@ -28,11 +28,12 @@ _FORMATS = frozenset(
 )
 _FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
 _FORMATS |= {"relative-json-pointer"}
-_FOLLOWED = ("duration", "email", "ipv4", "uri", "uuid")  # as the engine has them
+_FOLLOWED = ("duration", "ipv4", "uri", "uuid")  # as the engine has them
 _DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
 _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
+_OF_NAMES = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 # What of a schema the engine must read together; it reads one part before `allOf` and its like, another behind.
@@ -42,7 +43,8 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
     _LOWER,
     _UPPER,
 )
-_OUTERMOST = 10**18  # bounds further out are taken for this, up to which the engine writes ranges
+_OUTERMOST = 10**18  # bounds of 64-bit integers are taken for this, up to which the engine writes ranges
+_WIDEST = 2**63 + 192  # the bound of such integers, also as JavaScript writes it
 _DIGITS, _PLACES = 15, 22
 _SPACING = 128  # at most, between doubles below 10**18
 _NEXT_TO_ZERO = Decimal("1e-22")
@@ -52,8 +54,7 @@ _MOST_INTEGER = 10**15
 _LARGER = re.compile(r"\d{16}|\d[eE]\+?\d")
 _EXACT = 2**53  # up to which the engine's numbers have all integers
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
-# What JSON writes only by \u, which is left out of replies: a second spelling of a property's name would get past what
-# is said of it.
+# What JSON writes only by \u.
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
@@ -69,6 +70,24 @@ def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
     # Through its text, so that what stands in several places is mended in each, once.
     text = json.dumps(schema, allow_nan=False)
     return _Document(json.loads(text), bounds_integers=_LARGER.search(text) is None).mended()
+
+
+def has_open_escapes(schema: Mapping[str, Any]) -> bool:
+    """Whether control characters, which JSON writes by \\u alone, may be in replies.
+
+    They may where a mended schema has expressions for texts and says nothing of properties: by \\u their names have a
+    second spelling, which would get past what is said of them.
+    """
+    names: set[str] = set()
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            names |= value.keys()
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+    return "pattern" in names and names.isdisjoint(_OF_NAMES)
 
 
 class _Document:
@@ -252,10 +271,10 @@ def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> 
     if not _is_number(value):
         return None
     outer = -_OUTERMOST * inward
+    if value * inward >= _OUTERMOST or abs(value) > _WIDEST:
+        _refuse(f"{keyword}: {value} is beyond 10**18", "Leave it out, or take a smaller number.")
     if value * inward < outer * inward:
         return Decimal(outer)
-    if value * inward >= _OUTERMOST:
-        _refuse(f"{keyword}: {value} is beyond 10**18", "Leave it out, or take a smaller number.")
     exact = Decimal(str(value))
     if not exact:
         return exact if not excluded else _NEXT_TO_ZERO * inward
@@ -302,10 +321,12 @@ def _mend_texts(schema: dict[str, Any]) -> None:
     if kind not in FORMATS:
         if kind in _FORMATS:
             _refuse(f"format: {kind} is not supported", "Leave it out, or give a pattern.")
-    elif "pattern" not in schema:
-        schema["pattern"] = FORMATS[kind]
-    elif isinstance(schema.setdefault("allOf", []), list):
-        schema["allOf"].append({"pattern": FORMATS[kind]})
+        return
+    first, *further = FORMATS[kind]
+    further += [first] if "pattern" in schema else []
+    schema.setdefault("pattern", first)
+    if further and isinstance(schema.setdefault("allOf", []), list):
+        schema["allOf"].extend({"pattern": each} for each in further)
 
 
 def _mended_names(names: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
-from edgeinfer.runtime.sampling.grammar_schema import mended
+from edgeinfer.runtime.sampling.grammar_schema import has_open_escapes, mended
 from edgeinfer.runtime.sampling.grammar_tokens import engine
 
 __all__ = ["MAX_SOURCE", "grammar_source", "in_words", "json_rule"]
@@ -22,8 +22,9 @@ _MAX_DEPTH = 100  # of a schema's own text; llguidance's parser stops at 128
 _MESSAGE = 300
 # Last, because the last one counts: where a text is certain, its spelling in tokens is still the model's choice.
 _DIRECTIVE = '\n%llguidance {"no_forcing": true}\n'
-# Without \u, which spells a name in a second way, and nothing that is not written otherwise but control characters.
+# Without \u, by which names of properties have a second spelling, and otherwise only control characters are written.
 _STRICT = {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
+_ALL_ESCAPES = 'nrbtf\\"u'
 # Blanks as json.dumps writes them, which is what models see most. Where there is a choice, small models go on writing
 # blanks until the reply is cut off.
 _SCHEMA_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "} | _STRICT
@@ -90,7 +91,9 @@ def json_rule(schema: Mapping[str, Any] | str) -> str:
         raise GrammarError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
     _check_depth(schema)
     try:
-        text = json.dumps({**mended(schema), "x-guidance": _SCHEMA_OPTIONS}, allow_nan=False)
+        whole = mended(schema)
+        options = _SCHEMA_OPTIONS | ({"json_allowed_escapes": _ALL_ESCAPES} if has_open_escapes(whole) else {})
+        text = json.dumps({**whole, "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"json_schema cannot be written as JSON: {error}.", "Give plain values.") from error
     _check_size("json_schema", text, MAX_SOURCE)

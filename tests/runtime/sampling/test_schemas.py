@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
 from tests.runtime.sampling.json_texts import Schema, accepts, check_replies, follow
+from tests.tools.json_schema_suite import READINGS, verdicts
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -71,6 +74,22 @@ VERDICTS: list[tuple[Schema, list[str], list[str]]] = [
     ({"format": "date"}, ['"0004-02-29"', '"0001-01-01"'], ['"0000-01-01"', '"2023-13-01"', '"2023-1-1"']),
     ({"format": "time"}, ['"23:59:60Z"', '"08:30:06.28+01:00"'], ['"22:59:60Z"', '"23:59:60+01:00"', '"24:00:00Z"']),
     ({"format": "date-time"}, ['"1998-12-31T23:59:60.5Z"'], ['"1998-12-31T22:59:60Z"', '"2023-02-29T00:00:00Z"']),
+    ({"format": "time"}, ['"01:29:60+01:30"', '"23:29:60+23:30"', '"00:29:60-23:30"', '"23:59:60.5-00:00"'],
+     ['"23:59:60+00:30"', '"01:28:60+01:30"', '"00:29:60+01:30"', '"23:59:60"', '"23:60:00Z"', '"99:59:60-08:00"']),
+    ({"format": "date-time", "pattern": "8"}, ['"1998-12-31T15:59:60.1-08:00"'],
+     ['"1998-12-31T15:59:60-07:00"', '"2023-02-29T15:59:60-08:00"', '"2024-12-31T22:59:60-01:00"']),
+    ({"format": "email"}, ['"a.b@c"', '"\\"a b..@\\"@c-d.e"', '"\\"\\\\\\"\\"@c"', '"a@[127.0.0.1]"', "5"],
+     ['"a..b@c"', '".a@c"', '"a b@c"', '"\\"a\\"b\\"@c"', '"a@[127.0.0.300]"', '"a@[::1]"', '"a@-c"', '"a@c."']),
+    ({"format": "email"}, ['"a@[IPv6:::1]"', '"a@[IPv6:1:2:3:4:5:6::]"', '"a@[IPv6:1::1.2.3.4]"'],
+     ['"a@[IPv6:1:2:3:4:5:6:7::]"', '"a@[IPv6:1:2]"', '"é@c"']),
+    # Control characters, in texts alone.
+    ({"pattern": r"^\s$"}, ['"\\u000b"', '"\\u000B"', '"\\t"'], ['"\\u0008"', '"\\u0020"', '"\x0b"']),
+    ({"type": "array", "items": {"pattern": r"^\S$"}}, ['["\\u0001"]', '["a"]'], ['["\\u000b"]', '["\\u0061"]']),
+    ({"pattern": "^[^b]$", "properties": {"a": {"type": "null"}}}, ['"a"', '{"a": null}', '{"b": 1}'],
+     ['{"\\u0061": 1}', '{"b": 1, "\\u0061": 1}', '"b"']),
+    ({"pattern": "^a$", "not": {"required": ["a"]}}, ["{}", '{"b": 1}'], ['{"\\u0061": 1}', '"a"']),
+    ({"type": "integer"}, [str(10**15), str(-(10**15))], ["1" + "0" * 53, "1.5"]),
+    ({"type": "integer", "maximum": 9223372036854776000}, [str(10**17)], [str(2**64)]),
     ({"format": "hostname"}, [f'"{LABEL}"', '"a-b.c"', '"a.b.c.d.e"'], ['"xn--X"', '"ab--c"', '"-a"', '"a."']),
     ({"format": "hostname"}, ['"abcd"', '"a-cd"'], [f'"{LABEL}a"', '"' + ".".join([LABEL] * 4) + '"', '"abc-"']),
     ({"format": "ipv6"}, ['"::ffff:192.168.0.1"', '"1:2::1.2.3.4"', '"::"', '"1::"'],
@@ -92,6 +111,8 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"enum": ["a", {"b": ["\x7f"]}]}, r"enum: the character U\+007F"),
     ({"const": 2**53 + 1}, "const: .* beyond 2"),
     ({"minimum": 10**18}, r"minimum: .* beyond 10\*\*18"),
+    ({"maximum": 2**64 - 1}, r"maximum: .* beyond 10\*\*18"),
+    ({"exclusiveMinimum": -1e20}, r"exclusiveMinimum: .* beyond 10\*\*18"),
     ({"allOf": [{"multipleOf": 100003}, {"multipleOf": 100019}]}, "multipleOf: the least common multiple"),
     ({"multipleOf": 0.123456789}, "multipleOf"),
     ({"prefixItems": [{}], "additionalItems": False}, "additionalItems"),
@@ -131,6 +152,36 @@ def test_official_verdicts_and_other_spellings() -> None:
             assert accepts(constraint, text), (schema, text)
         for text in bad:
             assert not accepts(constraint, text), (schema, text)
+
+
+def test_leap_seconds_are_the_last_of_a_day_in_utc() -> None:
+    constraint = follow({"format": "time"})
+    for offset in range(-1439, 1440, 61):
+        for minutes in (-60, -1, 0, 1, 60):
+            local = (1439 + offset + minutes) % 1440
+            shift = f"{'-' if offset < 0 else '+'}{abs(offset) // 60:02}:{abs(offset) % 60:02}"
+            text = f'"{local // 60:02}:{local % 60:02}:60{shift}"'
+            assert accepts(constraint, text) == (minutes == 0), text
+
+
+# Where the suite and this project differed at any time; the whole suite takes minutes.
+DISPUTED = (*READINGS, "optional/ecmascript-regex", "optional/format/date-time", "optional/format/email")
+DISPUTED += ("optional/format/time", "minProperties", "not")
+
+
+@pytest.mark.slow
+def test_official_suite_and_what_is_read_otherwise(shared: Path, tmp_path: Path) -> None:
+    suite = shared / "data" / "json_schema_test_suite" / "tests" / "draft2020-12"
+    if not suite.is_dir():
+        pytest.skip("needs JSON Schema's official tests in ../shared/data/json_schema_test_suite")
+    for name in DISPUTED:
+        copy = tmp_path / f"{name}.json"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(suite / f"{name}.json", copy)
+    found = list(verdicts(tmp_path, "draft2020-12"))
+    assert not [each for each in found if each[1] in ("accepts", "rejects")]
+    assert {name for name, outcome, _ in found if outcome == "reading"} == set(READINGS)
+    assert {name for name, outcome, _ in found if outcome == "right"} >= set(DISPUTED) - {"optional/float-overflow"}
 
 
 def test_what_cannot_be_followed_is_refused_by_name() -> None:
