@@ -83,7 +83,7 @@ def has_open_escapes(schema: Mapping[str, Any]) -> bool:
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
-            names |= value.keys()
+            names.update(value)
             waiting.extend(value.values())
         elif isinstance(value, list):
             waiting.extend(value)
