@@ -27,7 +27,10 @@ FOLDER = "edgeinfer/runtime/native/"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 # The C functions that runtime/native/binding.py calls, and the one that onnxruntime does.
 EXPORTS = {f"edgeinfer_{name}" for name in ("version", "isa_name", "isa_usable", "select", "multiply", "row", "attend")}
-EXPORTS |= {"edgeinfer_activate", "edgeinfer_probe_dots", "edgeinfer_probe_read", "RegisterCustomOps"}
+EXPORTS |= {"edgeinfer_activate", "edgeinfer_probe_dots", "edgeinfer_probe_read", "edgeinfer_drop_behind"}
+EXPORTS |= {"RegisterCustomOps"}
+# The loader finds variables that each thread has its own of; every glibc has it (PEP 600 names it as well).
+GLIBC = {"libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 # What zig's linker marks as exported beside them.
 LINKERS_OWN = {"_mh_dylib_header", "__dso_handle"}
 
@@ -140,7 +143,7 @@ def _elf_faults(library: Any, target: Any) -> list[str]:
     musl = target.tag.startswith("musllinux")
     found = _differences("exports", {s.name for s in library.exported_symbols}, EXPORTS)
     found += _differences("is for", {library.header.machine_type.name}, {_machine(target, "X86_64", "AARCH64")})
-    if extra := set(library.libraries) - ({"libc.so"} if musl else {"libc.so.6", "libm.so.6"}):
+    if extra := set(library.libraries) - ({"libc.so"} if musl else GLIBC):
         found.append(f"it needs {', '.join(sorted(extra))}")
     versions = {
         auxiliary.name for needed in library.symbols_version_requirement for auxiliary in needed.get_auxiliary_symbols()
