@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import edgeinfer
 from edgeinfer.apps.cli.output import print_json, print_table, progress_bar
@@ -12,9 +14,13 @@ from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.errors import UsageError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from edgeinfer.tools import CacheLoss, CacheTuning
 
 __all__ = ["tune_cache", "tune_steering", "tune_uncertainty"]
+
+LearntT = TypeVar("LearntT")
 
 
 def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -30,43 +36,41 @@ def tune_cache(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return 0
 
 
-def _text(args: argparse.Namespace, flag: str) -> str:
-    """Returns the text that an option learns from."""
-    if args.text is None:
-        raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
-    return read_text(args.text)
-
-
 def tune_uncertainty(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Learns when searches take the next token for uncertain."""
-    text = _text(args, "--uncertainty")
-    with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
-        found = edgeinfer.tools.tune_uncertainty(args.model, text, progress=told, **options)
-    if args.json:
-        print_json(asdict(found))
-    else:
-        rows = [
-            ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
-            ("not the likeliest", f"{found.wrong:.0%} of them"),
-        ]
-        print_table(rows)
-    return 0
+    found = _learnt(args, "--uncertainty", partial(edgeinfer.tools.tune_uncertainty, args.model, **options))
+    rows = [
+        ("uncertain above", f"{found.threshold:.2f} nats, as {found.above:.0%} of {found.tokens} tokens were"),
+        ("not the likeliest", f"{found.wrong:.0%} of them"),
+    ]
+    return _tell(args, found, rows)
 
 
 def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Learns a steering vector."""
-    text = _text(args, "--steering")
+    learn = partial(edgeinfer.tools.tune_steering, args.model, args.steering, **options)
+    found = _learnt(args, "--steering", learn)
+    rows = [
+        ("vector", f"{found.name}, of {found.entries} tokens"),
+        ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
+    ]
+    return _tell(args, found, rows)
+
+
+def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT]) -> LearntT:
+    """What is learnt from the text that an option needs."""
+    if args.text is None:
+        raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
+    text = read_text(args.text)
     with progress_bar() as bar:
         told = None if bar is None else (lambda done, total: bar("tokens", done, total))
-        found = edgeinfer.tools.tune_steering(args.model, args.steering, text, progress=told, **options)
+        return learn(text, progress=told)
+
+
+def _tell(args: argparse.Namespace, found: DataclassInstance, rows: Sequence[tuple[str, ...]]) -> int:
     if args.json:
         print_json(asdict(found))
     else:
-        rows = [
-            ("vector", f"{found.name}, of {found.entries} tokens"),
-            ("validation", f"{found.plain:.3f} nats a token, {found.steered:.3f} with it, over {found.tokens} tokens"),
-        ]
         print_table(rows)
     return 0
 

@@ -14,13 +14,14 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.apps.bench.research.reporting import report_figures
+from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
 __all__ = ["KnownQuestion", "SearchGain", "main", "measure", "read_questions"]
@@ -158,20 +159,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", default="", metavar="NAME,NAME", help="to measure (default: all)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
-    try:
-        with edgeinfer.load(args.model, remember=False) as model:
-            gains, only = [], args.methods.split(",") if args.methods else ()
-            for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds, only):
-                share = f"{gain.score:5.0%} ±{gain.error:4.0%}"
-                print(f"{gain.kind:8} {gain.method:12} {share} of {gain.answers:3}, {gain.passes:5.2f} passes a token")
-                sys.stdout.flush()
-                gains.append(asdict(gain))
-    except EdgeInferError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json:
-        args.json.write_text(json.dumps(gains, indent=1) + "\n", "utf-8")
-    return 0
+    return report_figures(_measured(args), args.json)
+
+
+def _measured(args: argparse.Namespace) -> Iterator[tuple[SearchGain, str]]:
+    only = args.methods.split(",") if args.methods else ()
+    with edgeinfer.load(args.model, remember=False) as model:
+        for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds, only):
+            share = f"{gain.score:5.0%} ±{gain.error:4.0%}"
+            told = f"{share} of {gain.answers:3}, {gain.passes:5.2f} passes a token"
+            yield gain, f"{gain.kind:8} {gain.method:12} {told}"
 
 
 if __name__ == "__main__":

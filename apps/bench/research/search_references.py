@@ -15,13 +15,14 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.apps.bench.research.reporting import report_figures
+from edgeinfer.errors import UsageError
 
 __all__ = ["ReferenceShare", "ReferenceText", "main", "measure_references", "read_references"]
 
@@ -148,23 +149,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", default="", metavar="NAME,NAME", help="to measure (default: all)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
-    try:
-        if min(args.questions, args.places, args.seeds) < 1:
-            raise UsageError("A count is below 1.", "Give --questions, --places and --seeds of at least 1.")
-        with edgeinfer.load(args.model, remember=False) as model:
-            shares, only = [], args.methods.split(",") if args.methods else ()
-            texts = read_references(args.file, args.questions, model)
-            for share in measure_references(model, texts, args.places, args.seeds, only):
-                told = f"{share.share:6.1%}, {share.gain:+6.1%} beside greedy (visible from {share.visible:.1%})"
-                print(f"{share.method:12} {told}, {share.places} places, {share.passes:5.2f} passes")
-                sys.stdout.flush()
-                shares.append(asdict(share))
-    except EdgeInferError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json:
-        args.json.write_text(json.dumps(shares, indent=1) + "\n", "utf-8")
-    return 0
+    return report_figures(_measured(args), args.json)
+
+
+def _measured(args: argparse.Namespace) -> Iterator[tuple[ReferenceShare, str]]:
+    if min(args.questions, args.places, args.seeds) < 1:
+        raise UsageError("A count is below 1.", "Give --questions, --places and --seeds of at least 1.")
+    only = args.methods.split(",") if args.methods else ()
+    with edgeinfer.load(args.model, remember=False) as model:
+        texts = read_references(args.file, args.questions, model)
+        for share in measure_references(model, texts, args.places, args.seeds, only):
+            told = f"{share.share:6.1%}, {share.gain:+6.1%} beside greedy (visible from {share.visible:.1%})"
+            yield share, f"{share.method:12} {told}, {share.places} places, {share.passes:5.2f} passes"
 
 
 if __name__ == "__main__":

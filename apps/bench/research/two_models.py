@@ -9,18 +9,18 @@ processor, so that they say something on a busy machine as well.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.errors import EdgeInferError, UsageError
+from edgeinfer.apps.bench.research.reporting import report_figures
+from edgeinfer.errors import UsageError
 
 __all__ = ["PairGain", "main", "measure"]
 
@@ -116,26 +116,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2, metavar="N", help="replies to each prompt (default: 2)")
     parser.add_argument("--json", type=Path, metavar="OUT")
     args = parser.parse_args(arguments)
-    try:
-        if min(args.tokens, args.seeds) < 1:
-            raise UsageError("A count is below 1.", "Give --tokens and --seeds of at least 1.")
-        small = args.draft_model
-        given: dict[str, Any] = {"remember": False, "threads": 1, "context": 1024}
-        with edgeinfer.load(args.model, draft_model=small, **given) as model, edgeinfer.load(small, **given) as draft:
-            gains = []
-            for gain in measure(model, draft, _prompts(args.prompts), args.tokens, args.seeds):
-                spent = "" if gain.divergence is None else f", {gain.divergence:.3f} nats a token spent"
-                share = "" if gain.large_share is None else f", {gain.large_share:.0%} by the model"
-                likely = f"{gain.by_model:7.3f} by the model, {gain.by_draft:7.3f} by the draft model"
-                print(f"{gain.method:14} {likely}, {gain.processor_ms:5.2f} ms a token{spent}{share}")
-                sys.stdout.flush()
-                gains.append(asdict(gain))
-    except EdgeInferError as error:
-        print(error, file=sys.stderr)
-        return 2
-    if args.json:
-        args.json.write_text(json.dumps(gains, indent=1) + "\n", "utf-8")
-    return 0
+    return report_figures(_measured(args), args.json)
+
+
+def _measured(args: argparse.Namespace) -> Iterator[tuple[PairGain, str]]:
+    if min(args.tokens, args.seeds) < 1:
+        raise UsageError("A count is below 1.", "Give --tokens and --seeds of at least 1.")
+    small = args.draft_model
+    given: dict[str, Any] = {"remember": False, "threads": 1, "context": 1024}
+    with edgeinfer.load(args.model, draft_model=small, **given) as model, edgeinfer.load(small, **given) as draft:
+        for gain in measure(model, draft, _prompts(args.prompts), args.tokens, args.seeds):
+            spent = "" if gain.divergence is None else f", {gain.divergence:.3f} nats a token spent"
+            share = "" if gain.large_share is None else f", {gain.large_share:.0%} by the model"
+            likely = f"{gain.by_model:7.3f} by the model, {gain.by_draft:7.3f} by the draft model"
+            yield gain, f"{gain.method:14} {likely}, {gain.processor_ms:5.2f} ms a token{spent}{share}"
 
 
 if __name__ == "__main__":

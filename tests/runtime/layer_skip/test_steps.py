@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from edgeinfer.runtime.layer_skip.steps import StepEnds, StepRoutingDecoding, ad
 from edgeinfer.runtime.layer_skip.strategy import StrategyArguments
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
-from tests.runtime.speculation.drafters.models import export, make_backend
 from tests.speculation import random_bundle
 
 PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
@@ -31,23 +30,6 @@ MOST, V = 30, 320
 ENDS = frozenset(range(0, V, 6))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5}
 SHARP: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "seed": 5, "logit_bias": {7: 3.0, 9: -100.0}}
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return make_backend("portable", export("portable"))
-
-
-@pytest.fixture(scope="module")
-def other() -> Backend:
-    return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
-
-
-@pytest.fixture
-def engine(backend: Backend) -> Iterator[Engine]:
-    backend.cache.trim(0)
-    yield Engine(backend, 4)
-    backend.cache.trim(0)
 
 
 def test_an_advantage_is_what_the_model_expects_of_its_own_token() -> None:

@@ -6,7 +6,7 @@ On random models, whose every layer matters, against the same thing done in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,23 +74,6 @@ class Script:
 
     def large(self) -> bool:
         return self._turns.pop(0)
-
-
-@pytest.fixture(scope="module")
-def backend() -> Backend:
-    return make_backend("portable", export("portable"))
-
-
-@pytest.fixture(scope="module")
-def other() -> Backend:
-    return make_backend("portable", export("portable", num_hidden_layers=2, seed=9))
-
-
-@pytest.fixture
-def engine(backend: Backend) -> Iterator[Engine]:
-    backend.cache.trim(0)
-    yield Engine(backend, 4)
-    backend.cache.trim(0)
 
 
 def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:

@@ -34,7 +34,7 @@ export function createComposer() {
   const showAll = () => {
     show(button);
     showMeter(meter);
-    if (waiting && !settling()) submit();
+    if (waiting && !isConnecting()) submit();
   };
   const files = draft.createAttachments({ onchange: showAll, text: () => field.value.trim() });
   const row = h("div", { class: "row" }, files.button, files.input, meter.element, h("span", { class: "spacer" }), button);
@@ -77,7 +77,7 @@ function showMeter(meter) {
 }
 
 /** Whether the server and the conversation that the address names are still to be heard of. */
-function settling() {
+function isConnecting() {
   const { link, opening } = get();
   return link === "connecting" || opening;
 }
@@ -88,7 +88,7 @@ function canSend() {
   const written = field.value.trim() !== "" || files?.length > 0;
   return (
     link === "open" &&
-    !settling() &&
+    !isConnecting() &&
     addressed() === (conversation?.id ?? null) &&
     model?.status === "ready" &&
     !conversation?.replying &&
@@ -112,7 +112,7 @@ function show(button) {
 }
 
 async function submit() {
-  waiting = settling();
+  waiting = isConnecting();
   if (waiting || !canSend()) return;
   const content = field.value.trim();
   sending = true;
