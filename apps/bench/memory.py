@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class PlansOptions:
     """Which plans are drawn."""
 
     runs: int = option("--runs N", default=200, help="number of plans, each in its own process")
+    first: int = option("--from N", default=0, help="number of the first plan to run; those before it are only drawn")
     seed: int = option("--seed N", default=0, help="random seed")
     shapes: tuple[str, ...] = option(
         "--shapes LIST", default=SIZES, help="shapes of random models, besides the built-in one"
@@ -117,10 +119,10 @@ def _run_plans(options: PlansOptions, context: BenchContext) -> BenchResult:
     finished, progress = True, context.stage("plans")
     work = options.work or default_folder()
     subjects = find_subjects(context.resolve(None), work, options.shapes, context.stage("bundles"))
+    drawn = draw_cases(subjects, options.first + options.runs, options.seed)
+    cases = itertools.islice(drawn, options.first, None)
     try:
-        for run in memory_plans.run_cases(
-            draw_cases(subjects, options.runs, options.seed), enforce=not options.no_limits
-        ):
+        for run in memory_plans.run_cases(cases, enforce=not options.no_limits):
             runs.append(run)
             progress(len(runs), options.runs)
     except KeyboardInterrupt:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench import memory_budgets, memory_plans, memory_timed
+from edgeinfer.apps.bench import memory, memory_budgets, memory_plans, memory_timed
 from edgeinfer.apps.bench.enforced import Enclosure, enclosure
 from edgeinfer.apps.bench.memory_budgets import BudgetPeer, SmallestResults, SpecMemoResults, measure_peer
 from edgeinfer.apps.bench.memory_jobs import chat_loop, fill_context
@@ -278,9 +278,23 @@ def test_the_code_says_whether_all_plans_were_kept(
     measured: tuple[int, int], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_plans, "run_cases", lambda cases, enforce: map(plan_run, measured))
-    monkeypatch.setattr(memory_plans, "find_subjects", lambda *_: [BUILTIN])
+    monkeypatch.setattr(memory, "find_subjects", lambda *_: [BUILTIN])
     found, data = _plans(tmp_path)
     assert (found, len(data["runs"])) == (code, 2)
+
+
+@pytest.mark.usefixtures("planned")
+def test_plans_go_on_at_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[PlanCase] = []
+
+    def run_cases(cases: Iterable[PlanCase], enforce: bool) -> list[PlanRun]:
+        ran.extend(cases)
+        return [plan_run(80)]
+
+    monkeypatch.setattr(memory_plans, "run_cases", run_cases)
+    monkeypatch.setattr(memory, "find_subjects", lambda *_: [BUILTIN])
+    _plans(tmp_path, "--from", "3")
+    assert ran == list(draw_cases([BUILTIN], 5, 1))[3:]
 
 
 def test_subjects_are_the_built_in_model_and_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
