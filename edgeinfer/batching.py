@@ -16,6 +16,7 @@ from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.scheduler import Scheduler, sharing_backend
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS
 from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from edgeinfer.turns import Turns
 
@@ -25,8 +26,6 @@ T = TypeVar("T")
 
 # Tokens of a prompt that are worth waiting for while another reply evaluates them.
 _WORTH_WAITING = 64
-# Rows of devices' drafts in a pass where the model drafts nothing itself: one device's longest draft.
-_VERIFIED_ROWS = 64
 
 
 def batch_backend(parts: ModelParts) -> Backend | None:
@@ -172,7 +171,7 @@ class ReplyBatch:
             inter_token_latency=inter_token_latency,
             make_room=self._make_room,
             pass_ms=lambda: parts.speculator.pass_ms,
-            draft_rows=parts.speculator.most or _VERIFIED_ROWS,
+            draft_rows=parts.speculator.most or VERIFIED_ROWS,
             on_pass_ms=parts.speculator.observe_pass,
         )
         self._free: list[Slot] = []  # the one that was left longest ago first

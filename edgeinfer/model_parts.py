@@ -81,12 +81,10 @@ class ModelParts:
         return replace(self.loaded, verified=self.verification.outcome)
 
     @property
-    def company_ms(self) -> float | None:
-        """Milliseconds of a pass over one row of each sequence that shared the last one; None where one was alone, or
-        where that is not known yet."""
-        backend, pass_ms = self.engine.backend, self.speculator.pass_ms
-        company = backend.company if isinstance(backend, SequenceBackend) else 1
-        return None if company < 2 or pass_ms is None else pass_ms(company)
+    def company(self) -> int:
+        """Sequences that shared the last pass."""
+        backend = self.engine.backend
+        return backend.company if isinstance(backend, SequenceBackend) else 1
 
     @property
     def plan(self) -> MemoryPlan:

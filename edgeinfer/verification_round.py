@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.results import FinishReason
 from edgeinfer.runtime.backends.contract import PassCancelledError, PreemptedError, RotatingBackend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, worth_in_company
 from edgeinfer.runtime.decoding.strategy import Step
 from edgeinfer.turns import Turns
 
@@ -38,8 +39,6 @@ class VerificationStream(TokenStream):
         verified: drafted tokens that the pass evaluated.
         compared: drafted tokens up to the first that is wrong, of which the pass tells whether they are right.
         right: those of them that are the text's.
-        stream_ms: milliseconds in which one token would come of each reply that shares passes with this one now; None
-            where none does.
     """
 
     def __init__(
@@ -48,7 +47,8 @@ class VerificationStream(TokenStream):
         require(Range(0, 1).holds(acceptance), "acceptance", acceptance, "a number from 0 to 1")
         self._further, self._acceptance = further, acceptance
         self.verified = self.compared = self.right = 0
-        self.stream_ms: float | None = None
+        self._company = 1
+        self._pass_ms: Callable[[int], float] | None = None
         super().__init__(parts, request, turns)
 
     def _prepare(self) -> None:
@@ -73,9 +73,25 @@ class VerificationStream(TokenStream):
             return "length"
         return "stop" if self.tokens[-1] in self._stop_ids else None
 
+    def company(self, devices: int) -> Company | None:
+        """What is best for all replies of now; None where there is no other, or too little is known. Safe from any
+        thread.
+
+        Args:
+            devices: that have asked for rounds lately, as those between two rounds have no rows in a pass.
+        """
+        replies = max(self._company, devices)
+        if replies < 2 or self._pass_ms is None:
+            return None
+        return worth_in_company(replies, self._acceptance, self._pass_ms, VERIFIED_ROWS)
+
+    def _look_around(self) -> None:
+        """Remembers the company of the last pass, for who asks on other threads."""
+        self._company, self._pass_ms = self._parts.company, self._parts.speculator.pass_ms
+
     def _step(self) -> Step | None:
         if self._decided:
-            self.stream_ms = self._parts.company_ms
+            self._look_around()
             return super()._step()
         if self._left == 0 or self._cancelled:
             return None
@@ -127,7 +143,7 @@ class VerificationStream(TokenStream):
         except PassCancelledError:
             return []
         self.verified = len(logits) - 1
-        self.stream_ms = self._parts.company_ms
+        self._look_around()
         tokens: list[int] = []
         # Where the draft was cut, the token behind what was evaluated is known as well.
         for row, expected in zip(logits, (*draft, None), strict=False):

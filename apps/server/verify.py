@@ -34,6 +34,8 @@ _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
 # Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
 # that count, as older ones count less.
 _PRIOR, _PRIOR_TOKENS, _MEMORY = 0.7, 8.0, 64.0
+# Seconds in which a reply is thought to go on: longer than from one round to the next over a slow link.
+_RECENT_S = 0.5
 _LOST = "session_lost"
 _AGAIN = "Send the prompt and the reply so far again."
 
@@ -49,6 +51,7 @@ class _Session:
             options have, so rounds that overlap do no harm.
         options: of the reply.
         right, seen: drafted tokens that were right, of those that were compared; older ones count less.
+        heard: seconds of the clock when it last was asked for, or had an answer.
     """
 
     model: str
@@ -57,6 +60,7 @@ class _Session:
     options: dict[str, Any]
     right: float = _PRIOR * _PRIOR_TOKENS
     seen: float = _PRIOR_TOKENS
+    heard: float = 0.0
 
     @property
     def acceptance(self) -> float:
@@ -87,6 +91,12 @@ class VerifySessions:
             while len(self._sessions) > 1 and self._is_full:
                 self._sessions.popitem(last=False)
         return name
+
+    def going_on(self) -> int:
+        """Counts the replies that lately had a round."""
+        since = time.perf_counter() - _RECENT_S
+        with self._lock:
+            return sum(session.heard > since for session in self._sessions.values())
 
     @property
     def _is_full(self) -> bool:
@@ -146,6 +156,7 @@ class VerifyCompletion:
             self._session, self._name = sessions.find(name, model), name
             self._reply = _cut(self._session, fields)
         fields.end()
+        self._sessions, self._session.heard = sessions, self._came
         self._made: VerificationStream | None = None
         self._sent = 0
 
@@ -213,9 +224,10 @@ class VerifyCompletion:
         }
 
     def _company(self) -> Event:
-        """What a streamed token takes beside the other replies of now, if there are any."""
-        ms = None if self._made is None else self._made.stream_ms
-        return {} if ms is None else {"stream_ms": ms}
+        """What is best beside the other replies of now, if there are any."""
+        self._session.heard = time.perf_counter()
+        company = None if self._made is None else self._made.company(self._sessions.going_on())
+        return {} if company is None else {"stream_ms": company.stream_ms, "draft_tokens": company.draft_tokens}
 
 
 def _opened(fields: Fields, model: Model) -> _Session:

@@ -6,7 +6,12 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["PromptShare", "draft_rows"]
+from edgeinfer.records import dataclass
+
+__all__ = ["VERIFIED_ROWS", "Company", "PromptShare", "draft_rows", "worth_in_company"]
+
+# Rows of devices' drafts in a pass where the model drafts nothing itself: one device's longest draft.
+VERIFIED_ROWS = 64
 
 # Rows of prompts in the first pass with others'; a pass of eight costs little more than one of one.
 _FIRST_ROWS = 8
@@ -20,6 +25,24 @@ _WEIGHT = 0.2
 _LOOK = 32
 # A step of so many times more or fewer rows tells nothing of a step.
 _NEAR = 2
+# Milliseconds that a request for a round, and a streamed token, take of a processor besides their rows: measured, see
+# docs/LOG.md, "devices in company".
+_ROUND_MS, _EVENT_MS = 3.7, 0.9
+# How much faster drafts must be expected to be than streams, as rounds do not all come at once.
+_COMPANY_GAIN = 1.3
+
+
+@dataclass(frozen=True)
+class Company:
+    """What is best for all replies that share passes.
+
+    Attributes:
+        stream_ms: in which each reply has a token if all are streamed.
+        draft_tokens: of each draft, where all are drafted elsewhere; 0 where all are better streamed.
+    """
+
+    stream_ms: float
+    draft_tokens: int
 
 
 class PromptShare:
@@ -107,3 +130,24 @@ def draft_rows(gains: Sequence[Sequence[float]], pass_ms: Callable[[int], float]
         if rows[place] < len(gains[place]):
             heapq.heappush(waiting, (-gains[place][rows[place]], place))
     return chosen
+
+
+def worth_in_company(replies: int, acceptance: float, pass_ms: Callable[[int], float], most: int) -> Company:
+    """Whether replies that are drafted elsewhere are better streamed, by what a token costs where all do alike.
+
+    `draft_rows` looks at drafts that were sent, so what it takes to ask for a round is spent there; here it counts. A
+    device that asked this of itself alone would always draft: all of what its rows gain is its own, and others wait.
+
+    Args:
+        replies: that share passes.
+        acceptance: share of drafted tokens that is expected to be right.
+        pass_ms, most: as `draft_rows` takes them.
+    """
+    stream_ms = pass_ms(replies) + replies * _EVENT_MS
+    best, chosen, tokens = _COMPANY_GAIN / stream_ms, 0, 1.0
+    for drafted in range(1, most // replies + 1):
+        tokens += acceptance**drafted
+        worth = tokens / (pass_ms(replies * (1 + drafted)) + replies * _ROUND_MS)
+        if worth > best:
+            best, chosen = worth, drafted
+    return Company(stream_ms, chosen)

@@ -9,6 +9,7 @@ from collections import deque
 from statistics import median
 
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.decoding.shares import Company
 
 __all__ = ["Channel", "Prices"]
 
@@ -78,7 +79,7 @@ class Channel:
 
     def __init__(self, most: int, prices: Prices | None = None) -> None:
         self._most, self._prices = most, prices or Prices()
-        self._room = most  # tokens of a draft that the server is thought to look at
+        self._room = most  # tokens of a draft that the server looks at
         self._told_ms: float | None = None  # of a streamed token, as the server says
         self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
         self._draft_ms, self._link_ms, self._stream_ms = (deque[float](maxlen=_KEPT) for _ in range(3))
@@ -111,38 +112,24 @@ class Channel:
     @property
     def compares(self) -> bool:
         """Whether the next token of the stream shall be drafted too, to see how many would be accepted."""
-        return self._run < _COMPARED or self._run // _WINDOW % 4 == 0
+        return self._room > 0 and (self._run < _COMPARED or self._run // _WINDOW % 4 == 0)
 
     def drafted(self, ms: float) -> None:
         """One token was drafted in so many milliseconds."""
         self._draft_ms.append(ms)
 
-    def verified(
-        self, drafted: int, verified: int, server_ms: float, total_ms: float, stream_ms: float | None = None
-    ) -> None:
-        """A round was answered.
+    def joins(self, company: Company | None) -> None:
+        """An answer said what is best for all replies that share passes; None where no other does."""
+        self._room = self._most if company is None else min(company.draft_tokens, self._most)
+        if company is None or not self._streams:
+            self._told_ms = None if company is None else company.stream_ms
 
-        Args:
-            drafted: tokens that were sent.
-            verified: those of them that the server looked at; fewer where they cost other replies too much.
-            stream_ms: what the server says that a streamed token takes in the company of this round; None where there
-                was none.
-        """
+    def verified(self, verified: int, server_ms: float, total_ms: float) -> None:
+        """A round was answered, of whose draft the server looked at so many tokens."""
         self.links.append(max(0.0, total_ms - server_ms))
         self.passes.append(server_ms)
         self._link_ms.append(self.links[-1])
         self._pass_ms.setdefault(1 + verified, deque(maxlen=_KEPT)).append(server_ms)
-        if stream_ms is None:
-            self._room = self._most
-        elif verified < drafted:
-            self._room = verified
-        elif drafted >= self._room:
-            self._widen()
-        self._told_ms = stream_ms
-
-    def _widen(self) -> None:
-        """One more drafted token may be looked at."""
-        self._room = min(self._room + 1, self._most)
 
     def went(self, drafted: int, tokens: int, ms: float) -> None:
         """A round with so many drafted tokens that were looked at brought so many tokens, and took so long with its
@@ -162,10 +149,8 @@ class Channel:
         if self._seen <= 0:
             self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
 
-    def streamed(self, tokens: int, ms: float, stream_ms: float | None = None) -> None:
-        """The verifier sent so many tokens of a stream, so long after those before them; `stream_ms` as `verified`."""
-        if stream_ms is None:
-            self._room = self._most
+    def streamed(self, tokens: int, ms: float) -> None:
+        """The verifier sent so many tokens of a stream, so long after those before them."""
         self._window, self._window_ms, self._run = self._window + tokens, self._window_ms + ms, self._run + tokens
         if self._window < _WINDOW:
             return
@@ -176,7 +161,6 @@ class Channel:
         self._excess = deque((1 + 0.9 * (excess - 1) for excess in self._excess), maxlen=_KEPT)
         self._window, self._window_ms, self._unmeasured = 0, 0.0, 0
         self._told_ms = None  # as this was measured
-        self._widen()
 
     def length(self) -> int | None:
         """Tokens that the next draft should have; None where it is faster to let the verifier stream."""
@@ -277,6 +261,8 @@ class Channel:
             row: how much longer a pass takes for each row, where that was not measured.
             hoping: that rows cost so little, and rounds no more than expected, whatever was measured.
         """
+        if self._room == 0:
+            return 0, 0.0
         share, stream = self.acceptance, self._stream_cost(row)
         excess = 1.0 if hoping or not self._excess else min(max(median(self._excess), 0.7), 3.0)
         costs = self._round_costs(row, hoping=hoping)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from edgeinfer.records import dataclass
 from edgeinfer.results import FinishReason
+from edgeinfer.runtime.decoding.shares import Company
 from edgeinfer.runtime.text import TokenizerLike
 
 __all__ = ["Decided", "RemoteAccess", "RemoteReply", "RemoteServer"]
@@ -44,8 +45,7 @@ class Decided:
         ending: why the reply is over; None where it goes on.
         server_ms: milliseconds of the round in the server, known with its last tokens.
         verified: drafted tokens that the server looked at; None is all of them.
-        stream_ms: in which a token would come if all replies were streamed that share the server's passes now; None
-            where no other does.
+        company: what is best for all replies that share the server's passes now; None where no other does.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +53,7 @@ class Decided:
     ending: FinishReason | None = None
     server_ms: float = 0.0
     verified: int | None = None
-    stream_ms: float | None = None
+    company: Company | None = None
 
 
 class RemoteReply(Protocol):

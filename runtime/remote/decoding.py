@@ -137,8 +137,9 @@ class RemoteDecoding(DecodingStrategy):
         # Of a pass that other devices share, the server may look at the beginning of a draft alone.
         verified = length if decided.verified is None else max(0, min(decided.verified, length))
         ended, first = time.perf_counter(), not self._rounds  # which evaluates the prompt
+        self._channel.joins(decided.company)
         if not first:
-            self._channel.verified(length, verified, decided.server_ms, (ended - started) * 1e3, decided.stream_ms)
+            self._channel.verified(verified, decided.server_ms, (ended - started) * 1e3)
         self._channel.judged(_agreeing(decided.tokens, draft), min(length, len(decided.tokens)))
         if not first:
             self._channel.went(verified, len(decided.tokens), (ended - begun) * 1e3)
@@ -156,8 +157,9 @@ class RemoteDecoding(DecodingStrategy):
         verifies = self._reply is not None and self._reply.verifies
         decided, came = self._answer(1 if verifies and self._channel.compares else 0)
         tokens = decided.tokens[:room]
+        self._channel.joins(decided.company)
         if tokens and self._came:
-            self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3, decided.stream_ms)
+            self._channel.streamed(len(tokens), (came - self._streaming_since) * 1e3)
         self._came, self._streaming_since = self._came + len(tokens), came
         if decided.last:
             if not self._came:

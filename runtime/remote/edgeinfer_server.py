@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.errors import RemoteError
+from edgeinfer.runtime.decoding.shares import Company
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
 from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, tokens_in
 from edgeinfer.runtime.text import vocabulary_digest
@@ -73,9 +74,9 @@ class EdgeInferReply(RetriedReply):
         return map(self._decided, events)
 
     def _decided(self, event: Mapping[str, Any]) -> Decided:
-        tokens, stream_ms = tokens_in(event["tokens"]), _number(event.get("stream_ms"))
+        tokens, company = tokens_in(event["tokens"]), _company(event)
         if "session" not in event:
-            return Decided(tokens, last=False, stream_ms=stream_ms)
+            return Decided(tokens, last=False, company=company)
         self._session, self._reached = str(event["session"]), int(event["base"]) - len(self._opening["prompt"])
         self._check_model(event)
         ending = event.get("finish_reason")
@@ -84,7 +85,7 @@ class EdgeInferReply(RetriedReply):
             ending=ending if ending in ("stop", "length") else None,
             server_ms=_number(event.get("server_ms")) or 0.0,
             verified=None if (verified := _number(event.get("verified"))) is None else int(verified),
-            stream_ms=stream_ms,
+            company=company,
         )
 
     def _check_model(self, event: Mapping[str, Any]) -> None:
@@ -102,6 +103,12 @@ class EdgeInferReply(RetriedReply):
             message = f"There is no {_PATH} on {self._access.url}."
             return RemoteError(message, "Check that an edgeinfer server runs there.")
         return super()._refused(error)
+
+
+def _company(event: Mapping[str, Any]) -> Company | None:
+    """What an answer says about other replies; None where there are none."""
+    stream_ms, drafted = _number(event.get("stream_ms")), _number(event.get("draft_tokens"))
+    return None if stream_ms is None or drafted is None else Company(stream_ms, int(drafted))
 
 
 def _number(value: Any) -> float | None:

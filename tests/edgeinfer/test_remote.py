@@ -200,7 +200,9 @@ def test_devices_in_company_get_the_text_though_their_drafts_are_cut(
                 each.result(timeout=TIME_LIMIT)
             if not cut:
                 # All prompts were evaluated in one pass, so all drafts were in the next.
-                assert {answer["stream_ms"] for answer in answers} == {5.0 + len(PROMPTS)}
+                assert all(answer["stream_ms"] > 5.0 + len(PROMPTS) for answer in answers)
+                # A round takes more than rows of so cheap passes.
+                assert not any(answer["draft_tokens"] for answer in answers)
             for text, answer in zip(texts, answers, strict=True):
                 text += answer["tokens"]
                 assert len(answer["tokens"]) <= answer["verified"] + 1

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.runtime.decoding.shares import draft_rows
+from edgeinfer.runtime.decoding.shares import VERIFIED_ROWS, Company, draft_rows, worth_in_company
 from edgeinfer.runtime.remote.channel import Channel
 
 
@@ -76,12 +76,12 @@ class Answered:
     Attributes:
         at_ms: when it does.
         verified: tokens of the draft that it looked at.
-        stream_ms: as `Channel.verified` takes it.
+        company: as `Channel.joins` takes it.
     """
 
     at_ms: float
     verified: int = 0
-    stream_ms: float | None = None
+    company: Company | None = None
 
 
 Steps = Generator[Asked, Answered, None]
@@ -147,8 +147,9 @@ class SimulatedReplies:
         drafts = length - verified + ahead  # that follow, if this token is the first of them
         foretold = agreed == verified and drafts > 0 and way.chance.random() < way.accepted
         self._agreeing = drafts - 1 if foretold else 0
+        self.channel.joins(answered.company)
         if not first:
-            self.channel.verified(length, verified, server, link + server, answered.stream_ms)
+            self.channel.verified(verified, server, link + server)
         self.channel.judged(agreed + (foretold and verified < length), min(length, came))
         if not first:
             self.channel.went(verified, came, self.now_ms - begun)
@@ -168,8 +169,9 @@ class SimulatedReplies:
                 self.channel.drafted(way.draft_ms)
                 self.drafted += 1
                 self.channel.judged(int(way.chance.random() < way.accepted), 1)
+            self.channel.joins(answered.company)
             if number:
-                self.channel.streamed(1, took, answered.stream_ms)
+                self.channel.streamed(1, took)
             if number + 1 < most and self.channel.leaves():
                 self._streamed = True
                 return
@@ -205,6 +207,7 @@ class SimulatedServer:
         """Answers until all replies are over."""
         coming = [(asked.at_ms, place, asked) for place, steps in enumerate(replies) if (asked := next(steps, None))]
         heapq.heapify(coming)
+        going_on = {place for _, place, _ in coming}
         now = 0.0
         while coming:
             now, come = max(now, coming[0][0]), list[tuple[int, Asked]]()
@@ -214,11 +217,16 @@ class SimulatedServer:
             took = self.way.pass_ms(sum(rows))
             took += sum(self._event_ms if asked.draft is None else self._round_ms for _, asked in come)
             self.processor_ms, now = self.processor_ms + took, now + took
-            stream_ms = self.way.pass_ms(len(come)) if len(come) > 1 else None
+            company = None if len(going_on) < 2 else self._company(len(going_on))
             for (place, _), count in zip(come, rows, strict=True):
-                asked = _sent(replies[place], Answered(now, count - 1, stream_ms))
-                if asked is not None:
+                asked = _sent(replies[place], Answered(now, count - 1, company))
+                if asked is None:
+                    going_on.remove(place)
+                else:
                     heapq.heappush(coming, (asked.at_ms, place, asked))
+
+    def _company(self, devices: int) -> Company:
+        return worth_in_company(devices, self.way.accepted, self.way.pass_ms, VERIFIED_ROWS)
 
     def _rows(self, come: Sequence[Asked]) -> list[int]:
         whole = [1 + (asked.draft or 0) for asked in come]
