@@ -251,6 +251,20 @@ def test_the_head_is_dropped_while_it_is_read(threads: int) -> None:
     streamed.close()
 
 
+def test_converted_weights_are_found_where_they_lie() -> None:
+    require_kernel()
+    bundle = small(PORTABLE)
+    inner = make_graph_backend(bundle, CAPACITY, layout=NATIVE, weights="mapped")
+    assert inner.pages is not None
+    tensors = tensors_in(bundle.manifest, NATIVE)
+    for layer in range(LAYERS):
+        blobs = [blob for t in tensors if t.name.startswith(f"layers.{layer}.") for blob in t.blobs]
+        ((offset, size),) = inner.pages.layers(layer, layer + 1).runs
+        assert offset == min(blob.offset for blob in blobs)
+        assert offset + size == max(blob.offset + blob.nbytes for blob in blobs)
+    inner.close()
+
+
 def test_what_the_plan_reckons_with() -> None:
     tensors = tensors_in(small(NATIVE).manifest, NATIVE)
     layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, DecoderSpec, Layout, Manifest, graph
 from edgeinfer.bundle.arithmetic import query_factors, rope_tables, rotation_border
 from edgeinfer.bundle.parts import with_sources
+from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
@@ -118,7 +119,7 @@ class GraphBackend(ABC):
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
-        return WeightPages.of(self._graph, manifest.tensors) if in_place else None
+        return WeightPages.of(self._graph, tensors_in(manifest, self._graph.layout)) if in_place else None
 
     def _watch_embedding(self) -> LookedUp | None:
         """Drops what only loading read; the native head reads the pages of the tokens' own embedding anyway."""
