@@ -31,6 +31,8 @@ _JUDGED, _SOON, _BADLY = 8, 4, 1.3
 _GAIN, _HOPED_GAIN = 1.06, 1.15
 # Share of the time that may be lost by trying what turns out slower.
 _RISK = 0.012
+# The last rounds, which tell whether the link has changed.
+_LATE = 3
 # How much of the share accepted is counted on where it is asked what may be lost.
 _DOUBT = 0.8
 # What may be lost before anything was earned: the time of so many streamed tokens.
@@ -87,6 +89,7 @@ class Channel:
         # Tokens and costs of rounds since the last stream, and how much longer than expected rounds took.
         self._rounds: deque[tuple[int, float]] = deque(maxlen=_JUDGED)
         self._excess: deque[float] = deque(maxlen=_KEPT)
+        self._late: deque[float] = deque(maxlen=_LATE)  # the last of them, as they were
         self._streams = self._trying = False
         self._spare: float | None = None  # milliseconds that may be lost; None before rounds and passes are known
         self._window = self._unmeasured = self._run = 0  # tokens
@@ -136,7 +139,8 @@ class Channel:
         drafts."""
         cost = ms + self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
         self._rounds.append((tokens, cost))
-        self._excess.append(cost / max(self._round_costs(_ROW)[min(drafted, self._most)], 0.1))
+        self._late.append(cost / max(self._round_costs(_ROW)[min(drafted, self._most)], 0.1))
+        self._excess.append(self._late[-1])
         self._unmeasured += tokens
         if self._spare is not None:
             most = 2 * self._risk(drafted)
@@ -172,8 +176,9 @@ class Channel:
             length = self._entering()
         else:
             best, gain = self._best(_ROW)
-            self._trying = gain >= 1 and not self._disappoints and self._tries_stream(gain)
-            length = None if gain < 1 or self._disappoints or self._trying else best
+            lost = self._disappoints and not self._is_sure
+            self._trying = gain >= 1 and not lost and self._tries_stream(gain)
+            length = None if gain < 1 or lost or self._trying else best
         if length is None and not self._streams:
             self._start_stream()
         return length
@@ -216,7 +221,7 @@ class Channel:
         if not pays:
             length, gain = self._best(_BEST_ROW, hoping=True)
             pays = gain >= _HOPED_GAIN
-        if not pays or length == 0 or (self._spare or 0.0) < self._risk(length):
+        if not pays or length == 0 or not (self._is_sure or (self._spare or 0.0) >= self._risk(length)):
             return None
         if not peeking:
             self._spare = (self._spare or 0.0) - min(self._link_ms)
@@ -247,23 +252,34 @@ class Channel:
             return False
         return self._pace > self._stream_cost(_ROW) * (1 if len(self._rounds) == _JUDGED else _BADLY)
 
+    @property
+    def _is_sure(self) -> bool:
+        """Whether rounds are expected to be faster than the stream even if drafts are right less often by a standard
+        error. Then a few that bring little are chance, and are paid from no account."""
+        # Where the link has changed, the last rounds took longer than expected.
+        if len(self._excess) < _SOON or not self._stream_ms or median(self._late) > _BADLY:
+            return False
+        share = self.acceptance
+        return self._best(_ROW, share=share - math.sqrt(share * (1 - share) / self._seen))[1] >= 1
+
     def _risk(self, drafted: int) -> float:
         """What is lost where the first rounds of such drafts bring as little as may be."""
         stream = self._stream_cost(_ROW)
         least = _tokens(_DOUBT * self.acceptance, drafted) * stream
         return max(_SOON * (self._round_costs(_ROW)[drafted] - least), 2 * stream)
 
-    def _best(self, row: float, *, hoping: bool = False) -> tuple[int, float]:
+    def _best(self, row: float, *, hoping: bool = False, share: float | None = None) -> tuple[int, float]:
         """The length of drafts whose rounds bring tokens at the least cost, and how much faster than a stream they are
         expected to be.
 
         Args:
             row: how much longer a pass takes for each row, where that was not measured.
             hoping: that rows cost so little, and rounds no more than expected, whatever was measured.
+            share: of drafted tokens that is accepted; None as it was lately.
         """
         if self._room == 0:
             return 0, 0.0
-        share, stream = self.acceptance, self._stream_cost(row)
+        share, stream = self.acceptance if share is None else share, self._stream_cost(row)
         excess = 1.0 if hoping or not self._excess else min(max(median(self._excess), 0.7), 3.0)
         costs = self._round_costs(row, hoping=hoping)
         gain, length = max((_tokens(share, at) / cost, -at) for at, cost in enumerate(costs[: self._room + 1]))
