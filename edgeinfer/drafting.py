@@ -31,8 +31,8 @@ DRAFTERS = (
     "resident", "medusa", "hydra", "prompt", "eagle", "mtp", "dflash", "hydra-plus", "rapid",
 )  # fmt: skip
 # How drafts can be verified; runtime/speculation/verification has them. rejection: Leviathan and Chen; k-seq: SpecTr;
-# typical: Medusa.
-VerificationRule = Literal["keyed", "rejection", "k-seq", "typical"]
+# typical: Medusa; judge: Bachmann.
+VerificationRule = Literal["keyed", "rejection", "k-seq", "typical", "judge"]
 VERIFICATIONS: tuple[str, ...] = get_args(VerificationRule)
 # As a draft model: none, not even the one that a bundle brings.
 NO_DRAFT_MODEL = "off"
@@ -151,7 +151,7 @@ class ReplyDrafting(DraftLength):
     verification: VerificationRule = option(
         "keyed",
         help="how drafts are verified: keyed gives the text of plain decoding, rejection and k-seq give its "
-        "distribution, typical is lossy (default: keyed)",
+        "distribution, typical and judge are lossy (default: keyed)",
         choices=VERIFICATIONS,
         cli="--verification",
         formerly="--spec-verify",
@@ -193,7 +193,7 @@ class Speculation(LoadDrafting, ReplyDrafting, OptionGroup):
         draft_width: for generate(): candidates per drafter and position; more than 1 drafts a tree, except where text
             is exact and attention is ONNX Runtime's own, whose side branches would not be.
         verification: for generate(): "keyed" gives the text of plain decoding, "rejection" and "k-seq" give its
-            distribution; "typical" is lossy.
+            distribution; "typical" is lossy, and so is "judge", which keeps what `edgeinfer tune --judge` learnt to.
         draft_tree: for generate() with "rejection": "adaptive" draws where a token is likeliest to be accepted, "beam"
             keeps the `draft_width` best paths of every depth (stochastic beam search), and "3,2,1" draws so many
             candidates behind every path of each depth.

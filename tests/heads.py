@@ -47,6 +47,8 @@ def random_heads(bundle: Bundle, kind: str, *, tokens: int = 64, heads: int = 3,
         arrays = {"embeddings": draw(heads, size)}
     elif kind == "routers":
         arrays = {"weight": draw(layers, size), "bias": draw(layers)}
+    elif kind == "judge":
+        arrays = {"weight": draw(size), "bias": draw(1)}
     else:
         arrays = {"weight": draw(size, size), "bias": draw(size), "out": draw(2, size), "out_bias": draw(2)}
     return Heads(kind, arrays, {"made": "at random"})

@@ -1,4 +1,4 @@
-"""What `edgeinfer tune` learns from a text: what policies for full contexts lose, uncertainty, and steering vectors."""
+"""What `edgeinfer tune` learns from a text: what full contexts lose, uncertainty, steering, a judge of drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from edgeinfer.tools import CacheLoss, CacheTuning
 
-__all__ = ["tune_cache", "tune_steering", "tune_uncertainty"]
+__all__ = ["tune_cache", "tune_judge", "tune_steering", "tune_uncertainty"]
 
 LearntT = TypeVar("LearntT")
 
@@ -57,13 +57,24 @@ def tune_steering(args: argparse.Namespace, options: dict[str, Any]) -> int:
     return _tell(args, found, rows)
 
 
-def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT]) -> LearntT:
+def tune_judge(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Teaches a judge of drafted tokens."""
+    found = _learnt(args, "--judge", partial(edgeinfer.tools.tune_judge, args.model, **options), "questions")
+    rows = [
+        ("drafted tokens that differ", f"{found.tokens} in {found.questions} replies, {found.matter:.0%} matter"),
+        ("on other questions", f"{found.kept:.0%} of the rest stay; {found.lost:.0%} of the replies lose"),
+        ("area under the curve", f"{found.area:.3f}"),
+    ]
+    return _tell(args, found, rows)
+
+
+def _learnt(args: argparse.Namespace, flag: str, learn: Callable[..., LearntT], read: str = "tokens") -> LearntT:
     """What is learnt from the text that an option needs."""
     if args.text is None:
         raise UsageError(f"{flag} learns from a text.", "Name one with --text.")
     text = read_text(args.text)
     with progress_bar() as bar:
-        told = None if bar is None else (lambda done, total: bar("tokens", done, total))
+        told = None if bar is None else (lambda done, total: bar(read, done, total))
         return learn(text, progress=told)
 
 

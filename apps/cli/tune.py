@@ -13,7 +13,7 @@ from edgeinfer.apps.cli.options import add_load_options, load_model, load_option
 from edgeinfer.apps.cli.output import print_json, print_note, print_table, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.apps.cli.text_files import read_text
-from edgeinfer.apps.cli.text_tuning import tune_cache, tune_steering, tune_uncertainty
+from edgeinfer.apps.cli.text_tuning import tune_cache, tune_judge, tune_steering, tune_uncertainty
 from edgeinfer.errors import CapabilityError, UsageError
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ def add_parser(commands: Subparsers) -> None:
     group = parser.add_argument_group("searches")
     text = "learn from --text how unsure the model is before it is wrong, for --search lookahead; nothing "
     group.add_argument("--uncertainty", action="store_true", help=text + "else is tuned")
+    group = parser.add_argument_group("verification (lossy)")
+    text = "teach a judge of drafted tokens on --text, of which each line is a question in JSON, and put it into the "
+    text += "model's bundle, for --verification judge; nothing else is tuned"
+    group.add_argument("--judge", action="store_true", help=text)
     group = parser.add_argument_group("steering")
     text = "learn from --text a vector of this name that moves replies towards such texts, and put it into the model's "
     group.add_argument("--steering", metavar="NAME", help=text + "bundle, for --steering NAME:X of replies")
@@ -68,7 +72,7 @@ def add_parser(commands: Subparsers) -> None:
     group.add_argument("--evaluations", type=int, default=200, metavar="N", help=text)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the search (default: 0)")
     advanced = ("--granularity", "--evaluations", "--seed", "--speculation", "--out", "--forget")
-    parser.advanced(*advanced, "--uncertainty", "--steering")
+    parser.advanced(*advanced, "--uncertainty", "--steering", "--judge")
     add_json_option(parser)
 
 
@@ -82,6 +86,8 @@ def execute(args: argparse.Namespace) -> int:
         return tune_cache(args, options)
     if args.uncertainty:
         return tune_uncertainty(args, options)
+    if args.judge:
+        return tune_judge(args, options)
     if args.steering is not None:
         return tune_steering(args, options)
     prompts = _prompts(args)
@@ -107,7 +113,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _require_one(args: argparse.Namespace) -> None:
     """Refuses several things to tune of which each would leave out the others."""
-    named = ("cache", "uncertainty", "drafters", "skip", "entropy")
+    named = ("cache", "uncertainty", "judge", "drafters", "skip", "entropy")
     asked = [f"--{name}" for name in named if getattr(args, name)] + ["--steering"] * (args.steering is not None)
     if len(asked) > 1 and set(asked) != {"--skip", "--entropy"}:
         raise UsageError(f"{' and '.join(asked)} cannot be tuned together.", "Run edgeinfer tune once for each.")

@@ -11,6 +11,7 @@ hydra       norm (D,), the model's final one; tokens (K,) int32, those that may 
             the state, the root's embedding and those of i tokens behind it
 prompt      embeddings (P, D) of prompt tokens
 routers     weight (L, D), bias (L,): which layers a prompt needs
+judge       weight (D,), bias (1,): of the score by which a drafted token may stay though the model would say another
 acceptance  weight (D, D), bias (D,) of one block that is run three times; out (2, D), out_bias (2,): rejected, accepted
 
 All are float32 or float16 but for the tokens. The notes of a file say its format, its kind, and what it was trained on.
@@ -90,6 +91,10 @@ def _routers(arrays: Arrays, geometry: Geometry) -> _Shapes:
     return {"weight": (geometry.num_layers, geometry.hidden_size), "bias": (geometry.num_layers,)}
 
 
+def _judge(arrays: Arrays, geometry: Geometry) -> _Shapes:
+    return {"weight": (geometry.hidden_size,), "bias": (1,)}
+
+
 def _acceptance(arrays: Arrays, geometry: Geometry) -> _Shapes:
     size = geometry.hidden_size
     return {"weight": (size, size), "bias": (size,), "out": (2, size), "out_bias": (2,)}
@@ -101,6 +106,7 @@ _SHAPES: dict[str, Callable[[Arrays, Geometry], _Shapes]] = {
     "hydra": _hydra,
     "prompt": _prompt,
     "routers": _routers,
+    "judge": _judge,
     "acceptance": _acceptance,
 }
 HEADS = tuple(_SHAPES)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
     from edgeinfer.tools.evaluation import evaluate
+    from edgeinfer.tools.judging import JudgeGain, tune_judge
     from edgeinfer.tools.kv_quality import measure_kv
     from edgeinfer.tools.measuring import (
         DecodeTimes,
@@ -53,6 +54,7 @@ __all__ = [
     "Evaluation",
     "FewerExperts",
     "Foreseen",
+    "JudgeGain",
     "MeasuredUncertainty",
     "PartGain",
     "ReplyReading",
@@ -82,6 +84,7 @@ __all__ = [
     "tune_drafters",
     "tune_drafting",
     "tune_entropy",
+    "tune_judge",
     "tune_skips",
     "tune_steering",
     "tune_uncertainty",
@@ -99,6 +102,7 @@ _HOMES = {
     "Evaluation": "predictions",
     "FewerExperts": "measuring",
     "Foreseen": "cache_policies",
+    "JudgeGain": "judging",
     "MeasuredUncertainty": "uncertainty",
     "PartGain": "devices",
     "ReplyReading": "measuring",
@@ -128,6 +132,7 @@ _HOMES = {
     "tune_drafters": "drafters",
     "tune_drafting": "tuning",
     "tune_entropy": "tuning",
+    "tune_judge": "judging",
     "tune_skips": "tuning",
     "tune_steering": "steering",
     "tune_uncertainty": "uncertainty",

@@ -17,7 +17,7 @@ from edgeinfer.option_types import LoadOptions
 from edgeinfer.runtime.profile.uncertainty import KEPT_UNCERTAINTY, MeasuredUncertainty
 from edgeinfer.tools.predictions import Predictor
 
-__all__ = ["MeasuredUncertainty", "tune_uncertainty"]
+__all__ = ["MeasuredUncertainty", "fit_logistic", "tune_uncertainty"]
 
 # Tokens of a text that are read, and of one piece of it.
 _MOST, _PIECE = 8192, 1024
@@ -99,18 +99,27 @@ def _even_chance(entropies: Doubles, wrong: NDArray[np.bool_]) -> float:  # (S,)
     hint = "Give a longer text, of what the model is used for."
     if wrong.all() or not wrong.any():
         raise UsageError(f"The model is {'always' if wrong.any() else 'never'} wrong about this text.", hint)
-    weights = np.where(wrong, 0.5 / wrong.sum(), 0.5 / (~wrong).sum())
-    inputs = np.stack([entropies, np.ones(len(entropies))], axis=1)  # (S, 2)
-    chosen = np.zeros(2)
-    for _ in range(_STEPS):
-        chance = 1 / (1 + np.exp(-np.clip(inputs @ chosen, -30, 30)))
-        slope = inputs.T @ (weights * (wrong - chance)) - _RIDGE * chosen
-        bend = (inputs.T * (weights * chance * (1 - chance))) @ inputs + _RIDGE * np.eye(2)
-        step = np.linalg.solve(bend, slope)
-        chosen += step
-        if np.abs(step).max() < 1e-9:
-            break
+    chosen = fit_logistic(np.stack([entropies, np.ones(len(entropies))], axis=1), wrong, _RIDGE)
     threshold = -chosen[1] / chosen[0] if chosen[0] > 0 else -1.0
     if threshold < 0:
         raise UsageError("This text does not tell when the model is wrong.", hint)
     return float(threshold)
+
+
+def fit_logistic(inputs: Doubles, wrong: NDArray[np.bool_], ridge: float) -> Doubles:  # (S, K), (S,) -> (K,)
+    """Coefficients by which inputs tell the log-odds of what is wrong, right and wrong weighing the same.
+
+    Args:
+        ridge: holds coefficients back, as half of so much times the sum of their squares would.
+    """
+    weights = np.where(wrong, 0.5 / wrong.sum(), 0.5 / (~wrong).sum())
+    chosen = np.zeros(inputs.shape[1])
+    for _ in range(_STEPS):
+        chance = 1 / (1 + np.exp(-np.clip(inputs @ chosen, -30, 30)))
+        slope = inputs.T @ (weights * (wrong - chance)) - ridge * chosen
+        bend = (inputs.T * (weights * chance * (1 - chance))) @ inputs + ridge * np.eye(len(chosen))
+        step = np.linalg.solve(bend, slope)
+        chosen += step
+        if np.abs(step).max() < 1e-9:
+            break
+    return chosen

@@ -98,6 +98,7 @@ def make_speculator(
         acceptance,
         () if drafter is None else trained_depths(drafter.bundle.manifest),
         None if drafter is None or drafter.manifest.module is None else drafter.bundle,
+        None if bundle is None else read_heads(bundle, "judge"),
     )
     drafters = plan.configuration.drafters
     return Speculator(parts, config.speculation, drafters, plan.draft_max, profile, check=config.exact)

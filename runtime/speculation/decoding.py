@@ -183,8 +183,9 @@ class SpeculativeDecoding(DecodingStrategy):
         passed = self._evaluate(draft, base)
         verified = time.perf_counter_ns()
         draft = draft.first(len(passed.fed) - 1)
-        target = RoundView(self._sampler, draft, passed.logits, len(self._context.tokens))
-        verdict = self._verification.verify(draft, target)
+        rule, size = self._verification, len(self._context.tokens)
+        target = RoundView(self._sampler, draft, passed.logits, size, rule.judge, passed.hidden)
+        verdict = rule.verify(draft, target)
 
         # The cache keeps the rows of the root and of the accepted path.
         rows = [0, *(node + 1 for node in verdict.accepted)]

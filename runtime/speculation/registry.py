@@ -44,6 +44,7 @@ class DrafterParts:
         experts: that a token of a draft uses where drafting is with fewer; None takes half of the model's own number.
         bundle: the target's, whose heads draft; None has none.
         acceptance: the small model's own judge of its tokens; None where it has none.
+        judge: of the bundle, of drafted tokens that may stay though the target says others; None where it has none.
         module: how the small model reads its target, where it is a draft module.
         depths: of the small model that were trained to guess, fewer than all of its layers.
         cached_experts: tells which experts are in memory, as `ExpertChoice.bias`; None where all are. () -> (L, E)
@@ -59,6 +60,7 @@ class DrafterParts:
     acceptance: Heads | None = None
     depths: tuple[int, ...] = ()
     module: Bundle | None = None
+    judge: Heads | None = None
 
     @property
     def whole_model(self) -> Backend | None:

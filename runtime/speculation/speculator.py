@@ -29,7 +29,7 @@ from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.drafters.contract import Drafter, State
 from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.registry import DrafterParts, asked_by_auto, make_drafter
-from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification
+from edgeinfer.runtime.speculation.verification import VerificationRule, find_verification, verification_of
 
 __all__ = ["Speculator"]
 
@@ -127,10 +127,10 @@ class Speculator:
             UsageError: it asks for drafters that the model was not loaded with, or that need what is not there.
             CapabilityError: the backend cannot do what a drafter needs.
         """
-        names = self._names(config.speculation)
-        if not names or not self._limit:
+        names, limit = self._names(config.speculation), self._limit
+        if not names or not limit:
             return DecodingStrategy(self._parts.target, sampler)
-        verification, most = find_verification(config.verification), min(self._limit, config.draft_max or self._limit)
+        verification, most = verification_of(config.verification, self._parts), min(limit, config.draft_max or limit)
         drafters, exact = [self._drafter(name) for name in names], self._costs.exact
         width, costs = self._width(config, verification), self._costs.of(drafters)
         if not self._may_pay(config, drafters, costs):

@@ -14,7 +14,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
@@ -27,6 +27,7 @@ __all__ = [
     "WorkTimes",
     "attention_work",
     "decode_times",
+    "last_state",
     "pass_times",
     "pass_work",
     "prefill_times",
@@ -257,6 +258,26 @@ def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  
         yield engine.feed(chunk.tolist(), np.arange(len(chunk)))
         fed += len(chunk)
     engine.forget()
+
+
+def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)
+    """The hidden state after the last layer in the row of a text's last token; keeps what the cache shares with it.
+
+    Raises:
+        UsageError: no token, or more than the context.
+        CapabilityError: the backend gives no hidden states.
+    """
+    hint = "Use a natively exported bundle."
+    require(engine.backend.capabilities.hidden, engine.backend, "give hidden states", hint)
+    _require_room(engine, len(tokens))
+    # All but the last are evaluated as a prompt is, which keeps what is there.
+    engine.prepare(tokens, len(tokens))
+    place = np.array([len(tokens) - 1])
+    output = engine.backend.forward(ForwardInput(np.array(tokens[-1:], np.int64), place, np.zeros(1, np.int64)))
+    assert output.hidden is not None, "the backend says that it gives them"
+    state: Floats = output.hidden[0].copy()
+    engine.backend.cache.trim(len(tokens) - 1)
+    return state
 
 
 def score_tokens(engine: Engine, tokens: Sequence[int]) -> TokenScores:

@@ -249,6 +249,9 @@ class TargetView(Protocol):
         Independent for each draw, of the draw behind `token` and of drafters' draws.
         """
 
+    def judged(self, node: int) -> bool:
+        """Whether a judge finds the token of this node, never the root, right though the target may choose another."""
+
 
 class Verifier(Protocol):
     """Decides about a draft; a pure function of the draft and the target's view."""

@@ -61,6 +61,9 @@ class TableTarget:
         assert draw >= 0
         return self._numbers(depth, draw)
 
+    def judged(self, node: int) -> bool:
+        return False
+
 
 def random_laws(seed: int, size: int, sharpness: float = 1.0, zeros: int = 0) -> Laws:
     """A distribution for every path, some tokens impossible; always the same array, and not writeable."""

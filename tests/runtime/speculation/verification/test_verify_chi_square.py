@@ -37,6 +37,9 @@ class NumberedTarget:
     def uniform(self, depth: int, draw: int) -> float:
         return self._numbers[(len(self._text) + depth) * DRAWS + draw]
 
+    def judged(self, node: int) -> bool:
+        raise AssertionError("no rule but one asks a judge")
+
 
 @cache
 def cumulative(text: Path) -> list[float]:

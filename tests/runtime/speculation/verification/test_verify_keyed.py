@@ -34,6 +34,9 @@ class ChosenTarget:
     def uniform(self, depth: int, draw: int) -> float:
         raise AssertionError("the choice is all there is to it")
 
+    def judged(self, node: int) -> bool:
+        raise AssertionError("no rule but one asks a judge")
+
 
 TREE = make_draft((-1, 5, None), (-1, 7, None), (0, 1, None), (1, 1, None), (1, 2, None), (4, 3, None))
 

@@ -101,15 +101,15 @@ def test_an_empty_draft_gives_one_token_of_the_probabilities() -> None:
 
 
 def test_rules_are_found_by_name() -> None:
-    assert list(VERIFIERS) == ["keyed", "rejection", "k-seq", "typical"]
+    assert list(VERIFIERS) == ["keyed", "rejection", "k-seq", "typical", "judge"]
     for name, rule in VERIFIERS.items():
         assert find_verification(name) is rule
         assert rule.name == name
-    assert [name for name, rule in VERIFIERS.items() if not rule.lossless] == ["typical"]
+    assert [name for name, rule in VERIFIERS.items() if not rule.lossless] == ["typical", "judge"]
     assert [name for name, rule in VERIFIERS.items() if rule.stochastic] == ["rejection", "k-seq"]
     assert [name for name, rule in VERIFIERS.items() if rule.iid_chains] == ["k-seq"]
 
 
 def test_an_unknown_rule_lists_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"verification 'exact'.*keyed, rejection, k-seq, typical"):
+    with pytest.raises(UsageError, match=r"verification 'exact'.*keyed, rejection, k-seq, typical, judge"):
         find_verification("exact")

@@ -63,6 +63,9 @@ class SampledTarget:
     def uniform(self, depth: int, draw: int) -> float:
         return uniform(self._processor.seed, len(self._text) + depth, 1 + draw)
 
+    def judged(self, node: int) -> bool:
+        raise AssertionError("no rule but one asks a judge")
+
     def _pushed(self, node: int) -> list[int]:
         path = self._draft.path(node)
         for token in path:
