@@ -21,8 +21,8 @@ from edgeinfer.runtime.speculation.selfcheck import near_edge
 
 __all__ = [
     "VERIFIERS",
-    "TokenJudge",
     "RoundView",
+    "TokenJudge",
     "VerificationRule",
     "find_verification",
     "normed_states",
