@@ -14,7 +14,7 @@ from edgeinfer.runtime.backends.adapting import choose_adapter
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, PassCancelledError, RotatingBackend
 from edgeinfer.runtime.backends.paged_cache import PagedCache
-from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step, until_stop
+from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Run, Step, until_stop
 from edgeinfer.runtime.kv_cache.context_shift.policy import ContextShiftPolicy, Lost
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.kv_cache.prefix_cache import PrefixCache, shared_length
@@ -136,7 +136,8 @@ class Engine:
     ) -> Generator[Step]:
         now = time.perf_counter()
         try:
-            logits = self._evaluate_prompt(prompt)
+            logits = self._evaluate(prompt, len(prompt), len(prompt), strategy.reading(prompt))[0]
+            self.backend.cache.mark()
             # Drafters evaluate the prompt too, which belongs to the first token's time.
             tokens = until_stop(strategy.first(prompt, logits, left), stop_ids)
             with keeping_freed():
@@ -223,16 +224,10 @@ class Engine:
             message = f"The prompt contains a token id outside the model's vocabulary of {vocabulary}."
             raise PromptError(message, f"Ids range from 0 to {vocabulary - 1}.")
 
-    def _evaluate_prompt(self, prompt: Sequence[int]) -> Floats:  # (V,)
-        """Evaluates what the cache does not hold of the prompt; the last token always, for its logits."""
-        logits = self._evaluate(prompt, len(prompt), len(prompt))
-        self.backend.cache.mark()
-        chosen: Floats = logits[0]
-        return chosen
-
     @keeping_freed()
-    def _evaluate(self, prompt: Sequence[int], stop: int, most: int) -> Floats:  # (1, V) of the prompt's end, or (0, V)
-        """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most."""
+    def _evaluate(self, prompt: Sequence[int], stop: int, most: int, run: Run | None = None) -> Floats:
+        """Evaluates what the cache does not hold of the first `stop` tokens of a prompt, `most` of them at most; the
+        prompt's last token always, for its logits, which are given. (1, V), or (0, V) before the end"""
         started = time.perf_counter()
         self.backend.cache.hold(None)
         done = cached = self._reuse(prompt)
@@ -245,7 +240,7 @@ class Engine:
                 chunk = prompt[done : done + min(self.chunk, stop - done, self.room())]
                 done += len(chunk)
                 rows = np.array([len(chunk) - 1] if done == len(prompt) else [], np.int64)
-                logits = self.feed(chunk, rows)
+                logits = self.feed(chunk, rows, run=run)
         finally:
             self.prefill = Prefill(cached, len(self._tokens) - cached, (time.perf_counter() - started) * 1e3)
         return logits
@@ -255,21 +250,23 @@ class Engine:
         self._make_room()
         return self.backend.cache.capacity - self.backend.cache.length
 
-    def feed(self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None) -> Floats:  # (R, V)
+    def feed(
+        self, tokens: Sequence[int], rows: Ints, gains: tuple[float, ...] | None = None, run: Run | None = None
+    ) -> Floats:  # (R, V)
         """Feeds the next tokens of a text, no more than there is room for, and gives the logits of these rows of them.
 
-        Logits are a view that the next pass overwrites.
-
         Args:
-            rows: (R,)
+            rows: whose logits are given, as a view that the next pass overwrites. (R,)
             gains: as `ForwardInput` takes them, where the last of the tokens need not be fed; as many rows then come.
+            run: runs the pass; None is the backend.
 
         Raises:
             BackendError: the pass failed, was cancelled or does not fit; nothing was fed.
         """
         start = self.backend.cache.length
-        positions = np.arange(start, start + len(tokens))
-        logits = self.backend.forward(ForwardInput(np.array(tokens, np.int64), positions, rows, gains=gains)).logits
+        places = np.arange(start, start + len(tokens))
+        batch = ForwardInput(np.array(tokens, np.int64), places, rows, gains=gains)
+        logits = (run or self.backend.forward)(batch).logits
         self._tokens.extend(tokens if gains is None else tokens[: len(logits)])
         return logits
 

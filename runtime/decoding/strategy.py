@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from itertools import zip_longest
 from statistics import fmean
@@ -15,7 +15,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.remote_options import RemoteUse
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.searching import SearchUse
 
@@ -25,11 +25,14 @@ __all__ = [
     "Prefill",
     "ReducedStatistics",
     "RoundTimes",
+    "Run",
     "SearchStatistics",
     "SpeculationStatistics",
     "Step",
     "until_stop",
 ]
+
+Run = Callable[[ForwardInput], ForwardOutput]
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,10 @@ class DecodingStrategy:
         self._root = 0  # the reply's last token, which the cache does not hold yet
         self._plain_hidden: Floats | None = None  # of the last plain step; a view until the next pass
         self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+    def reading(self, prompt: Sequence[int]) -> Run:
+        """Tells what runs the whole model's passes over a prompt, of which the cache holds a beginning or nothing."""
+        return self._backend.forward
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """Starts after a prompt, all of which was fed: one to `room` tokens that follow it, accepted by the sampler.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +49,13 @@ class EvaluatedPrompt(Protocol):
 
 
 class SkipPolicy(Protocol):
-    """Decides once per reply what runs for its tokens."""
+    """Decides once per reply what runs for its tokens.
+
+    Attributes:
+        reads_states: of the prompt, which its passes then keep.
+    """
+
+    reads_states: ClassVar[bool]
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Chooses the blocks that run."""

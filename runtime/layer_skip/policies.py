@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,8 @@ def layers_mask(layers: int, kept: list[int]) -> Mask:
 class UnifiedPolicy:
     """Unified Layer Skipping (Liu et al. 2024): keeps evenly spaced layers, as many as the wanted speed-up leaves."""
 
+    reads_states: ClassVar[bool] = False
+
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """The same layers for every prompt."""
         return layers_mask(prompt.layers, kept_layers(prompt.layers, wanted.speedup))
@@ -74,6 +76,8 @@ def skip_in_order(order: list[int], layers: int, wanted: SpeedTarget) -> Mask:
 class ImportancePolicy:
     """Skips the layers that change the prompt's states least; nothing is trained."""
 
+    reads_states: ClassVar[bool] = True
+
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         """Skips the least important layers of this prompt."""
         order = np.argsort(importance(prompt.states()), kind="stable").tolist()
@@ -91,6 +95,8 @@ class RoutersPolicy:
     Raises:
         BundleError: their shapes do not belong together, or they hold other than finite numbers.
     """
+
+    reads_states: ClassVar[bool] = True
 
     weight: Floats
     bias: Floats
@@ -168,6 +174,8 @@ def _fit(masks: NDArray[Any], losses: NDArray[Any], layers: int) -> bool:
 @dataclass(frozen=True)
 class CalibratedPolicy:
     """Skips the blocks that `edgeinfer tune --skip` found least harmful."""
+
+    reads_states: ClassVar[bool] = False
 
     levels: SkipLevels
 

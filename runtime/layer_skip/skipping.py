@@ -8,12 +8,14 @@ which gives its predictions for many tokens at once and makes their rows whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.runtime.arrays import Floats, Ints
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, require
+from edgeinfer.runtime.decoding.strategy import Run
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import Mask, SkipPolicy, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
@@ -49,13 +51,21 @@ class LayerSkipDecoding(ReducedDecoding):
         self._pending: list[int] = []  # tokens of the cache's last rows
         self._kept: list[tuple[int, Floats]] = []  # of them, index and what was predicted behind it
         self._window = _FIRST
+        self._states: PromptStates | None = None
+
+    def reading(self, prompt: Sequence[int]) -> Run:
+        """Runs the passes over a prompt; layer by layer where the policy is to see what lies between."""
+        if self._mask is not None or not self._policy.reads_states:
+            return super().reading(prompt)
+        self._states = PromptStates(self._backend, prompt, self._chunk)
+        return self._states.forward
 
     def _begin(self, logits: Floats) -> None:
         self._pending.clear()
         self._kept.clear()
         if self._mask is None:  # else the reply goes on after a pause
-            states = PromptStates(self._backend, self._tokens[:-1], self._chunk)
-            self._mask = self._policy.mask(states, self._wanted)
+            states = self._states or PromptStates(self._backend, self._tokens[:-1], self._chunk)
+            self._mask, self._states = self._policy.mask(states, self._wanted), None
             if not self._mask.all():
                 self._try(1.0)
 
@@ -119,49 +129,76 @@ class LayerSkipDecoding(ReducedDecoding):
 class PromptStates:
     """Implements `contract.EvaluatedPrompt`.
 
-    The passes write the cached rows again, which stay what they are: layer by layer or at once is the same.
+    Layer by layer or at once, a pass gives the same rows and logits, to the bit. So the passes that evaluate a prompt
+    run layer by layer over its last tokens, which costs no further pass. Where the cache held some of these tokens
+    already, they are read once more.
 
     Args:
-        backend: whose cache holds the prompt and nothing else; must skip layers and resume from hidden states.
+        backend: whose cache holds the prompt and nothing else when `states` is asked; must skip layers and resume from
+            hidden states.
         prompt: its tokens.
         chunk: most tokens of a pass.
-
-    Raises:
-        CapabilityError: the backend can do neither.
     """
 
     def __init__(self, backend: Backend, prompt: Sequence[int], chunk: int) -> None:
         self._backend = backend
         self._prompt = prompt
         self._chunk = chunk
+        self._seen: list[tuple[int, Floats]] = []  # places in the prompt where passes began, and their states
 
     @property
     def layers(self) -> int:
         """The number of layers, L."""
         return self._backend.geometry.num_layers
 
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
+        """A pass over the prompt's next tokens, of which the states are kept where they are of its last ones."""
+        start, size = self._backend.cache.length, len(batch.tokens)
+        ours = self._backend.capabilities.hidden and batch.tokens.tolist() == [*self._prompt[start : start + size]]
+        if not ours or start + size <= len(self._prompt) - _MOST:
+            return self._backend.forward(batch)
+        states = np.empty((self.layers + 1, size, self._backend.geometry.hidden_size), np.float32)
+        output = self._fill(states, batch)
+        self._seen.append((start, states))
+        return output
+
     def states(self) -> Floats:  # (L + 1, S, D)
-        """Computes the states of the last tokens in L + 1 passes over them, without a head."""
+        """The states of the last tokens: of the passes that evaluated them, else of further ones.
+
+        Raises:
+            CapabilityError: the backend can do neither.
+        """
         can = self._backend.capabilities
         hint = "Use a natively exported bundle, or another method."
         require(can.layer_skip and can.hidden, self._backend, "tell the states between its layers", hint)
         end = self._backend.cache.length
-        begin = end - min(end, len(self._prompt), _MOST)
-        tokens = np.array(self._prompt[len(self._prompt) - (end - begin) :], np.int64)
-        states = np.empty((self.layers + 1, end - begin, self._backend.geometry.hidden_size), np.float32)
-        for at in range(0, len(tokens), self._chunk):
-            part = slice(at, min(at + self._chunk, len(tokens)))
+        size = min(end, len(self._prompt), _MOST)
+        kept = sum(states.shape[1] for _, states in self._seen)
+        if self._seen and end == len(self._prompt) == self._seen[0][0] + kept and kept >= size:
+            return np.concatenate([states for _, states in self._seen], axis=1)[:, -size:]
+        begin, nothing = end - size, np.zeros(0, np.int64)
+        tokens = np.array(self._prompt[len(self._prompt) - size :], np.int64)
+        found = np.empty((self.layers + 1, size, self._backend.geometry.hidden_size), np.float32)
+        for at in range(0, size, self._chunk):
+            part = tokens[at : at + self._chunk]
             self._backend.cache.trim(begin + at)
-            self._fill(states[:, part], tokens[part], begin + at)
-        return states
+            batch = ForwardInput(part, begin + at + np.arange(len(part)), nothing)
+            self._fill(found[:, at : at + len(part)], batch)
+        return found
 
-    def _fill(self, states: Floats, tokens: np.ndarray[tuple[int], np.dtype[np.int64]], start: int) -> None:
-        """Fills in one chunk, of which the cache lacks the rows. (L + 1, S, D), (S,)"""
-        positions, nothing = start + np.arange(len(tokens)), np.zeros(0, np.int64)
-        for layer in range(-1, self.layers):
-            mask = np.arange(2 * self.layers) // 2 == layer
-            entering = None if layer < 0 else states[layer]
+    def _fill(self, states: Floats, batch: ForwardInput) -> ForwardOutput:  # (L + 1, S, D)
+        """Runs a pass of which the cache lacks the rows, layer by layer, and fills in the states between them."""
+        start, nothing = self._backend.cache.length, np.zeros(0, np.int64)
+        try:
+            for layer in range(-1, self.layers):
+                mask = np.arange(2 * self.layers) // 2 == layer
+                rows = batch.rows if layer == self.layers - 1 else nothing
+                entering = None if layer < 0 else states[layer]
+                self._backend.cache.trim(start)
+                output = self._backend.forward(replace(batch, rows=rows, layer_mask=mask, hidden=entering))
+                assert output.hidden is not None, "a backend that resumes gives hidden states"
+                states[layer + 1] = output.hidden
+        except BaseException:
             self._backend.cache.trim(start)
-            output = self._backend.forward(ForwardInput(tokens, positions, nothing, layer_mask=mask, hidden=entering))
-            assert output.hidden is not None, "a backend that resumes gives hidden states"
-            states[layer + 1] = output.hidden
+            raise
+        return output

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
 from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
-from edgeinfer.runtime.layer_skip.policies import importance
+from edgeinfer.runtime.layer_skip.policies import ImportancePolicy, importance
 from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptStates
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
@@ -54,6 +54,8 @@ class Greedy(Sampler):
 
 class Fixed:
     """A policy that knows what it wants."""
+
+    reads_states: ClassVar[bool] = False
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
@@ -274,6 +276,35 @@ def test_states_are_those_between_the_layers(engine: Engine) -> None:
         assert output.hidden is not None
         np.testing.assert_allclose(states[layer], output.hidden, rtol=1e-4, atol=1e-4)
     assert (importance(states) > 0).all()
+
+
+def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same states, rows and reply as by reading the prompt once more, without a row that a block sees twice."""
+    sampler, policy, backend = Greedy(), ImportancePolicy(), engine.backend
+    blocks = [0]
+
+    def counted(batch: ForwardInput, forward: Any = backend.forward) -> Any:
+        mask = np.ones(2 * LAYERS) if batch.layer_mask is None else batch.layer_mask
+        blocks[0] += len(batch.tokens) * int(mask.sum())
+        return forward(batch)
+
+    monkeypatch.setattr(backend, "forward", counted)
+    steps = LayerSkipDecoding(given(backend, sampler, chunk=4), policy, COSTS)
+    made = reply(engine, steps, sampler, 1)
+    # `reply` reads the prompt once more, to compare the cache.
+    assert blocks[0] == 2 * 2 * LAYERS * len(PROMPT)
+    engine.forget()
+    assert plain(engine, 1)[0] == made
+    kept = PromptStates(backend, PROMPT, 4)
+    list(feed(lambda tokens, places, rows: kept.forward(ForwardInput(tokens, places, rows)).logits, PROMPT, 0, [], 4))
+    seen, before = kept.states(), blocks[0]
+    again = PromptStates(backend, PROMPT, 4).states()
+    assert np.array_equal(seen, again) and blocks[0] > before
+    # Where a beginning was in the cache already, the last tokens are read once more.
+    backend.cache.trim(5)
+    part = PromptStates(backend, PROMPT, 4)
+    part.forward(ForwardInput(np.array(PROMPT[5:]), np.arange(5, len(PROMPT)), np.zeros(0, np.int64)))
+    assert np.array_equal(part.states(), again)
 
 
 def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
