@@ -3,7 +3,8 @@
 python -m edgeinfer.apps.bench.research.search_gains DIALOGUES [-m MODEL] [--questions N] [--seeds N] [--json OUT]
 
 DIALOGUES has a JSON object on each line: "messages" to answer, and "answer", the right text, or "words" that the text
-is to have. Methods that draw are asked with several seeds.
+is to have. Methods that draw are asked with several seeds. The worse prompt of "contrast" is the last message alone,
+or its first half where there is no other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.bench.research.reporting import report_figures
+from edgeinfer.apps.bench.research.search_references import SEEN
 from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
@@ -35,6 +37,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "one sample": _DRAWN,
     "cautious": _DRAWN | {"search": "cautious"},
     "lookahead": {"temperature": 0.0, "search": "lookahead"},
+    "contrast": {"temperature": 0.0, "search": "contrast"},
     "vote": _DRAWN | {"search": "vote", "samples": 5, "answer": "text"},
     "best-of": _DRAWN | {"search": "best-of", "samples": 5},
     "beam": {"temperature": 0.0, "search": "beam", "beams": 4},
@@ -69,6 +72,12 @@ class KnownQuestion:
             return float(_plain(text) == _plain(self.answer))
         return sum(word.lower() in text.lower() for word in self.words) / len(self.words)
 
+    def worse(self) -> Mapping[str, str]:
+        """The last message, as far as it is worse than all of them."""
+        last = self.messages[-1]
+        words = last["content"].split()
+        return last if len(self.messages) > 1 else {**last, "content": " ".join(words[: len(words) // 2])}
+
     def nats(self, text: str, ended: bool) -> float:
         """What a scorer says that is told the words."""
         return _WORD * sum(word.lower() in text.lower() for word in self.words)
@@ -82,6 +91,7 @@ class SearchGain:
         answers: that were judged.
         score: their mean.
         error: twice its standard error, answers taken as independent.
+        visible: the least gain over the first method that so many questions would show with a chance of 80%.
         passes: over the model for each token of the answers.
     """
 
@@ -90,6 +100,7 @@ class SearchGain:
     answers: int
     score: float
     error: float
+    visible: float
     passes: float
 
 
@@ -117,7 +128,7 @@ def measure(
 ) -> Iterator[SearchGain]:
     """Every method, or only some, over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
-        asked = [question for question in questions if question.kind == kind]
+        asked, plain = [question for question in questions if question.kind == kind], list[float]()
         methods = {**METHODS, **(SCORED if asked[0].words else {})}
         for method, options in methods.items():
             if only and method not in only:
@@ -126,7 +137,9 @@ def measure(
             scores, passes, tokens = list[float](), 0, 0
             for question in asked:
                 for seed in draws:
-                    scored = {"scorer": question.nats} if method in ("particles", "astar") else {}
+                    scored: dict[str, Any] = {"scorer": question.nats} if method in ("particles", "astar") else {}
+                    if method == "contrast":
+                        scored["lame_prompt"] = model.spell(model.tokenize_chat([question.worse()]))
                     result = _reply(model, question, {**options, **scored, "seed": seed})
                     texts = [result.text]
                     if method == "best of 8" and result.search is not None:
@@ -135,14 +148,17 @@ def measure(
                     tokens += len(result.token_ids)
                     passes += len(result.token_ids) if result.search is None else result.search.passes
             error = 2 * statistics.pstdev(scores) / math.sqrt(len(scores))
-            yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, passes / tokens)
+            means = [statistics.fmean(scores[at : at + len(draws)]) for at in range(0, len(scores), len(draws))]
+            plain = plain or means
+            gains = [one - other for one, other in zip(means, plain, strict=True)]
+            visible = SEEN * statistics.pstdev(gains) / math.sqrt(len(gains))
+            yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, visible, passes / tokens)
 
 
 def _reply(model: Model, question: KnownQuestion, options: Mapping[str, Any]) -> Result:
-    stream = model.stream_chat(question.messages, **{"max_tokens": 100, "speculation": "off", **options})
-    for _ in stream:
-        pass
-    return stream.result
+    return model.generate(
+        model.tokenize_chat(question.messages), **{"max_tokens": 100, "speculation": "off", **options}
+    )
 
 
 def _plain(text: str) -> str:
@@ -167,7 +183,7 @@ def _measured(args: argparse.Namespace) -> Iterator[tuple[SearchGain, str]]:
     with edgeinfer.load(args.model, remember=False) as model:
         for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds, only):
             share = f"{gain.score:5.0%} ±{gain.error:4.0%}"
-            told = f"{share} of {gain.answers:3}, {gain.passes:5.2f} passes a token"
+            told = f"{share} of {gain.answers:3} (visible from {gain.visible:.0%}), {gain.passes:5.2f} passes a token"
             yield gain, f"{gain.kind:8} {gain.method:12} {told}"
 
 

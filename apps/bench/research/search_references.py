@@ -24,7 +24,7 @@ from edgeinfer import Model
 from edgeinfer.apps.bench.research.reporting import report_figures
 from edgeinfer.errors import UsageError
 
-__all__ = ["ReferenceShare", "ReferenceText", "main", "measure_references", "read_references"]
+__all__ = ["SEEN", "ReferenceShare", "ReferenceText", "main", "measure_references", "read_references"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 _GREEDY = "greedy"
@@ -39,7 +39,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 # Tokens of a reference, so that it fits behind both prompts.
 _LONGEST = 96
 # A difference so many standard errors large is found with a chance of 80% by a test at 5%.
-_SEEN = 2.8
+SEEN = 2.8
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def measure_references(
             judged += tried
         plain = plain or found
         gains = [one - other for one, other in zip(found, plain, strict=True)]
-        visible = _SEEN * statistics.pstdev(gains) / math.sqrt(len(gains))
+        visible = SEEN * statistics.pstdev(gains) / math.sqrt(len(gains))
         share = statistics.fmean(found)
         yield ReferenceShare(method, len(found), judged, share, statistics.fmean(gains), visible, passes / judged)
 
