@@ -57,7 +57,7 @@ _HYDRA = (
 )
 _MINUTES = 30.0
 _MEASURED_PROMPTS = 12
-_EAGLE_OPTIONS, _DFLASH_OPTIONS = ("tokens", "depth", "samples"), ("layers", "block", "samples")
+_EAGLE_OPTIONS, _DFLASH_OPTIONS = ("tokens", "depth", "samples"), ("layers", "block", "glancing", "samples")
 _HYDRA_OPTIONS = ("tokens", "count", "layers", "samples")
 _TOKENS = "number of tokens that it can draft, the most frequent ones (default: 32000, or half of all)"
 
@@ -78,7 +78,10 @@ def add_module_parsers(commands: Subparsers) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="number of the drafter's layers (default: 1)")
     text = "number of tokens of a block, of which all but the first are drafted (default: 8)"
     parser.add_argument("--block", type=int, metavar="N", help=text)
+    text = "share of wrong tokens that are shown to the drafter while it learns, at first (default: 0; Falcon has 0.4)"
+    parser.add_argument("--glancing", type=float, metavar="SHARE", help=text)
     _add_training(parser)
+    parser.advanced("--glancing")
     parser = add_command(commands, "hydra-plus", _execute_hydra, _HYDRA, help="heads over a layer that reads the text")
     _add_model(parser, "module")
     parser.add_argument("--count", type=int, metavar="N", help="number of heads, one for each token (default: 4)")

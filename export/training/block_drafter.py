@@ -74,13 +74,15 @@ class BlockDrafter(ShapedModule):
         self.norm = torch.nn.RMSNorm(shape.width, _EPS)
         draw_matrices(self)
 
-    def forward(self, tapped: Tensor, embedded: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, tapped: Tensor, embedded: Tensor, anchors: Tensor, glimpsed: Tensor | None = None) -> Tensor:
         """The normed states of all masks of blocks behind texts.
 
         Args:
             tapped: the target's states of a text. (B, S, W)
             embedded: of the tokens of the blocks of each text. (B, n, block, D)
             anchors: the row of each block's first token, which sees those before it. (B, n)
+            glimpsed: places of masks whose token is shown: places behind it see the state that foretold it, too.
+                (B, n, block - 1)
 
         Returns:
             (B, n, block - 1, D)
@@ -91,6 +93,8 @@ class BlockDrafter(ShapedModule):
         own = (anchors[..., None] + torch.arange(block, device=given.device)).flatten(1)  # (B, n block)
         places = torch.cat([rows.expand(batch, -1), own], 1)
         before = rows < anchors.repeat_interleave(block, 1)[..., None]  # (B, n block, S)
+        if glimpsed is not None:
+            before = before | _shown(rows - anchors[..., None], glimpsed).flatten(1, 2)
         blocks = torch.arange(count, device=given.device).repeat_interleave(block)
         beside = (blocks[:, None] == blocks).expand(batch, -1, -1)
         seen, hidden = torch.cat([before, beside], -1), embedded.flatten(1, 2)
@@ -106,6 +110,18 @@ class BlockDrafter(ShapedModule):
             StorageError: the folder cannot be written, or the disk is full.
         """
         save_module(folder, self, {}, _config(self.shape))
+
+
+def _shown(behind: Tensor, glimpsed: Tensor) -> Tensor:
+    """The states behind a block's first token that its rows see: of each glimpsed place, the one before it, and only
+    rows behind that place.
+
+    behind (B, n, S): how far a state lies behind the first token; glimpsed (B, n, block - 1) -> (B, n, block, S)
+    """
+    most = glimpsed.shape[-1] - 1
+    shown = glimpsed.gather(-1, behind.clamp(0, most)) & (behind >= 0) & (behind <= most)
+    places = torch.arange(glimpsed.shape[-1] + 1, device=behind.device)
+    return shown[:, :, None] & (places[:, None] > behind[:, :, None] + 1)
 
 
 def _config(shape: BlockShape) -> dict[str, object]:

@@ -3,10 +3,14 @@
 A block begins with a token of the text, and its masks stand for those behind it. The loss is the divergence from the
 target's probabilities at each place, which count less the further they are from the block's first token: an early
 fault makes all behind it worthless.
+
+With glancing, a block is drafted once, and again with a run of its tokens and of the target's states in view, the
+longer the more was wrong, and learns from that (Falcon's coupled sequential glancing distillation, Gao et al. 2024).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,17 +53,21 @@ class DflashOptions(DraftTrainOptions):
         layers: of the drafter.
         block: tokens of a block, of which all but the first are drafted.
         anchors: blocks that are learnt from in a window.
+        glancing: share of the wrong tokens of a block that are shown at first; it falls to 0 until the last step.
+            Falcon has 0.4.
     """
 
     layers: int = 1
     block: int = 8
     anchors: int = 24
+    glancing: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.layers >= 1, "layers", self.layers, "1 or more")
         require(2 <= self.block <= MOST_BLOCK, "block", self.block, f"from 2 to {MOST_BLOCK}")
         require(self.anchors >= 1, "anchors", self.anchors, "1 or more")
+        require(0 <= self.glancing <= 1, "glancing", self.glancing, "from 0 to 1")
         require(self.length >= 2 * self.block, "length", self.length, f"{2 * self.block} or more")
 
     def shape(self, target: Target, mask: int) -> BlockShape:
@@ -91,8 +99,8 @@ class DflashTask(ModuleTask):
     def __init__(
         self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, options: DflashOptions
     ) -> None:
-        super().__init__(target, sources, batches, {"anchors": options.anchors})
-        self._anchors = options.anchors
+        super().__init__(target, sources, batches, {"anchors": options.anchors, "glancing": options.glancing})
+        self._anchors, self._glancing = options.anchors, options.glancing
         self._head = target.model.get_output_embeddings().weight.detach()  # (V, D)
         shape = options.shape(target, _rarest(sources, len(self._head)))
         self.module = self._draw(lambda: BlockDrafter(shape))
@@ -109,8 +117,12 @@ class DflashTask(ModuleTask):
         batch = self._batch(step)
         last = batch.shape[1] - self.module.shape.block
         anchors = torch.randint(1, last + 1, (len(batch), self._anchors)).to(batch.device)
-        guessed, taught = self._at(batch, anchors)
-        weights = self._weights.expand(guessed.shape[:-1])
+        states = self._states(batch)
+        taught = self._taught(states, anchors)
+        glimpsed = self._glimpsed(batch, states, anchors, self._glancing * (1 - step / self.steps))
+        guessed = self._guessed(batch, states, anchors, glimpsed)
+        # What is shown is not learnt.
+        weights = self._weights.expand(guessed.shape[:-1]) * ~glimpsed
 
         def piece(own: Tensor, given: Tensor, weight: Tensor) -> Tensor:
             with torch.no_grad():
@@ -119,7 +131,7 @@ class DflashTask(ModuleTask):
             return (lost.sum(-1) * weight).sum()
 
         rows = guessed.flatten(0, 2), taught.flatten(0, 2), weights.flatten()
-        return in_pieces(piece, len(self._head), *rows) / self._weights.mean()
+        return in_pieces(piece, len(self._head), *rows) / weights.mean()
 
     @torch.no_grad()
     def agreement(self, validation: TokenFile) -> tuple[float, ...]:
@@ -128,7 +140,8 @@ class DflashTask(ModuleTask):
         right, reached = np.zeros(block - 1), np.zeros(block - 1)
         for batch in self._kept(validation):
             anchors = torch.arange(1, batch.shape[1] - block + 1, block // 2, device=batch.device)[None]  # (1, n)
-            guessed, taught = self._at(batch, anchors)
+            states = self._states(batch)
+            guessed, taught = self._guessed(batch, states, anchors), self._taught(states, anchors)
             going = torch.ones_like(anchors, dtype=torch.bool)
             for place in range(block - 1):
                 said = self._target.logits(taught[:, :, place]).argmax(-1)
@@ -143,19 +156,53 @@ class DflashTask(ModuleTask):
         """As `ModuleTask.save`."""
         self.module.save(folder)
 
-    def _at(self, batch: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:  # (B, S), (B, n)
-        """What the heads of drafter and target read at the places of blocks. (B, n, block - 1, D) both"""
+    @torch.no_grad()
+    def _states(self, batch: Tensor) -> list[Tensor]:  # (B, S) -> (B, S, D) each
+        """The target's states of texts, by layer."""
+        output = self._target.model(batch, output_hidden_states=True, use_cache=False, logits_to_keep=1)
+        return [each.float() for each in output.hidden_states]
+
+    def _taught(self, states: Sequence[Tensor], anchors: Tensor) -> Tensor:  # (B, n) -> (B, n, block - 1, D)
+        """What the target's head reads at the places of blocks."""
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+        return states[-1][rows, anchors[..., None] + torch.arange(self.module.shape.block - 1, device=anchors.device)]
+
+    def _guessed(
+        self, batch: Tensor, states: Sequence[Tensor], anchors: Tensor, glimpsed: Tensor | None = None
+    ) -> Tensor:
+        """What the drafter's head reads there.
+
+        batch (B, S), anchors (B, n), glimpsed (B, n, block - 1) -> (B, n, block - 1, D)
+        """
         shape = self.module.shape
-        rows = torch.arange(len(batch), device=batch.device)[:, None]
-        with torch.no_grad():
-            output = self._target.model(batch, output_hidden_states=True, use_cache=False, logits_to_keep=1)
-        states = [each.float() for each in output.hidden_states]  # (B, S, D) each
-        blocks = torch.full((*anchors.shape, shape.block), shape.mask, device=batch.device)
-        blocks[..., 0] = batch[rows, anchors]
+        rows = torch.arange(len(batch), device=batch.device)[:, None, None]
+        blocks = batch[rows, anchors[..., None] + torch.arange(shape.block, device=batch.device)]
+        blocks[..., 1:] = blocks[..., 1:].where(glimpsed, shape.mask) if glimpsed is not None else shape.mask
         tapped = torch.cat([states[tap + 1] for tap in shape.taps], -1)
-        guessed = self.module(tapped, F.embedding(blocks, self._embedding), anchors)
-        places = anchors[..., None] + torch.arange(shape.block - 1, device=batch.device)  # (B, n, block - 1)
-        return guessed, states[-1][rows[..., None], places]
+        guessed: Tensor = self.module(tapped, F.embedding(blocks, self._embedding), anchors, glimpsed)
+        return guessed
+
+    @torch.no_grad()
+    def _glimpsed(self, batch: Tensor, states: Sequence[Tensor], anchors: Tensor, share: float) -> Tensor:
+        """The places of each block that are shown: none, or a run that is as long as this share of what the drafter has
+        wrong there now. (B, n, block - 1)"""
+        places = self.module.shape.block - 1
+        if share <= 0:
+            return torch.zeros((*anchors.shape, places), dtype=torch.bool, device=batch.device)
+        guessed, taught = self._guessed(batch, states, anchors), self._taught(states, anchors)
+        wrong = torch.zeros(anchors.shape, device=batch.device)
+        for place in range(places):
+            said = self._target.logits(taught[:, :, place]).argmax(-1)
+            wrong += (guessed[:, :, place] @ self._head.T).argmax(-1) != said
+        return _runs(wrong, share, places)
+
+
+def _runs(wrong: Tensor, share: float, places: int) -> Tensor:  # (B, n) -> (B, n, places)
+    """Runs of places, each as long as a share of what is wrong; at least the last place is left to be drafted."""
+    count = (share * wrong).round().clamp(max=places - 1)[..., None]
+    start = (torch.rand(count.shape).to(count.device) * (places - count)).floor()
+    at = torch.arange(places, device=wrong.device)
+    return (at >= start) & (at < start + count)
 
 
 @torch.no_grad()

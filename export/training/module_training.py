@@ -53,6 +53,7 @@ class ModuleTask(ABC):
 
     name: str
     module: ShapedModule
+    steps = 1  # of the whole training
 
     def __init__(
         self, target: Target, sources: tuple[TokenFile, ...], batches: Batches, settings: Mapping[str, Any]
@@ -175,6 +176,7 @@ def train_module(
     validation = halves[0][1]
     validation.require(options.length, "What is kept for measuring")
     task = make(tuple(most for most, _ in halves))
+    task.steps = schedule["steps"]
     before = task.agreement(validation)
     trained = Trainer(task, options.training(schedule["steps"]), work / kind).run(progress)
     after = task.agreement(validation)

@@ -81,7 +81,7 @@ KINDS = {
         (("--depth", "0"), "depth must be from 1 to 16"),
     ),
     "dflash": Kind(
-        DflashOptions(**SHORT | {"steps": 80, "learning_rate": 1e-2}, block=5, anchors=16, layers=2),
+        DflashOptions(**SHORT | {"steps": 80, "learning_rate": 1e-2}, block=5, anchors=16, layers=2, glancing=0.4),
         train_dflash,
         block_logits,
         ({"anchors": 9}, "anchors was 16, is 9"),
