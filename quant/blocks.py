@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.packing import QuantizedMatrix, blocks_per_row, dequantize, midpoint, pack
+from edgeinfer.bundle.packing import QuantizedMatrix, QuantizedShape, blocks_per_row, dense_rows, midpoint, pack
+from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 from edgeinfer.errors import CheckpointError
 from edgeinfer.quant.policy import QuantScheme
 
@@ -28,11 +29,12 @@ class Grid:
     bits: int
     size: int
     symmetric: bool
+    vectors: bool = False  # codes of 2 bits are fields of codes of vectors
 
     @classmethod
     def of(cls, scheme: QuantScheme) -> Grid:
         """The grid of a scheme that bundles can hold."""
-        return cls(scheme.bits, scheme.block_size, scheme.symmetric)
+        return cls(scheme.bits, scheme.block_size, scheme.symmetric, scheme.vectors)
 
     @property
     def top(self) -> int:
@@ -100,17 +102,18 @@ def restored(solver: Solver, weight: Floats, grid: Grid) -> Floats:  # (N, K) ->
         rows = weight[start : start + solver.rows]
         check_finite(rows)
         codes = solver.solve(rows)
-        values = codes.values.reshape(len(rows), -1, grid.size).astype(np.float32)
-        values = (values - codes.zeros[..., None]) * codes.scales[..., None]
-        out[start : start + len(rows)] = values.reshape(len(rows), -1)[:, :k]
+        values, zeros = codes.values.reshape(len(rows), -1, grid.size), codes.zeros[..., None]
+        if grid.vectors:
+            values, zeros = read_vectors(values), np.full_like(zeros, midpoint(VALUE_BITS))
+        dense = (values.astype(np.float32) - zeros) * codes.scales[..., None]
+        out[start : start + len(rows)] = dense.reshape(len(rows), -1)[:, :k]
     return out
 
 
 def dequantized(matrix: QuantizedMatrix, scheme: QuantScheme, k: int) -> Floats:  # (N, K)
     """The float matrix that a quantized one stands for."""
-    return dequantize(
-        matrix.data, matrix.scales, matrix.zero_points, bits=scheme.bits, block_size=scheme.block_size, k=k
-    )
+    zeros, marks = matrix.zero_points is not None, {"e2m1": scheme.e2m1, "vectors": scheme.vectors}
+    return dense_rows(matrix, QuantizedShape(len(matrix.data), k, scheme.bits, scheme.block_size, zeros, **marks))
 
 
 def padded(rows: Floats, size: int) -> Floats:  # (..., K) -> (..., blocks * size)

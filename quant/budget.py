@@ -89,7 +89,11 @@ def candidate_schemes(
         bits = (given[name],) if name in given else tried
         blocks = [effective_block(columns[_group(name, layout)], size) for size in sizes]
         ways = itertools.product(bits, blocks, signs)
-        found[name] = list(dict.fromkeys(make_scheme(shapes[name], b, size, symmetric=sign) for b, size, sign in ways))
+        found[name] = list(
+            dict.fromkeys(
+                make_scheme(shapes[name], b, size, symmetric=sign, vectors=layout == NATIVE) for b, size, sign in ways
+            )
+        )
     return found
 
 

@@ -20,7 +20,7 @@ from edgeinfer.quant.blocks import Codes, Grid, Solver, padded
 from edgeinfer.quant.refine import LAZY, Refiner, State, row_errors
 from edgeinfer.quant.statistics import InputStatistics
 
-__all__ = ["GptqOptions", "solver"]
+__all__ = ["GptqOptions", "damped", "divide_by", "padded_square", "solver", "upper_factor"]
 
 Floats = NDArray[np.float32]
 # Rows at once: what one block of them needs stays in a core's second-level cache, twice or half as many are slower.
@@ -85,7 +85,7 @@ class _Gptq:
         grid = self._grid
         rows = np.ascontiguousarray(padded(weight, grid.size), np.float32)
         if self._shift is not None:
-            rows = rows + self._divided(rows @ self._shift)
+            rows = rows + divide_by(self._upper, self._order, rows @ self._shift)
         plain = self._start.solve(rows[:, : self._k])
         target = np.ascontiguousarray(rows.T)  # (K', n)
         state = State.of(plain, grid)
@@ -105,17 +105,6 @@ class _Gptq:
         """The squared output error of each row."""
         errors = state.errors(target)
         return row_errors(errors, self._hessian @ errors)
-
-    def _divided(self, rows: Floats) -> Floats:  # (n, K')
-        """Rows times the inverse of H."""
-        from scipy.linalg import solve_triangular  # only here: most conversions need no scipy
-
-        right = np.ascontiguousarray(rows.T[self._order])
-        right = solve_triangular(self._upper, right, check_finite=False, overwrite_b=True)
-        right = solve_triangular(self._upper, right, trans="T", check_finite=False, overwrite_b=True)
-        out = np.empty_like(right)
-        out[self._order] = right
-        return np.asarray(out.T, np.float32)
 
     def _round(self, target: Floats, state: State) -> None:  # (K', n)
         """Replaces the state's codes by those of GPTQ, with the scales and zero points it has."""
@@ -138,6 +127,18 @@ class _Gptq:
                 np.minimum(wanted, top - zero, out=wanted)
                 state.steps[column] = wanted
                 np.subtract(target[column], wanted * scale, out=errors[start + i])
+
+
+def divide_by(upper: Floats, order: NDArray[np.intp], rows: Floats) -> Floats:  # (K', K'), (K',), (n, K') -> (n, K')
+    """Rows times the inverse of the Hessian that `upper_factor` has factored."""
+    from scipy.linalg import solve_triangular  # only here: most conversions need no scipy
+
+    right = np.ascontiguousarray(rows.T[order])
+    right = solve_triangular(upper, right, check_finite=False, overwrite_b=True)
+    right = solve_triangular(upper, right, trans="T", check_finite=False, overwrite_b=True)
+    out = np.empty_like(right)
+    out[order] = right
+    return np.asarray(out.T, np.float32)
 
 
 def damped(hessian: Floats, damping: float, size: int) -> Floats:  # (K, K) -> (K', K')

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import awq, gptq, hqq, rtn
+from edgeinfer.quant import awq, gptq, hqq, rtn, vectors
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
@@ -28,7 +28,7 @@ class Method:
 
     Attributes:
         needs: what it must know of the inputs: nothing, their mean squares, or the mean of x x^T.
-        solver: sets it up for a grid, a number of columns and the statistics.
+        solver: sets it up for a grid, a number of columns and the statistics; `set_up` does for vectors, too.
         folds: scales of input channels (`awq.scale_search`) are folded into the layers before, where there is a model.
     """
 
@@ -44,7 +44,13 @@ class Method:
         statistics: InputStatistics | None = None,
     ) -> QuantizedMatrix:
         """Quantizes a matrix; the statistics must have what the method needs."""
-        return packed(self.solver(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
+        return packed(self.set_up(Grid.of(scheme), weight.shape[1], statistics), weight, scheme)
+
+    def set_up(self, grid: Grid, k: int, statistics: InputStatistics | None) -> Solver:
+        """The solver of a grid; that of vectors feeds errors forward for the methods that do."""
+        if grid.vectors:
+            return vectors.solver(grid, k, statistics, hessian=self.needs == "hessian")
+        return self.solver(grid, k, statistics)
 
 
 METHODS: dict[str, Method] = {
@@ -80,7 +86,7 @@ def solver_for(method: str, grid: Grid, k: int, statistics: InputStatistics | No
     """
     if statistics is not None:
         statistics.check(k)
-    return method_for(method, statistics).solver(grid, k, _known(statistics))
+    return method_for(method, statistics).set_up(grid, k, _known(statistics))
 
 
 def quantize(

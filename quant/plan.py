@@ -79,7 +79,8 @@ class QuantPlan:
         own = {name: scheme for name, scheme in (kept or {}).items() if name not in given}
         schemes |= own
         for name, bits in given.items():
-            schemes[name] = make_scheme(shapes[name], bits, policy.block_size, symmetric=policy.symmetric)
+            signs = {"symmetric": policy.symmetric, "vectors": policy.vectors}
+            schemes[name] = make_scheme(shapes[name], bits, policy.block_size, **signs)
         return cls(schemes, method, kept=frozenset(own))
 
     def scheme(self, name: str) -> QuantScheme | None:

@@ -52,6 +52,7 @@ class QuantScheme:
         bits: 2, 3, 4 or 8 per value.
         block_size: values that share a scale: 32, 64 or 128.
         symmetric: the zero point is the middle of the range and is not stored.
+        vectors: bytes of 2 bits are codes of vectors (edgeinfer.bundle.vectors), without zero points.
         e2m1: values are codes of E2M1 instead, as a checkpoint has them; no quantizer makes such.
     """
 
@@ -59,6 +60,7 @@ class QuantScheme:
     block_size: int
     symmetric: bool = False
     e2m1: bool = False
+    vectors: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -66,6 +68,8 @@ class QuantScheme:
         if self.block_size not in BLOCK_SIZES:
             sizes = ", ".join(map(str, BLOCK_SIZES))
             raise UsageError(f"A block of {self.block_size} values is not supported.", f"Choose one of {sizes}.")
+        if self.vectors and (self.bits, self.symmetric) != (2, True):
+            raise UsageError("Codes of vectors have 2 bits and no zero points.", "Leave vectors out, or choose those.")
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:
@@ -84,15 +88,23 @@ def is_protected(name: str) -> bool:
     return ".mlp.shared." in name
 
 
-def make_scheme(shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool) -> QuantScheme | None:
+def make_scheme(
+    shape: tuple[int, ...], bits: int, block_size: int, *, symmetric: bool, vectors: bool = False
+) -> QuantScheme | None:
     """The scheme of a matrix (N, K) for bits and the largest block asked for; None at 32 bits.
 
     Large 8-bit matrices never have zero points.
+
+    Args:
+        vectors: 2 bits are codes of vectors where K is a multiple of the block.
     """
     if bits == FLOAT_BITS:
         return None
+    block = effective_block(shape[1], block_size)
+    if vectors and bits == 2 and shape[1] % block == 0:
+        return QuantScheme(bits, block, symmetric=True, vectors=True)
     plain = symmetric or (bits == 8 and math.prod(shape) > _LARGE_WEIGHTS)
-    return QuantScheme(bits, effective_block(shape[1], block_size), plain)
+    return QuantScheme(bits, block, plain)
 
 
 def effective_block(k: int, requested: int) -> int:
@@ -133,6 +145,7 @@ class QuantPolicy:
         symmetric: no stored zero points. Large 8-bit matrices never have any.
         keep_small: linear layers of at most 65536 weights stay wider: 8 bits instead of 2 to 4, float32 instead of 8.
             Those that a router chooses among never do; shared experts have at least 8 bits in any case.
+        vectors: 2 bits are codes of vectors, which the native layout alone can hold.
     """
 
     bits: int
@@ -140,12 +153,14 @@ class QuantPolicy:
     block_size: int
     symmetric: bool = False
     keep_small: bool = True
+    vectors: bool = False
 
     def scheme(self, name: str, shape: tuple[int, ...]) -> QuantScheme | None:
         """The scheme of a tensor by its canonical name; None keeps it float32."""
         if not is_quantizable(name, shape):
             return None
-        return make_scheme(shape, self._bits(name, shape), self.block_size, symmetric=self.symmetric)
+        signs = {"symmetric": self.symmetric, "vectors": self.vectors}
+        return make_scheme(shape, self._bits(name, shape), self.block_size, **signs)
 
     def _bits(self, name: str, shape: tuple[int, ...]) -> int:
         if name in ("embed", "head"):

@@ -1,6 +1,7 @@
 """A bundle's weights in the layout it does not store: the file a device makes, and a whole bundle that stores it.
 
-Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts).
+Exact both ways, though experts of mixed bits come out in the widest of them (edgeinfer.bundle.experts), and codes of
+vectors as 4 bits.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def convert_bundle(
 ) -> None:
     """Writes a bundle of the same model that stores another layout; arguments and errors as `convert_weights`.
 
-    It is the bundle that an export in that layout would have made, byte for byte.
+    It is the bundle that an export in that layout would have made, byte for byte, but where that has 2 bits: those are
+    vectors in the native layout alone.
 
     Raises:
         UsageError: besides, there is a draft module inside, which reads the bundle's weights.

@@ -3,7 +3,7 @@
 One operator reads all experts of a layer in the portable layout, so there they have one format: the widest bits and the
 smallest block of any of them, with zero points where the bits differ. Widening is exact: a value is scale * (q - zero)
 with the same q and zero, or of a matrix alone with as much added to q as the middle moves. Codes of E2M1 become 8 bits,
-and 3 bits become 4, as the portable layout has neither.
+and 3 bits and vectors become 4, as the portable layout has none of these.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.bundle.packing import E2M1_DOUBLED, QuantizedMatrix, QuantizedShape, midpoint, pack, unpack
+from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 
-__all__ = ["Expert", "common_format", "expert_biases", "expert_tensor", "find_expert", "portable_bits", "widen"]
+__all__ = [
+    "Expert",
+    "common_format",
+    "expert_biases",
+    "expert_tensor",
+    "find_expert",
+    "plain_shape",
+    "portable_bits",
+    "widen",
+]
 
 # Bits that codes of E2M1 become where only evenly spaced values are stored.
 _WIDENED = 8
@@ -54,8 +64,16 @@ def find_expert(name: str) -> Expert | None:
 
 def common_format(shapes: Sequence[QuantizedShape]) -> tuple[int, int, bool]:
     """Bits, block and whether there are zero points, of the format that holds all these matrices exactly."""
-    bits, block = max(_WIDENED if s.e2m1 else portable_bits(s.bits) for s in shapes), min(s.block_size for s in shapes)
-    return bits, block, any(s.zero_points or (portable_bits(s.bits) != bits and not s.e2m1) for s in shapes)
+    own = [_WIDENED if s.e2m1 else plain_shape(s).bits for s in shapes]
+    bits, block = max(own), min(s.block_size for s in shapes)
+    zeros = (s.zero_points or (b != bits and not s.e2m1) for s, b in zip(shapes, own, strict=True))
+    return bits, block, any(zeros)
+
+
+def plain_shape(shape: QuantizedShape) -> QuantizedShape:
+    """What a matrix is outside the native layout, if no expert of codes of E2M1."""
+    bits = VALUE_BITS if shape.vectors else portable_bits(shape.bits)
+    return dataclasses.replace(shape, bits=bits, vectors=False)
 
 
 def portable_bits(bits: int) -> int:
@@ -69,11 +87,14 @@ def widen(rows: QuantizedMatrix, source: QuantizedShape, target: QuantizedShape)
     Args:
         source, target: of the whole matrix, before and after.
     """
-    before = (source.bits, source.block_size, source.zero_points, source.e2m1)
-    if before == (target.bits, target.block_size, target.zero_points, target.e2m1):
+    before = (source.bits, source.block_size, source.zero_points, source.e2m1, source.vectors)
+    if before == (target.bits, target.block_size, target.zero_points, target.e2m1, target.vectors):
         return rows
     count, stop = len(rows.data), target.blocks * target.block_size
-    values = unpack(rows.data, source.bits, source.block_size).reshape(count, -1)[:, :stop]  # (N, blocks * block)
+    fields = unpack(rows.data, source.bits, source.block_size)
+    values = (read_vectors(fields) if source.vectors else fields).reshape(count, -1)[:, :stop]  # (N, blocks * block)
+    if source.vectors:
+        source = dataclasses.replace(source, bits=VALUE_BITS, vectors=False)
     if source.e2m1:
         values = (E2M1_DOUBLED[values] + np.int16(midpoint(_WIDENED))).astype(np.uint8)
         source = dataclasses.replace(source, bits=_WIDENED, e2m1=False)

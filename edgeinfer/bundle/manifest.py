@@ -108,6 +108,7 @@ class TensorEntry:
         interleaved: the rows of the halves, gate and up, take turns in the stored arrays; portable or float32 only.
         e2m1: values are codes of E2M1 in blocks of 32 without zero points; of experts in the native layout only.
         inline_scales: scales lie among the values of the native layout, or will where another is converted to that.
+        vectors: values of 2 bits are fields of codes of vectors in whole blocks; in the native layout only.
         modules: of the checkpoint that make it up, where adapters of them can change it.
     """
 
@@ -125,6 +126,7 @@ class TensorEntry:
     e2m1: bool = False
     inline_scales: bool = False
     modules: tuple[Module, ...] = ()
+    vectors: bool = False
 
     def __post_init__(self) -> None:
         require(all(d > 0 for d in self.shape), f"{self.name} has an impossible shape")
@@ -133,7 +135,7 @@ class TensorEntry:
         if self.bits == 32:
             stored = self.shape[::-1] if self.transposed else self.shape
             require(self.data.dtype == "float32" and self.data.shape == stored, f"{self.name} has inconsistent shapes")
-            plain = len(self.blobs) == 1 and not self.paired and not self.inline_scales
+            plain = len(self.blobs) == 1 and not (self.paired or self.inline_scales or self.vectors)
             require(plain, f"{self.name} has parts that float32 has not")
             return
         require(self.bits in BITS and (self.bits != 3 or self.layout == NATIVE), f"{self.name} has {self.bits} bits")
@@ -143,12 +145,11 @@ class TensorEntry:
         require(whole or not self.transposed, f"{self.name} is quantized and transposed")
         turns = self.paired and self.layout == PORTABLE
         require(turns or not self.interleaved, f"{self.name} has no halves to interleave")
-        coded = (
-            self.layout == NATIVE
-            and not self.inline_scales
-            and (self.bits, self.block_size, self.zero_points) == (4, 32, None)
-        )
+        form = (self.layout, self.bits, self.zero_points)
+        coded = not self.inline_scales and self.block_size == 32 and form == (NATIVE, 4, None)
         require(coded or not self.e2m1, f"{self.name} has codes of E2M1")
+        blocks = self.shape[1] % self.block_size == 0 and form == (NATIVE, 2, None)
+        require(blocks or not self.vectors, f"{self.name} has codes of vectors")
         parts = PARTS[self.layout](self.quantized)
         for part in ("data", "low", "scales", "zero_points"):
             blob: Blob | None = getattr(self, part)
@@ -165,9 +166,8 @@ class TensorEntry:
     @property
     def quantized(self) -> QuantizedShape:
         """What a quantized tensor is, whatever its layout."""
-        zeros = self.zero_points is not None
-        n, k = self.shape
-        return QuantizedShape(n, k, self.bits, self.block_size, zeros, self.paired, self.e2m1, self.inline_scales)
+        marks = (self.zero_points is not None, self.paired, self.e2m1, self.inline_scales, self.vectors)
+        return QuantizedShape(self.shape[0], self.shape[1], self.bits, self.block_size, *marks)
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
@@ -370,7 +370,7 @@ class Manifest:
             # Older programs know no such fields.
             for module in tensor["modules"]:
                 drop_empty(module, "pieces")
-            drop_empty(tensor, "e2m1", "inline_scales", "modules")
+            drop_empty(tensor, "e2m1", "inline_scales", "vectors", "modules")
         drop_empty(data, "taps", "module")
         if self.decoder is not None:
             data["decoder"] = self.decoder.description()

@@ -6,8 +6,8 @@ eight to three bytes, first value in the lowest bits; one float32 scale per bloc
 packed like values, each row of blocks padded to whole bytes. Without zero points the zero is `2 ** (bits - 1)`.
 
 ONNX Runtime's operators multiply no 3 bits: a bundle in the portable layout has 4 instead, of the same values.
-In the native layout experts of 4 bits may be codes of E2M1 instead, as MXFP4 has them: each stands for twice its value,
-times the scale.
+In the native layout matrices of 2 bits may be codes of vectors (edgeinfer.bundle.vectors), which are 4 bits in others.
+Experts of 4 bits may be codes of E2M1 there, as MXFP4 has them: each stands for twice its value, times the scale.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.vectors import VALUE_BITS, read_vectors
 from edgeinfer.records import dataclass
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "QuantizedMatrix",
     "QuantizedShape",
     "blocks_per_row",
+    "dense_rows",
     "dequantize",
     "dequantize_e2m1",
     "midpoint",
@@ -55,6 +57,7 @@ class QuantizedShape:
         paired: two matrices of N / 2 rows each, gate and up, which the native layout puts side by side.
         e2m1: values are codes of E2M1.
         inline_scales: in the native layout scales lie among the values, see edgeinfer.bundle.native_layout.
+        vectors: values of 2 bits are fields of codes of vectors, see edgeinfer.bundle.vectors.
     """
 
     n: int
@@ -65,6 +68,7 @@ class QuantizedShape:
     paired: bool = False
     e2m1: bool = False
     inline_scales: bool = False
+    vectors: bool = False
 
     @property
     def blocks(self) -> int:
@@ -148,16 +152,33 @@ def dequantize(
     bits: int,
     block_size: int,
     k: int,
+    vectors: bool = False,
 ) -> NDArray[np.float32]:  # (N, K)
     """The float matrix that the packed blocks stand for."""
     n, blocks = scales.shape
-    values = unpack(data, bits, block_size).astype(np.float32)  # (N, blocks, block_size)
+    codes = unpack(data, bits, block_size)  # (N, blocks, block_size)
+    values = (read_vectors(codes) if vectors else codes).astype(np.float32)
     if zero_points is None:
-        values -= np.float32(midpoint(bits))
+        values -= np.float32(midpoint(VALUE_BITS if vectors else bits))
     else:
         values -= unpack(zero_points, bits, blocks).astype(np.float32)[..., None]
     values *= scales[..., None]
     return values.reshape(n, blocks * block_size)[:, :k]
+
+
+def dense_rows(rows: QuantizedMatrix, shape: QuantizedShape) -> NDArray[np.float32]:  # (N, K)
+    """The float matrix that rows of a quantized one stand for."""
+    if shape.e2m1:
+        return dequantize_e2m1(rows.data, rows.scales)
+    return dequantize(
+        rows.data,
+        rows.scales,
+        rows.zero_points,
+        bits=shape.bits,
+        block_size=shape.block_size,
+        k=shape.k,
+        vectors=shape.vectors,
+    )
 
 
 def dequantize_e2m1(

@@ -18,7 +18,7 @@ from edgeinfer.bundle.codecs import CODECS, read_rows
 from edgeinfer.bundle.kv_types import FLOAT32, KV, PAGED_KV, find_kv_type
 from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, STATIC, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
-from edgeinfer.bundle.packing import QuantizedMatrix, dequantize, dequantize_e2m1
+from edgeinfer.bundle.packing import QuantizedMatrix, dense_rows
 from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
@@ -203,11 +203,7 @@ class Bundle:
         if entry.bits == 32:
             data = read_rows(self.path / WEIGHTS, entry, entry.data, 0, entry.data.shape[0])
             return data.T if entry.transposed else data
-        n, k = entry.shape
-        rows = self.rows(entry, 0, n)
-        if entry.e2m1:
-            return dequantize_e2m1(rows.data, rows.scales)
-        return dequantize(rows.data, rows.scales, rows.zero_points, bits=entry.bits, block_size=entry.block_size, k=k)
+        return dense_rows(self.rows(entry, 0, entry.shape[0]), entry.quantized)
 
     def rows(self, entry: TensorEntry, start: int, stop: int) -> QuantizedMatrix:
         """Rows start..stop-1 of a quantized weight."""

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from edgeinfer.bundle.draft_module import DraftModule
-from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert, portable_bits
+from edgeinfer.bundle.experts import Expert, common_format, expert_biases, expert_tensor, find_expert, plain_shape
 from edgeinfer.bundle.layouts import NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, tensor_layout
 from edgeinfer.bundle.manifest import PARTS, Blob, Manifest, TensorEntry
 from edgeinfer.bundle.packing import Parts, QuantizedShape
@@ -143,9 +143,7 @@ def _formatted(outline: Outline, bits: int, block: int, zeros: bool) -> Outline:
 
 def _widened(outline: Outline) -> Outline:
     shape = outline.quantized
-    if shape is None or portable_bits(shape.bits) == shape.bits:
-        return outline
-    return dataclasses.replace(outline, quantized=dataclasses.replace(shape, bits=portable_bits(shape.bits)))
+    return outline if shape is None else dataclasses.replace(outline, quantized=plain_shape(shape))
 
 
 def _halves(outline: Outline) -> int:
@@ -171,6 +169,7 @@ def _entry(outline: Outline, blobs: dict[str, Blob], layout: Layout, interleaved
         interleaved,
         quantized.e2m1,
         quantized.inline_scales,
+        vectors=quantized.vectors,
     )
 
 

@@ -3,7 +3,7 @@
 Domain `edgeinfer`, version 1, float32 values. The constants of a matrix are vectors of the bytes that
 edgeinfer.bundle.native_layout describes, scales of bfloat16 bits; the attributes say what matrix they are.
 
-EmbeddingLowBit, attributes N, K, bits, block_size, inline_scales (they are part of data, and input 3 is absent)
+EmbeddingLowBit, attributes N, K, bits, block_size, vectors, inline_scales (they are part of data, without input 3)
   0 ids int64 · 1 data · 2 low (8 bits) · 3 scales · 4 zero points (optional)
 LinearLowBit, the same attributes, paired, swiglu (silu(gate) * up, N / 2 wide), norm_epsilon, part, heads
 (above 1: the matrix is one of (N / heads, K) for each head, X is (..., heads K), without bias, norm and residual)
@@ -22,7 +22,8 @@ MoELowBit, attributes D, ungated: down(silu(up(x))), squared: with relu2, clampe
 tanh in the place of silu, otherwise down(silu(gate(x)) * up(x))
   0 X (..., D) · 1 expert_ids int64 (..., K) · 2 expert_weights (..., K); pairs of weight zero are skipped
   3 experts: bytes that hold all experts · 4 directory int64 (E, 13): F, and of gate_up and down each bits, block and
-  offsets of data, low, scales, zero points, -1 for what a matrix does not have; bits are -4 for codes of E2M1
+  offsets of data, low, scales, zero points, -1 for what a matrix does not have; bits are -4 for codes of
+  E2M1, -2 for vectors
   5 residual (optional) · 6 planes (optional), for the experts of 8 bits
   7 biases of gate_up (E, 2 F), or of up (E, F) · 8 of down (E, D), both optional
 """
@@ -249,7 +250,7 @@ class NativeOperators(Operators):
 def _format(entry: TensorEntry, start: int) -> list[int]:
     """Six columns of the directory: what a matrix is and where its parts lie, counted from `start`."""
     blobs = (entry.data, entry.low, entry.scales, entry.zero_points)
-    bits = -entry.bits if entry.e2m1 else entry.bits
+    bits = -entry.bits if entry.e2m1 or entry.vectors else entry.bits
     return [bits, entry.block_size, *(-1 if blob is None else blob.offset - start for blob in blobs)]
 
 
@@ -265,9 +266,10 @@ def _of_heads(heads: int) -> dict[str, int]:
 
 def _matrix(entry: TensorEntry) -> dict[str, int]:
     n, k = entry.shape
-    # Kernels of before know no inline scales.
-    inline = {"inline_scales": 1} if entry.inline_scales else {}
-    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | inline
+    # Kernels of before know neither inline scales nor vectors.
+    later = {"inline_scales": 1} if entry.inline_scales else {}
+    later |= {"vectors": 1} if entry.vectors else {}
+    return {"N": n, "K": k, "bits": entry.bits, "block_size": entry.block_size} | later
 
 
 class PortableOperators(Operators):

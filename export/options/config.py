@@ -320,7 +320,8 @@ class ExportConfig:
     def policy(self) -> QuantPolicy:
         """The bits each tensor of a model gets; of a resolved configuration without a budget only."""
         assert self.head_bits is not None and self.group_size is not None, "resolve first"
-        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small)
+        native = self.layout == NATIVE
+        return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, vectors=native)
 
     @property
     def limits(self) -> Limits:

@@ -43,14 +43,14 @@ def _shape(name: str, shape: tuple[int, ...], scheme: QuantScheme) -> QuantizedS
     zeros, paired = not scheme.symmetric, name.endswith(_PAIRED)
     # The directory that the operator of experts reads has a place for scales of their own.
     inline = (scheme.bits, scheme.block_size) in _INLINE and not scheme.e2m1 and find_expert(name) is None
-    return QuantizedShape(n, k, scheme.bits, scheme.block_size, zeros, paired, scheme.e2m1, inline)
+    return QuantizedShape(n, k, scheme.bits, scheme.block_size, zeros, paired, scheme.e2m1, inline, scheme.vectors)
 
 
 def quantized_rows(
     rows: FloatRows, k: int, scheme: QuantScheme, method: str = "rtn", statistics: InputStatistics | None = None
 ) -> Rows:
     """Rows of a matrix of K columns, quantized as they are asked for."""
-    solver = method_for(method, statistics).solver(Grid.of(scheme), k, statistics)
+    solver = method_for(method, statistics).set_up(Grid.of(scheme), k, statistics)
     return lambda start, stop: packed(solver, rows(start, stop), scheme)
 
 

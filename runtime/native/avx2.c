@@ -2,7 +2,7 @@
  *
  * vpmaddubsw adds two products of unsigned weights and signed activations, saturating at 16 bits; activations are
  * within 127. Pairs of 4-bit weights are within 2 * 15 * 127 = 3810, so 8 of them fit; pairs of 2-bit weights within
- * 762, so 32, a whole block, do; pairs of 3-bit weights within 1778, so 16 do; pairs of E2M1 within 6096, so 4 do. Pairs of 8-bit weights would not fit: their planes are summed apart.
+ * 762, so 32, a whole block, do; pairs of 3-bit weights within 1778, so 16 do; pairs of E2M1 within 6096, so 4 do; of vectors within 3810 again. Pairs of 8-bit weights would not fit: their planes are summed apart.
  */
 #include "lowbit.h"
 

@@ -39,10 +39,10 @@ typedef struct {
 /* Adds the integer products of a piece to sums, in the units of values.h. */
 INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]);
 
-INLINE int values_per_byte(int format) { return format == BITS2 ? 4 : 2; }
+INLINE int values_per_byte(int format) { return has_fours(format) ? 4 : 2; }
 
 /* Bytes of the tile by one k, in one plane. */
-INLINE int k_bytes(int format) { return format == BITS2 ? 8 : format == BITS3 ? 12 : 16; }
+INLINE int k_bytes(int format) { return has_fours(format) ? 8 : format == BITS3 ? 12 : 16; }
 
 INLINE __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 
@@ -52,9 +52,20 @@ INLINE __m256i four(const int8_t *values) {
     return _mm256_set1_epi32(word);
 }
 
+/* The s-th values that codes of vectors stand for. */
+INLINE __m256i unpack_vectors(int s, __m256i codes) {
+    const __m256i chosen = _mm256_and_si256(codes, _mm256_set1_epi8(15)), zero = _mm256_set1_epi8(LOWBIT_VECTOR_ZERO);
+    const __m256i magnitudes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)lowbit_vectors[s]));
+    const __m256i above = _mm256_shuffle_epi8(_mm256_add_epi8(zero, magnitudes), chosen);
+    const __m256i below = _mm256_shuffle_epi8(_mm256_sub_epi8(zero, magnitudes), chosen);
+    /* The sign comes into the highest bit, by which one of the two is chosen. */
+    return _mm256_blendv_epi8(above, below, s == 3 ? codes : _mm256_slli_epi16(codes, 3 - s));
+}
+
 /* The s-th values of each byte; of 8 bits with both planes. */
 INLINE __m256i unpack(int format, int s, __m256i data, __m256i low) {
     const __m256i mask = _mm256_set1_epi8(format == BITS2 ? 3 : 15);
+    if (format == VECTORS) return unpack_vectors(s, data);
     if (format == BITS2) return _mm256_and_si256(_mm256_srli_epi16(data, 2 * s), mask);
     if (format == BITS8) {
         __m256i high = s == 0 ? _mm256_slli_epi16(_mm256_and_si256(data, mask), 4) : _mm256_andnot_si256(mask, data);
@@ -131,7 +142,7 @@ INLINE void add_piece(piece p, const tile_view *t, int64_t b, int part, int64_t 
  * once, for more independent sums; the four values of a byte leave registers for one. */
 INLINE void panel(int format, int block, int rows, const tile_view *t, int64_t from, int64_t to, int64_t ahead,
                   int64_t first, float *sums) {
-    const int step = block * k_bytes(format), width = rows <= (format == BITS2 ? 1 : 2) ? 4 : 2;
+    const int step = block * k_bytes(format), width = rows <= (has_fours(format) ? 1 : 2) ? 4 : 2;
     for (int64_t b = from; b < to; b++)
         for (int part = 0; part < REGISTERS; part += width) {
             piece p = {.format = format, .block = block, .width = width, .rows = rows};
@@ -155,6 +166,7 @@ typedef void panel_function(const tile_view *t, int64_t from, int64_t to, int64_
     what(format, block, 1) what(format, block, 2) what(format, block, 3) what(format, block, 4)
 #define ALL_BLOCKS(what, format) ALL_ROWS(what, format, 32) ALL_ROWS(what, format, 64) ALL_ROWS(what, format, 128)
 ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, VECTORS)
 ALL_BLOCKS(ONE, BITS3)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
@@ -165,7 +177,7 @@ ALL_ROWS(ONE, E2M1, 32)
 #define OF_FORMAT(format) {{ALL_ROWS(NAME, format, 32)}, {ALL_ROWS(NAME, format, 64)}, {ALL_ROWS(NAME, format, 128)}}
 static panel_function *const panel_functions[FORMATS][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
-    [BITS3] = OF_FORMAT(BITS3),
+    [BITS3] = OF_FORMAT(BITS3), [VECTORS] = OF_FORMAT(VECTORS),
     [E2M1] = {{ALL_ROWS(NAME, E2M1, 32)}}};
 
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,

@@ -28,24 +28,39 @@ enum { PANEL = 8, HELD = 6 };
  * first's, and from L1_FROM rows on, where loads wait for arithmetic too, AHEAD_L1 ahead into the first
  * (docs/LOG.md, 2026-11-26). */
 enum { AHEAD_L2 = 6144, AHEAD_L1 = 1024, L1_FROM = 3 };
-INLINE int slot_bits(int format) { return format == BITS2 ? 2 : 4; }
+INLINE int slot_bits(int format) { return has_fours(format) ? 2 : 4; }
 
 /* Rows whose sums fit the registers even once per slot of the weights' bytes. */
-INLINE int few(int format) { return format == BITS2 ? 1 : 2; }
+INLINE int few(int format) { return has_fours(format) ? 1 : 2; }
 
 /* How far left of its place slot s is multiplied. A shift less per 64 bytes is time where few rows share it, and they
  * have registers to sum each slot apart; the sums are shifted back, exactly. */
 INLINE int slot_shift(int format, int count, int s) {
-    return count <= few(format) && format != BITS8 && format != E2M1 ? s * slot_bits(format) : 0;
+    return count <= few(format) && format != BITS8 && format != E2M1 && format != VECTORS ? s * slot_bits(format) : 0;
 }
 
 INLINE __m512i values_of_e2m1(void) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)lowbit_e2m1));
 }
 
+/* The values that codes of vectors stand for: slot s of the s-th. */
+INLINE void unpack_vectors(__m512i codes, __m512i *out) {
+    const __m512i chosen = _mm512_and_si512(codes, _mm512_set1_epi8(15)), zero = _mm512_set1_epi8(LOWBIT_VECTOR_ZERO);
+    for (int s = 0; s < 4; s++) {
+        const __m512i magnitudes = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)lowbit_vectors[s]));
+        const __mmask64 below = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char)(16 << s)));
+        out[s] = _mm512_shuffle_epi8(_mm512_add_epi8(zero, magnitudes), chosen);
+        out[s] = _mm512_mask_shuffle_epi8(out[s], below, _mm512_sub_epi8(zero, magnitudes), chosen);
+    }
+}
+
 /* Weights of 16 columns: slot s holds 4 consecutive k of the s-th part of the block. */
 INLINE void unpack(int format, int count, const uint8_t *data, const uint8_t *low, __m512i *out) {
     __m512i v = _mm512_loadu_si512(data);
+    if (format == VECTORS) {
+        unpack_vectors(v, out);
+        return;
+    }
     if (format == BITS8) {
         /* 0xca picks the second operand's bits where the first is set, the third's elsewhere. */
         const __m512i mask = _mm512_set1_epi8(15);
@@ -232,6 +247,7 @@ typedef void panel_function(const tile_view *t, int64_t begin, int64_t end, int6
 #define ALL_BLOCKS(what, format)                                                                              \
     ALL_COUNTS(what, format, 32) ALL_COUNTS(what, format, 64) ALL_COUNTS(what, format, 128)
 ALL_BLOCKS(ONE, BITS2)
+ALL_BLOCKS(ONE, VECTORS)
 ALL_BLOCKS(ONE, BITS3)
 ALL_BLOCKS(ONE, BITS4)
 ALL_BLOCKS(ONE, BITS8)
@@ -243,7 +259,7 @@ ALL_COUNTS(ONE, E2M1, 32)
     {{ALL_COUNTS(NAME, format, 32)}, {ALL_COUNTS(NAME, format, 64)}, {ALL_COUNTS(NAME, format, 128)}}
 static panel_function *const panel_functions[FORMATS][3][PANEL] = {
     [BITS2] = OF_FORMAT(BITS2), [BITS4] = OF_FORMAT(BITS4), [BITS8] = OF_FORMAT(BITS8), [HIGH8] = OF_FORMAT(HIGH8),
-    [BITS3] = OF_FORMAT(BITS3),
+    [BITS3] = OF_FORMAT(BITS3), [VECTORS] = OF_FORMAT(VECTORS),
     [E2M1] = {{ALL_COUNTS(NAME, E2M1, 32)}}};
 
 /* Panels take turns every 128 k: the first streams them from memory, the others find them in the cache. If each went

@@ -35,7 +35,7 @@ INLINE void add_dots(piece p, __m256i sums[PANEL][REGISTERS]) {
     const int slots = values_per_byte(p.format), span = p.block / slots, both = p.format == BITS8;
     /* An addition takes 4 or 5 cycles, and two start in each: where registers are left, every other value of a byte has
      * sums of its own. */
-    const int apart = p.rows * p.width <= (p.format == BITS2 || both ? 4 : 6);
+    const int apart = p.rows * p.width <= (has_fours(p.format) || both ? 4 : 6);
     __m256i dots[PANEL][REGISTERS], more[PANEL][REGISTERS];
     for (int i = 0; i < p.rows; i++)
         for (int c = 0; c < p.width; c++) {

@@ -18,7 +18,7 @@ from edgeinfer.records import dataclass
 __all__ = ["ACTIVATIONS", "INLINE_BYTES", "VERSION", "AttentionPass", "Binding", "PackedMatrix"]
 
 # Of exports.c; a library of another version is not used.
-VERSION = 8
+VERSION = 9
 # Bytes of the inline scales of a block: 32 of bfloat16.
 INLINE_BYTES = 64
 # Activation functions by name, in the order of activation.h. The last two are no part of an MLP.
@@ -38,6 +38,7 @@ class PackedMatrix:
         scales: bits of bfloat16; None where they lie inline, among `data`.
         zeros: None is the middle of the range.
         paired: two matrices of N / 2 rows, gate and up, share the tiles.
+        vectors: bytes of 2 bits are codes of vectors.
     """
 
     n: int
@@ -49,6 +50,7 @@ class PackedMatrix:
     low: Bytes | None = None
     zeros: Bytes | None = None
     paired: bool = False
+    vectors: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class _Matrix(ctypes.Structure):
         ("block", ctypes.c_int32),
         ("paired", ctypes.c_int32),
         ("e2m1", ctypes.c_int32),
+        ("vectors", ctypes.c_int32),
         ("inline_scales", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
@@ -278,4 +281,4 @@ def _matrix(m: PackedMatrix) -> _Matrix:
     if inline:
         assert data is not None
         data, scales = data + INLINE_BYTES, data
-    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, inline, data, low, scales, zeros)
+    return _Matrix(m.n, m.k, m.bits, m.block, m.paired, 0, m.vectors, inline, data, low, scales, zeros)

@@ -21,6 +21,8 @@
  * Inline scales lie before the values of their block, whose 32 S bytes then come 64 bytes later and as far apart: one
  * run of bytes instead of two.
  * A code of E2M1 (OCP Microscaling Formats) stands for twice its value, plus 12; its zero is 12.
+ * A byte of vectors, of 2 bits, is one code for its four values, S apart as above: the low half chooses the magnitudes in
+ * the codebook of values.h, bit 4 + j / S the sign of value j / S. Values are 8 plus or minus a magnitude; their zero is 8.
  * A paired matrix holds two of N/2 rows each, gate and up: columns 0 to 15 of tile t are rows 16 t.. of the
  * first, columns 16 to 31 the same rows of the second.
  *
@@ -49,6 +51,7 @@ typedef struct {
     int32_t block;          /* 32, 64 or 128 */
     int32_t paired;         /* gate and up share tiles; n counts both */
     int32_t e2m1;           /* values of 4 bits are codes of E2M1, in blocks of 32 without zero points */
+    int32_t vectors;        /* bytes of 2 bits are codes of vectors, in whole blocks without zero points */
     int32_t inline_scales;  /* scales lie in the bytes of `data`, which points behind the first ones */
     const uint8_t *data;    /* the values; of 8-bit matrices the high plane. 64-byte aligned for speed only */
     const uint8_t *low;     /* low plane; NULL reads an 8-bit matrix by its high plane alone */

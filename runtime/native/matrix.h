@@ -14,6 +14,7 @@ static inline const char *matrix_fault(const lowbit_matrix *w) {
     if (w->block != 32 && w->block != 64 && w->block != 128) return "block_size must be 32, 64 or 128";
     if (w->e2m1 && (w->bits != 4 || w->block != 32)) return "E2M1 needs 4 bits and blocks of 32";
     if (w->e2m1 && w->inline_scales) return "E2M1 has no inline scales";
+    if (w->vectors && (w->bits != 2 || w->k % w->block)) return "vectors need 2 bits and a K of whole blocks";
     if (w->paired && w->n % 2) return "a paired matrix needs an even N";
     return NULL;
 }

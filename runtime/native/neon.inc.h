@@ -48,7 +48,7 @@ INLINE void accumulate(int pairs, const uint8x16_t *weights, activations a, int3
 INLINE void collect(int32x4_t *even, int32x4_t *odd);
 
 /* Arrays of consecutive k whose values share bytes. */
-INLINE int slots(int format) { return format == BITS2 || format == BITS3 ? 4 : 2; }
+INLINE int slots(int format) { return has_fours(format) || format == BITS3 ? 4 : 2; }
 
 /* How a block of a format, in `parts` slots, is walked: values of all slots from one step to the next, and from one slot to
  * the next within a step. Those of 3 bits lie together 32 by 32. */
@@ -56,8 +56,20 @@ INLINE int walk_step(int format, int parts) { return format == BITS3 && parts > 
 INLINE int slot_apart(int format, int parts, int block) { return format == BITS3 && parts > 1 ? 8 : block / parts; }
 INLINE int walk_end(int format, int parts, int block) { return format == BITS3 && parts > 1 ? block : block / parts; }
 
+/* The values that codes of vectors stand for: slot s of the s-th. */
+INLINE void unpack_vectors(uint8x16_t codes, uint8x16_t *out) {
+    const uint8x16_t chosen = vandq_u8(codes, vdupq_n_u8(15)), zero = vdupq_n_u8(LOWBIT_VECTOR_ZERO);
+    UNROLL for (int s = 0; s < 4; s++) {
+        const uint8x16_t magnitudes = vqtbl1q_u8(vld1q_u8(lowbit_vectors[s]), chosen);
+        const uint8x16_t below = vtstq_u8(codes, vdupq_n_u8((uint8_t)(16 << s)));
+        out[s] = vbslq_u8(below, vsubq_u8(zero, magnitudes), vaddq_u8(zero, magnitudes));
+    }
+}
+
 INLINE void unpack(int format, uint8x16_t data, uint8x16_t low, uint8x16_t *out) {
-    if (format == BITS2) {
+    if (format == VECTORS) {
+        unpack_vectors(data, out);
+    } else if (format == BITS2) {
         const uint8x16_t mask = vdupq_n_u8(3);
         out[0] = vandq_u8(data, mask);
         out[1] = vandq_u8(vshrq_n_u8(data, 2), mask);
@@ -241,6 +253,10 @@ static void rows_bits2(const tile_view *t, int64_t first, int64_t count, float *
     any_rows(BITS2, t, first, count, sums);
 }
 
+static void rows_vectors(const tile_view *t, int64_t first, int64_t count, float *sums) {
+    any_rows(VECTORS, t, first, count, sums);
+}
+
 static void rows_bits3(const tile_view *t, int64_t first, int64_t count, float *sums) {
     any_rows(BITS3, t, first, count, sums);
 }
@@ -264,7 +280,9 @@ static void rows_high8(const tile_view *t, int64_t first, int64_t count, float *
 static void tile_rows(const lowbit_matrix *w, int64_t tile, const lowbit_rows *rows, int64_t first, int64_t count,
                       float *sums) {
     const tile_view t = view_of(w, tile, rows);
-    if (w->bits == 2)
+    if (w->vectors)
+        rows_vectors(&t, first, count, sums);
+    else if (w->bits == 2)
         rows_bits2(&t, first, count, sums);
     else if (w->bits == 3)
         rows_bits3(&t, first, count, sums);

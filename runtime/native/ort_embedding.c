@@ -1,7 +1,7 @@
 /* The operator EmbeddingLowBit: rows of a matrix, dequantized; knows nothing of formats.
  *
  * inputs: ids (any shape) int64 | data, low, scales, zeros: the matrix (lowbit.h), for instance that of the LM head.
- * attributes: N, K, bits, block_size, paired, inline_scales. Output: (ids..., K).
+ * attributes: N, K, bits, block_size, vectors, paired, inline_scales. Output: (ids..., K).
  */
 #include <stdlib.h>
 

@@ -4,7 +4,7 @@
  * its root mean square and this weight | residual, shaped as the output, is added last | planes: of an 8-bit matrix 1
  * reads the high plane alone, 2 both | layer_mask (parts of the model) bool: where the node's part is false, the output is
  * the residual, or zeros.
- * attributes: N, K, bits, block_size, paired, inline_scales (there is no input scales then), swiglu, norm_epsilon,
+ * attributes: N, K, bits, block_size, vectors, paired, inline_scales (there is no input scales then), swiglu, norm_epsilon,
  * part; heads, above 1: the matrix is one of (N / heads, K) for each head, and X is (..., heads K). Output: (..., N),
  * with swiglu (..., N / 2).
  */

@@ -4,7 +4,7 @@
  * experts | directory (E, 13) int64 | residual, shaped as X, is added last | planes: of experts of 8 bits 1 reads the
  * high plane alone, 2 both | biases of gate_up (E, 2 F), or of up (E, F), and of down (E, D). attributes: D, ungated,
  * clamped, squared, gelu. Output: as X.
- * A row of the directory: F | bits (-4 for codes of E2M1), block, data, low, scales, zeros of gate_up, paired (2 F, D),
+ * A row of the directory: F | bits (-4 for codes of E2M1, -2 for vectors), block, data, low, scales, zeros of gate_up, paired (2 F, D),
  * or of up (F, D) where experts are not gated | the same of down (D, F). data to zeros are offsets into the bytes, even
  * for scales; -1 where a matrix has no low plane or zero points.
  * An expert is down(silu(gate(x)) * up(x)), or down(silu(up(x))), or with gpt-oss's clamped SwiGLU, or with squared ReLU
@@ -63,12 +63,12 @@ static OrtStatus *read_part(const ort_kernel *base, int64_t *offset, int64_t byt
 static OrtStatus *read_matrix(const ort_kernel *base, const int64_t *row, int64_t expert, const uint8_t *bytes,
                               int64_t size, lowbit_matrix *w) {
     int64_t data = row[2], low = row[3], scales = row[4], zeros = row[5];
-    w->e2m1 = row[0] == -4;
-    w->bits = w->e2m1 ? 4 : (int32_t)(row[0] == (int32_t)row[0] ? row[0] : 0);
+    w->e2m1 = row[0] == -4, w->vectors = row[0] == -2;
+    w->bits = w->e2m1 ? 4 : w->vectors ? 2 : (int32_t)(row[0] == (int32_t)row[0] ? row[0] : 0);
     w->block = (int32_t)(row[1] == (int32_t)row[1] ? row[1] : 0);
     const char *fault = matrix_fault(w);
     if (fault) return ort_fail(base, "expert %lld: %s", (long long)expert, fault);
-    if ((low >= 0) != (w->bits == 8) || scales % 2 != 0)
+    if ((low >= 0) != (w->bits == 8) || scales % 2 != 0 || (w->vectors && zeros >= 0))
         return ort_fail(base, "expert %lld has parts that do not fit its bits", (long long)expert);
     ORT_TRY(read_part(base, &data, matrix_plane(w), size, expert));
     ORT_TRY(read_part(base, &scales, matrix_scales(w) * 2, size, expert));

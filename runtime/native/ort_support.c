@@ -186,12 +186,14 @@ OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, 
     ORT_TRY(ort_int(kernel, info, "block_size", &block));
     ORT_TRY(ort_flag(kernel, info, "paired", &matrix->paired));
     ORT_TRY(ort_flag(kernel, info, "inline_scales", &matrix->inline_scales));
+    ORT_TRY(ort_flag(kernel, info, "vectors", &matrix->vectors));
     matrix->bits = (int32_t)(bits == (int32_t)bits ? bits : 0);
     matrix->block = (int32_t)(block == (int32_t)block ? block : 0);
     const char *fault = matrix_fault(matrix);
     if (fault) return ort_fail(kernel, "%s", fault);
     if (kernel->inputs[LOW].given != (matrix->bits == 8))
         return ort_fail(kernel, "matrices of 8 bits have a low plane, no others");
+    if (matrix->vectors && kernel->inputs[ZEROS].given) return ort_fail(kernel, "vectors have no zero points");
     if (kernel->inputs[SCALES].given == matrix->inline_scales)
         return ort_fail(kernel, "a matrix has either inline scales or the input scales");
     ORT_TRY(ort_expect(kernel, DATA, matrix_data(matrix)));

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.vectors import MAGNITUDES
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.binding import ACTIVATIONS, INLINE_BYTES, AttentionPass, Binding, PackedMatrix
 
@@ -20,7 +21,7 @@ _TILE = 32
 # No whole tiles, no whole blocks, and as many rows as the paths with the largest panels take at a time.
 _N, _K, _M = 34, 100, 8
 _EPSILON = 1e-5
-# Bits, block, paired, inline scales.
+# Bits, block, paired, inline scales; of negative bits codes of vectors.
 _FORMATS = (
     (2, 32, True, False),
     (4, 32, False, False),
@@ -32,6 +33,8 @@ _FORMATS = (
     (4, 32, True, True),
     (3, 64, True, False),
     (3, 128, False, True),
+    (-2, 64, False, False),
+    (-2, 32, True, True),
 )
 
 # Attention: query heads of the one kv head, sizes of a key and a value that fill no vectors, positions before the rows,
@@ -100,22 +103,23 @@ def _close(binding: Binding, case: _Case) -> bool:
 
 
 def _cases() -> Iterator[_Case]:
-    for index, (bits, block, paired, inline) in enumerate(_FORMATS):
-        blocks = -(-_K // block)
+    for index, (code, block, paired, inline) in enumerate(_FORMATS):
+        blocks, bits, vectors = -(-_K // block), abs(code), code < 0
+        k = blocks * block if vectors else _K
         tiles = -(-(_N // 2) // (_TILE // 2)) if paired else -(-_N // _TILE)
         plane, cells = tiles * blocks * block * 4 * min(bits, 4), tiles * blocks * _TILE
         scales = ((_floats(cells) + np.float32(0.5)).view(np.uint32) >> 16).astype(np.uint16)
-        zeros = _bytes(cells) >> np.uint8(8 - bits) if index % 2 else None
+        zeros = _bytes(cells) >> np.uint8(8 - bits) if index % 2 and not vectors else None
         data, low = _bytes(2 * plane).reshape(2, plane)
-        x = _floats(_M * _K).reshape(_M, _K) - np.float32(0.5)
-        norm = _floats(_K) if index % 3 == 0 else None
+        x = _floats(_M * k).reshape(_M, k) - np.float32(0.5)
+        norm = _floats(k) if index % 3 == 0 else None
         bias = _floats(_N) if index % 3 == 1 else None
         if inline:
             rows = (scales.view(np.uint8).reshape(-1, INLINE_BYTES), data.reshape(tiles * blocks, -1))
             data = np.concatenate(rows, axis=1).reshape(-1)
         for plane_below in (low, None) if bits == 8 else (None,):
             apart = None if inline else scales
-            matrix = PackedMatrix(_N, _K, bits, block, data, apart, plane_below, zeros, paired)
+            matrix = PackedMatrix(_N, k, bits, block, data, apart, plane_below, zeros, paired, vectors)
             yield _Case(matrix, x, norm, bias)
 
 
@@ -132,11 +136,12 @@ def _floats(count: int) -> Floats:
 
 def _quantized(x: Floats, block: int) -> Floats:  # (M, K) -> (M, K)
     """What is left of rows whose blocks are rounded to int8."""
-    padded = np.zeros((len(x), -(-_K // block), block), np.float32)
-    padded.reshape(len(x), -1)[:, :_K] = x
+    k = x.shape[1]
+    padded = np.zeros((len(x), -(-k // block), block), np.float32)
+    padded.reshape(len(x), -1)[:, :k] = x
     scale = np.abs(padded).max(axis=2, keepdims=True) / np.float32(127)
     rounded: Floats = np.rint(padded / scale) * scale
-    return rounded.reshape(len(x), -1)[:, :_K]
+    return rounded.reshape(len(x), -1)[:, :k]
 
 
 def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbit.h
@@ -155,9 +160,13 @@ def _dequantized(m: PackedMatrix) -> Floats:  # (N, K), by the formulas of lowbi
         values = _values3(data, (tile * blocks + block) * _TILE * span + column * 4, place)
     if m.bits == 8:
         values = values * 16 + (np.float32(7.5) if m.low is None else m.low[byte] >> shift & mask)
+    if m.vectors:
+        code, part = data[byte], place // span
+        magnitudes = MAGNITUDES[code & 15, part]
+        values = (8 + np.where(code >> (4 + part) & 1, -magnitudes, magnitudes)).astype(np.float32)
     cell = (tile * blocks + block) * _TILE + column
     scales = (apart.astype(np.uint32) << 16).view(np.float32)
-    zeros = np.float32(1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
+    zeros = np.float32(8 if m.vectors else 1 << (m.bits - 1)) if m.zeros is None else m.zeros[cell].astype(np.float32)
     dense: Floats = (values - zeros) * scales[cell]
     return dense
 

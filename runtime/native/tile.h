@@ -14,7 +14,7 @@
 #endif
 
 /* Formats, by how bytes become weights. */
-enum { BITS2, BITS4, BITS8, HIGH8, E2M1, BITS3, FORMATS };
+enum { BITS2, BITS4, BITS8, HIGH8, E2M1, BITS3, VECTORS, FORMATS };
 
 /* One tile of a matrix and all rows. */
 typedef struct {
@@ -28,8 +28,11 @@ typedef struct {
     int32_t block;
 } tile_view;
 
+/* Whether a byte holds four values. */
+INLINE int has_fours(int format) { return format == BITS2 || format == VECTORS; }
+
 INLINE int format_of(const lowbit_matrix *w) {
-    if (w->bits == 2) return BITS2;
+    if (w->bits == 2) return w->vectors ? VECTORS : BITS2;
     if (w->bits == 3) return BITS3;
     if (w->bits == 4) return w->e2m1 ? E2M1 : BITS4;
     return lowbit_high_only(w) ? HIGH8 : BITS8;
@@ -59,6 +62,7 @@ INLINE tile_view view_of(const lowbit_matrix *w, int64_t tile, const lowbit_rows
 INLINE int32_t middle_of(int format) {
     if (format == E2M1) return LOWBIT_E2M1_ZERO;
     if (format == BITS3) return 4;
+    if (format == VECTORS) return LOWBIT_VECTOR_ZERO;
     return format == BITS2 ? 2 : format == BITS4 ? 8 : format == BITS8 ? 128 : 2 * 128 - 15;
 }
 

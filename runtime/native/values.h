@@ -10,6 +10,16 @@
 enum { LOWBIT_E2M1_ZERO = 12 };
 static const uint8_t lowbit_e2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
+/* The codebook of vectors: magnitudes by the low half of a code, a row for each of the four values. They were found on
+ * Gaussian numbers in blocks of 64 with a scale of their own (docs/LOG.md, 2026-11-26, "codebooks"). */
+enum { LOWBIT_VECTOR_ZERO = 8 };
+static const uint8_t lowbit_vectors[4][16] = {
+    {1, 1, 4, 1, 2, 2, 2, 2, 2, 7, 2, 2, 5, 5, 5, 2},
+    {1, 1, 1, 3, 1, 3, 2, 2, 7, 2, 2, 5, 2, 2, 5, 6},
+    {1, 4, 1, 1, 2, 2, 2, 7, 2, 2, 5, 5, 2, 5, 2, 3},
+    {1, 1, 1, 3, 3, 1, 7, 2, 2, 2, 5, 2, 5, 2, 2, 6}
+};
+
 static inline int lowbit_high_only(const lowbit_matrix *w) { return w->bits == 8 && !w->low; }
 
 static inline float lowbit_bfloat16(uint16_t bits) {
@@ -26,8 +36,14 @@ static inline float lowbit_scale(const lowbit_matrix *w, int64_t at) {
 }
 
 static inline int32_t lowbit_zero(const lowbit_matrix *w, int64_t at) {
-    int32_t middle = w->e2m1 ? LOWBIT_E2M1_ZERO : 1 << (w->bits - 1), zero = w->zeros ? w->zeros[at] : middle;
+    int32_t middle = w->e2m1 ? LOWBIT_E2M1_ZERO : w->vectors ? LOWBIT_VECTOR_ZERO : 1 << (w->bits - 1), zero = w->zeros ? w->zeros[at] : middle;
     return lowbit_high_only(w) ? 2 * zero - 15 : zero;
+}
+
+/* Value s of a code of vectors. */
+static inline int lowbit_vector(uint8_t code, int s) {
+    const int magnitude = lowbit_vectors[s][code & 15];
+    return LOWBIT_VECTOR_ZERO + (code >> (4 + s) & 1 ? -magnitude : magnitude);
 }
 
 /* The values of column c of a block of 3 bits, by ascending k. */
@@ -54,6 +70,7 @@ static inline void lowbit_values(const lowbit_matrix *w, int64_t tile, int64_t b
         int r = j % span, shift = j / span * bits;
         int64_t byte = r / 4 * LOWBIT_TILE * 4 + c * 4 + r % 4;
         int value = data[byte] >> shift & ((1 << bits) - 1);
+        if (w->vectors) value = lowbit_vector(data[byte], j / span);
         if (w->e2m1) value = lowbit_e2m1[value];
         if (w->bits == 8) value = value * 16 + (w->low ? w->low[number * lowbit_step(w) + byte] >> shift & 15 : 0);
         out[j] = (uint8_t)value;

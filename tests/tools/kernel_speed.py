@@ -18,33 +18,36 @@ from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.runtime.native.binding import Binding, PackedMatrix
 from edgeinfer.runtime.native.library import native_kernel
 
-BITS, BLOCKS, K = (2, 3, 4), (32, 64, 128), 4096
+# Names of the formats, with their bits.
+FORMATS = {"2": 2, "vectors": 2, "3": 3, "4": 4}
+BLOCKS, K = (32, 64, 128), 4096
 TILE, INLINE_BYTES = 32, 64
 Kernel = tuple[Binding, str]
 
 
-def matrix(bits: int, block: int, weights: int, *, inline: bool) -> PackedMatrix:
+def matrix(name: str, block: int, weights: int, *, inline: bool) -> PackedMatrix:
     """A matrix of random bytes, with zero scales: the work is the same."""
-    n = weights // K // TILE * TILE
+    n, bits = weights // K // TILE * TILE, FORMATS[name]
     cells = n * (K // block)
     step = TILE * block * bits // 8 + (INLINE_BYTES if inline else 0)
     data = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), cells // TILE * step)
     if inline:
         data.reshape(-1, step)[:, :INLINE_BYTES] = 0
-    return PackedMatrix(n, K, bits, block, data, None if inline else np.zeros(cells, np.uint16))
+    scales = None if inline else np.zeros(cells, np.uint16)
+    return PackedMatrix(n, K, bits, block, data, scales, vectors=name == "vectors")
 
 
-def measure(kernel: Kernel, rows: int, block: int, weights: int, rounds: int, *, inline: bool) -> dict[int, float]:
-    """Seconds by bits."""
+def measure(kernel: Kernel, rows: int, block: int, weights: int, rounds: int, *, inline: bool) -> dict[str, float]:
+    """Seconds by format."""
     binding, isa = kernel
-    matrices = {bits: matrix(bits, block, weights, inline=inline) for bits in BITS}
+    matrices = {name: matrix(name, block, weights, inline=inline) for name in FORMATS}
     x = np.random.default_rng(1).standard_normal((rows, K)).astype(np.float32)
-    least = dict.fromkeys(BITS, float("inf"))
+    least = dict.fromkeys(FORMATS, float("inf"))
     for _ in range(rounds):
-        for bits, packed in matrices.items():
+        for name, packed in matrices.items():
             started = time.process_time()
             binding.multiply(isa, packed, x)
-            least[bits] = min(least[bits], time.process_time() - started)
+            least[name] = min(least[name], time.process_time() - started)
     return least
 
 
@@ -63,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for block in BLOCKS:
             found = measure((Binding(kernel.path), isa), rows, block, weights, args.rounds, inline=args.inline)
             lines += [
-                (str(rows), str(block), str(bits), f"{1e3 * s:.1f}", f"{weights / s / 1e9:.1f}", f"{found[4] / s:.2f}")
-                for bits, s in found.items()
+                (str(rows), str(block), name, f"{1e3 * s:.1f}", f"{weights / s / 1e9:.1f}", f"{found['4'] / s:.2f}")
+                for name, s in found.items()
             ]
-    header = ("rows", "block", "bits", "ms of processor time", "1e9 weights a second", "times 4 bits")
+    header = ("rows", "block", "bits or format", "ms of processor time", "1e9 weights a second", "times 4 bits")
     print(isa, markdown_table(header, lines), sep="\n")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from edgeinfer.bundle import Bundle, DecoderSpec
 from edgeinfer.bundle.arithmetic import rope_tables
-from edgeinfer.bundle.packing import dequantize
+from edgeinfer.bundle.packing import dense_rows
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
@@ -110,8 +110,7 @@ class Observer:
         for start in range(0, size, _ROWS):
             stop = min(start + _ROWS, size)
             part = self._bundle.rows(entry, start, stop)
-            sizes = {"bits": entry.bits, "block_size": entry.block_size, "k": entry.shape[1]}
-            out[:, start:stop] = x @ dequantize(part.data, part.scales, part.zero_points, **sizes).T
+            out[:, start:stop] = x @ dense_rows(part, entry.quantized).T
         return out
 
     def _normed(self, x: Floats, name: str) -> Floats:  # (..., d) -> (..., d)

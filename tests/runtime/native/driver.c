@@ -35,9 +35,9 @@ static void fail(report *r, const problem *p, const char *what, int64_t row, int
     const shape *s = &p->s;
     if (r->failures++ >= MAX_MESSAGES) return;
     fprintf(stderr,
-            "%s: %s: row %lld column %lld: %.9g, expected %.9g (bits %d%s%s block %d zeros %d paired %d swiglu %d "
+            "%s: %s: row %lld column %lld: %.9g, expected %.9g (bits %d%s%s%s block %d zeros %d paired %d swiglu %d "
             "bias %d residual %d norm %d, N %lld K %lld M %lld, values %d)\n",
-            r->isa->name, what, (long long)row, (long long)column, got, want, s->bits, s->high_only ? " high" : "",
+            r->isa->name, what, (long long)row, (long long)column, got, want, s->bits, s->high_only ? " high" : "", s->vectors ? " vectors" : "",
             s->inline_scales ? " inline scales" : "", s->block, s->zeros, s->paired, s->swiglu, s->bias, s->residual, s->norm, (long long)s->n, (long long)s->k,
             (long long)s->m, p->kinds[row]);
 }
@@ -296,21 +296,23 @@ static void test(const shape *s) {
     release(0);
 }
 
-/* One of 5 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu, with gelu or with silu; half
+/* One of 6 formats, 3 blocks, with or without zero points, plain, paired, with either swiglu, with gelu or with silu; half
  * of them have inline scales. */
 static void try(int variant, int64_t n, int64_t k, int64_t m) {
-    static const int BITS[] = {2, 4, 8, 8, 3}, BLOCKS[] = {32, 64, 128};
-    int format = variant % 5, pair = variant / 30 % 6;
-    shape s = {.bits = BITS[format], .high_only = format == 3, .block = BLOCKS[variant / 5 % 3]};
-    s.zeros = variant / 15 % 2, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
+    static const int BITS[] = {2, 4, 8, 8, 3, 2}, BLOCKS[] = {32, 64, 128};
+    int format = variant % 6, pair = variant / 36 % 6;
+    shape s = {.bits = BITS[format], .high_only = format == 3, .vectors = format == 5};
+    s.block = BLOCKS[variant / 6 % 3];
+    s.zeros = variant / 18 % 2 && !s.vectors, s.e2m1 = format == 1 && s.block == 32 && !s.zeros && chance(50);
     s.inline_scales = !s.e2m1 && chance(50), s.paired = pair > 0 && pair != 4;
     s.swiglu = pair == 3 ? 2 : pair == 5 ? 4 : pair > 1;
     s.bias = chance(40), s.residual = chance(40), s.norm = chance(40);
-    s.n = s.paired ? 2 * n : n, s.k = k, s.m = m;
+    s.n = s.paired ? 2 * n : n, s.m = m;
+    s.k = s.vectors ? (k + s.block - 1) / s.block * s.block : k;
     test(&s);
 }
 
-enum { FORMATS = 15, VARIANTS = 180, ROUNDS = 10 };
+enum { FORMATS = 18, VARIANTS = 216, ROUNDS = 10 };
 
 static int any_of(int format) { return format + FORMATS * (int)below(VARIANTS / FORMATS); }
 

@@ -32,6 +32,7 @@ def constants(matrix: PackedMatrix, prefix: str = "") -> dict[str, NDArray[Any]]
 def attributes(matrix: PackedMatrix) -> dict[str, Any]:
     """The attributes that describe a matrix."""
     sizes = {"N": matrix.n, "K": matrix.k, "bits": matrix.bits, "block_size": matrix.block}
+    sizes |= {"vectors": 1} if matrix.vectors else {}
     return sizes | {"paired": int(matrix.paired), "inline_scales": int(matrix.scales is None)}
 
 

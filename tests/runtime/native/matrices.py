@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.vectors import MAGNITUDES
 from edgeinfer.runtime.native.binding import PackedMatrix
 
 __all__ = ["FORMATS", "Floats", "RandomMatrix", "formats", "linear", "make_matrix", "silu", "swiglu"]
@@ -29,8 +30,8 @@ class RandomMatrix:
     high: Floats
 
 
-formats = st.tuples(st.sampled_from([2, 3, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
-# Bits, block, zero points.
+formats = st.tuples(st.sampled_from([2, -2, 3, 4, 8]), st.sampled_from([32, 64, 128]), st.booleans())
+# Bits, of which negative ones are codes of vectors, block, zero points.
 FORMATS = [(bits, block, zeros) for bits in (2, 3, 4, 8) for block in (32, 64, 128) for zeros in (False, True)]
 
 
@@ -47,6 +48,10 @@ def make_matrix(
     inline: bool = False,
 ) -> RandomMatrix:
     """Draws values, scales and zero points of all sizes, and packs them, scales inline or apart."""
+    vectors, bits = bits < 0, abs(bits)
+    if vectors and k % block:
+        raise ValueError("vectors fill whole blocks")
+    zeros = zeros and not vectors
     blocks = -(-k // block)
     values = rng.integers(0, 1 << bits, (n, k), np.uint8)
     points = rng.integers(0, 1 << bits, (n, blocks), np.uint8)
@@ -70,13 +75,25 @@ def make_matrix(
         low=_plane(values & np.uint8(15), 4, block, paired) if bits == 8 else None,
         zeros=_cells(points, paired) if zeros else None,
         paired=paired,
+        vectors=vectors,
     )
     each = np.arange(k) // block
     scale = (scales.astype(np.uint32) << 16).view(np.float32)[:, each]
     zero = points.astype(np.float32)[:, each]
     high = (values >> 4).astype(np.float32) * 16 + np.float32(7.5)
     read = E2M1_DOUBLED[values] if e2m1 else values - zero
+    if vectors:
+        read = _vector_values(values.reshape(n, -1, 4, block // 4)).reshape(n, k)
     return RandomMatrix(packed, read * scale, (high - zero) * scale)
+
+
+def _vector_values(fields: NDArray[np.uint8]) -> Floats:  # (N, blocks, 4, B / 4) -> the same
+    """What codes stand for, whose bits lie two by two in four values a quarter of a block apart."""
+    code = (fields << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(2, dtype=np.uint8)
+    magnitudes = np.moveaxis(MAGNITUDES[code & 15], -1, 2)
+    signs = 1.0 - 2 * (code[:, :, None] >> np.arange(4, 8, dtype=np.uint8)[:, None] & 1)
+    values: Floats = (signs * magnitudes).astype(np.float32)
+    return values
 
 
 def _place(n: int, paired: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:

@@ -18,7 +18,7 @@ static const double LOW_MIDDLE = 7.5;
 static const int DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 typedef struct {
-    int bits, e2m1, high_only, inline_scales, block, zeros, paired, swiglu, bias, residual, norm;
+    int bits, e2m1, vectors, high_only, inline_scales, block, zeros, paired, swiglu, bias, residual, norm;
     int64_t n, k, m;
 } shape;
 
@@ -30,6 +30,11 @@ typedef struct {
     float *x, *weight, *bias, *residual;
     int64_t width, tiles, blocks;
 } problem;
+
+/* Magnitudes that a code of vectors stands for, by its low half. */
+static const int MAGNITUDES[16][4] = {
+    {1, 1, 1, 1}, {1, 1, 4, 1}, {4, 1, 1, 1}, {1, 3, 1, 3}, {2, 1, 2, 3}, {2, 3, 2, 1}, {2, 2, 2, 7}, {2, 2, 7, 2},
+    {2, 7, 2, 2}, {7, 2, 2, 2}, {2, 2, 5, 5}, {2, 5, 5, 2}, {5, 2, 2, 5}, {5, 2, 5, 2}, {5, 5, 2, 2}, {2, 6, 3, 6}};
 
 static float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
@@ -75,6 +80,15 @@ static void put(const problem *p, uint8_t *plane, int64_t between, int64_t n, in
     plane[byte] = (uint8_t)(plane[byte] | v << (j / S * plane_bits));
 }
 
+/* What the code of row n, position k, stands for there. */
+static double vector_value(const problem *p, const uint8_t *data, int64_t between, int64_t n, int64_t k) {
+    int64_t t, lane, B = p->s.block, S = B / 4, b = k / B, j = k % B, r = j % S;
+    locate(&p->s, n, &t, &lane);
+    const int code = data[(t * p->blocks + b) * (32 * S + between) + r / 4 * 128 + lane * 4 + r % 4];
+    const int magnitude = MAGNITUDES[code % 16][j / S];
+    return code / 16 >> j / S & 1 ? -magnitude : magnitude;
+}
+
 static void make_weights(problem *p) {
     const shape *s = &p->s;
     size_t bytes = (size_t)(p->tiles * p->blocks * 4 * s->block * (s->bits == 8 ? 4 : s->bits));
@@ -110,9 +124,14 @@ static void make_weights(problem *p) {
             read = s->e2m1 ? DOUBLED[v] : read - (zeros ? zeros[entry] : 1 << (s->bits - 1));
             p->dense[n * s->k + k] = read * from_bf16(*scale);
         }
+        for (int64_t k = 0; k < s->k && s->vectors; k++) {
+            entry = (t * p->blocks + k / s->block) * 32 + lane;
+            const double read = vector_value(p, data, between, n, k);
+            p->dense[n * s->k + k] = read * from_bf16(scales[entry / 32 * scale_step + lane]);
+        }
     }
     p->w = (lowbit_matrix){s->n,  s->k,    s->bits, s->block, s->paired, s->e2m1,
-                           s->inline_scales, data, s->high_only ? NULL : low, scales, zeros};
+                           s->vectors, s->inline_scales, data, s->high_only ? NULL : low, scales, zeros};
 }
 
 static float element(int kind, int64_t k, int block) {

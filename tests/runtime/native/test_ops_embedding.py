@@ -47,7 +47,7 @@ def test_gives_the_rows_of_the_matrix(
 ) -> None:
     rng = np.random.default_rng(seed)
     bits, block, zeros = form
-    n = 2 * half if paired else 2 * half - 1
+    n, k = 2 * half if paired else 2 * half - 1, -(-k // block) * block if bits < 0 else k
     matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired, inline=inline)
     ids = rng.integers(0, n, shape)
     np.testing.assert_array_equal(look_up(kernel, matrix, ids), matrix.dense[ids])

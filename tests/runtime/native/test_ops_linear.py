@@ -70,7 +70,7 @@ def test_agrees_with_numpy_and_with_the_portable_path(
 ) -> None:
     rng = np.random.default_rng(seed)
     bits, block, zeros = form
-    n = 2 * half if paired else 2 * half - 1
+    n, k = 2 * half if paired else 2 * half - 1, -(-k // block) * block if bits < 0 else k
     matrix = make_matrix(rng, n, k, bits=bits, block=block, zeros=zeros, paired=paired, inline=inline)
     fused = paired and gated
     x = rng.standard_normal((m, k), np.float32)
@@ -219,6 +219,8 @@ def test_what_is_not_finite_reaches_only_its_row(kernel: NativeKernel) -> None:
         ({"paired": 1, "N": 71}, "needs an even N"),
         ({"swiglu": 1}, "swiglu needs a paired matrix"),
         ({"inline_scales": 1}, "either inline scales or the input scales"),
+        ({"vectors": 1}, "vectors need 2 bits and a K of whole blocks"),
+        ({"vectors": 1, "bits": 2, "K": 96}, "data has .* elements instead of"),
     ],
 )
 def test_attributes_that_do_not_fit_are_refused_at_load(

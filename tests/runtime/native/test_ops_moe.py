@@ -54,8 +54,9 @@ def make_experts(
     *,
     gated: bool = True,
     e2m1: bool = False,
+    vectors: bool = False,
 ) -> Experts:
-    """Experts of these inner widths, each with bits and blocks of its own, or of E2M1."""
+    """Experts of these inner widths, each with bits and blocks of its own, or all of E2M1 or of vectors."""
     matrices, directory, parts, end = [], [], [], 0
 
     def append(array: NDArray[Any] | None) -> int:
@@ -71,17 +72,22 @@ def make_experts(
 
     def describe(packed: PackedMatrix) -> list[int]:
         offsets = [append(array) for array in (packed.data, packed.low, packed.scales, packed.zeros)]
-        return [-4 if e2m1 else packed.bits, packed.block, *offsets]
+        return [-4 if e2m1 else -2 if packed.vectors else packed.bits, packed.block, *offsets]
 
     for f in inner:
         formats = [(int(rng.choice([2, 4, 8])), int(rng.choice([32, 64, 128])), bool(rng.integers(2))) for _ in "ab"]
-        (bits, block, zeros), (bits2, block2, zeros2) = [(4, 32, False)] * 2 if e2m1 else formats
+        (bits, block, zeros), (bits2, block2, zeros2) = _alike(e2m1, vectors) or formats
         rows = 2 * f if gated else f
         gate_up = make_matrix(rng, rows, width, bits=bits, block=block, zeros=zeros, paired=gated, e2m1=e2m1)
         down = make_matrix(rng, width, f, bits=bits2, block=block2, zeros=zeros2, e2m1=e2m1)
         matrices.append((gate_up, down))
         directory.append([f, *describe(gate_up.packed), *describe(down.packed)])
     return Experts(width, matrices, np.concatenate(parts), np.array(directory, np.int64), gated)
+
+
+def _alike(e2m1: bool, vectors: bool) -> list[tuple[int, int, bool]]:
+    """The format of both matrices, of every expert; nothing where each has its own."""
+    return [(4, 32, False)] * 2 if e2m1 else [(-2, 32, False)] * 2 if vectors else []
 
 
 def expected(
@@ -201,6 +207,17 @@ def test_experts_add_biases(kernel: NativeKernel, clamped: bool, e2m1: bool) -> 
     wrong = given | {"up_bias": given["up_bias"][:, 1:]}
     with pytest.raises(Exception, match="up_bias has 445 elements instead of 450"):
         run(open_session(kernel, model_of(experts, wrong)), **wrong)
+
+
+def test_experts_of_vectors(kernel: NativeKernel) -> None:
+    rng = np.random.default_rng(11)
+    experts = make_experts(rng, 64, [96, 64, 32, 128], vectors=True)
+    given = draw(rng, experts, 12, 3)
+    got, wanted = run(open_session(kernel, model_of(experts, given)), **given), expected(experts, given)
+    assert np.abs(got - wanted).max() <= 2e-2 * np.abs(wanted).max()
+    experts.directory[1, 6] = 0
+    with pytest.raises(Exception, match="expert 1 has parts that do not fit its bits"):
+        run(open_session(kernel, model_of(experts, given)), **given)
 
 
 def test_pairs_of_no_weight_are_skipped_whatever_their_ids(kernel: NativeKernel) -> None:

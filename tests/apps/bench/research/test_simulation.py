@@ -32,7 +32,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_checkpoint(folder / "checkpoint", folder / "floats", ExportConfig(bits=32))
 
 
-@each_row("bits", [4, 2])
+@each_row("bits", [4, 8])
 def test_forms_that_bundles_have_become_what_bundles_hold(floats: Path, tmp_path: Path, bits: int) -> None:
     config = ExportConfig(bits=bits, group_size=32, head_bits=8, keep_small=False)
     real = open_bundle(export_checkpoint(floats.parent / "checkpoint", tmp_path / "real", config))
