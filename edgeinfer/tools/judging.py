@@ -136,7 +136,11 @@ def tune_judge(
         hint = f"Name one with {Setting('draft_model')}."
         raise UsageError("Which drafted tokens may stay is learnt from a draft model's.", hint)
     states, matters, origin = list[Floats](), list[bool](), list[int]()
-    with load(path, **given) as loaded, load(small, speculation="off", remember=False) as drafter:
+    own = {name: given[name] for name in ("threads", "context") if name in given}
+    with load(path, **given) as loaded, load(small, speculation="off", remember=False, **own) as drafter:
+        if loaded.vocabulary_digest != drafter.vocabulary_digest:
+            hint = "Name one with the same tokenizer."
+            raise UsageError("The draft model's tokens are not the model's.", hint)
         for index, question in enumerate(asked):
             if progress is not None:
                 progress(index, len(asked))

@@ -100,7 +100,7 @@ def test_lines_that_are_no_questions_are_refused(line: str) -> None:
 @needs_builtin
 @pytest.mark.slow
 def test_a_judge_that_finds_all_right_leaves_the_draft_and_one_that_finds_nothing_right_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, small_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = tmp_path / "tales"
     shutil.copytree(BUILTIN, bundle)
@@ -130,3 +130,5 @@ def test_a_judge_that_finds_all_right_leaves_the_draft_and_one_that_finds_nothin
     assert read_heads(open_bundle(bundle), "judge") is not None
     with pytest.raises(UsageError, match="draft model"):
         tune_judge(bundle / "drafter", text.read_text())
+    with pytest.raises(UsageError, match="are not the model's"):
+        tune_judge(bundle, text.read_text(), draft_model=str(small_bundle))
