@@ -144,7 +144,7 @@ class PromptStates:
         self._backend = backend
         self._prompt = prompt
         self._chunk = chunk
-        self._seen: list[tuple[int, Floats]] = []  # places in the prompt where passes began, and their states
+        self._seen: list[tuple[int, Floats]] = []  # by place in the prompt, of its last tokens
 
     @property
     def layers(self) -> int:
@@ -152,14 +152,15 @@ class PromptStates:
         return self._backend.geometry.num_layers
 
     def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """A pass over the prompt's next tokens, of which the states are kept where they are of its last ones."""
+        """A pass over the prompt's next tokens, which keeps the states of those that are among its last ones."""
         start, size = self._backend.cache.length, len(batch.tokens)
-        ours = self._backend.capabilities.hidden and batch.tokens.tolist() == [*self._prompt[start : start + size]]
-        if not ours or start + size <= len(self._prompt) - _MOST:
+        first, can = max(start, len(self._prompt) - _MOST), self._backend.capabilities
+        ours = can.layer_skip and can.hidden and batch.tokens.tolist() == [*self._prompt[start : start + size]]
+        if not ours or start + size <= first:
             return self._backend.forward(batch)
-        states = np.empty((self.layers + 1, size, self._backend.geometry.hidden_size), np.float32)
+        states = np.empty((self.layers + 1, start + size - first, self._backend.geometry.hidden_size), np.float32)
         output = self._fill(states, batch)
-        self._seen.append((start, states))
+        self._seen.append((first, states))
         return output
 
     def states(self) -> Floats:  # (L + 1, S, D)
@@ -174,8 +175,8 @@ class PromptStates:
         end = self._backend.cache.length
         size = min(end, len(self._prompt), _MOST)
         kept = sum(states.shape[1] for _, states in self._seen)
-        if self._seen and end == len(self._prompt) == self._seen[0][0] + kept and kept >= size:
-            return np.concatenate([states for _, states in self._seen], axis=1)[:, -size:]
+        if kept == size and end == len(self._prompt) == self._seen[0][0] + kept:
+            return np.concatenate([states for _, states in self._seen], axis=1)
         begin, nothing = end - size, np.zeros(0, np.int64)
         tokens = np.array(self._prompt[len(self._prompt) - size :], np.int64)
         found = np.empty((self.layers + 1, size, self._backend.geometry.hidden_size), np.float32)
@@ -187,17 +188,19 @@ class PromptStates:
         return found
 
     def _fill(self, states: Floats, batch: ForwardInput) -> ForwardOutput:  # (L + 1, S, D)
-        """Runs a pass of which the cache lacks the rows, layer by layer, and fills in the states between them."""
+        """Runs a pass of which the cache lacks the rows, layer by layer, and fills in the states between them of its
+        last S rows."""
         start, nothing = self._backend.cache.length, np.zeros(0, np.int64)
+        entering: Floats | None = None  # (rows of the pass, D)
         try:
             for layer in range(-1, self.layers):
                 mask = np.arange(2 * self.layers) // 2 == layer
                 rows = batch.rows if layer == self.layers - 1 else nothing
-                entering = None if layer < 0 else states[layer]
                 self._backend.cache.trim(start)
                 output = self._backend.forward(replace(batch, rows=rows, layer_mask=mask, hidden=entering))
                 assert output.hidden is not None, "a backend that resumes gives hidden states"
-                states[layer + 1] = output.hidden
+                entering = output.hidden
+                states[layer + 1] = entering[-states.shape[1] :]
         except BaseException:
             self._backend.cache.trim(start)
             raise
