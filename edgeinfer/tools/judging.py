@@ -255,14 +255,20 @@ def read_questions(text: str) -> list[RightReply]:
             continue
         try:
             data = json.loads(line)
-            answer, words = data.get("answer"), tuple(data.get("words", ()))
-            parts = (str(answer),) if answer else tuple(map(str, words))
-            found.append(RightReply(list(data["messages"]), parts, bool(answer)))
+            messages, answer, words = data["messages"], data.get("answer"), data.get("words", [])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"Line {number} is no question.", _FORM) from error
+        if not (messages and _are(messages, dict) and _are(words, str)):
+            raise UsageError(f"Line {number} is no question.", _FORM)
+        parts = (str(answer),) if answer else tuple(word for word in words if _plain(word))
         if not parts:
             raise UsageError(f"Line {number} does not say what is right.", _FORM)
+        found.append(RightReply(messages, parts, bool(answer)))
     return found
+
+
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
 def _plain(text: str) -> str:

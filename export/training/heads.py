@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.heads import HEADS, JUDGED, TRUSTED, Heads
+from edgeinfer.bundle.heads import JUDGED, TRUSTED, Heads
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
@@ -34,6 +34,7 @@ _PROMPTS = 4000
 # Windows of text at least, and of replies, so that one of them is kept for measuring.
 _FEWEST_WINDOWS, _FEWEST_DRAWN = 4, int(1 / _VALIDATION)
 _DRAFTING = ("medusa", "hydra", "prompt")
+_KINDS = (*_DRAFTING, "acceptance", "routers")
 # Embeddings of their own learn faster than matrices bear; routers are a handful of numbers.
 _RATES = {"medusa": 2e-3, "hydra": 2e-3, "prompt": 1e-2, "acceptance": 2e-3, "routers": 2e-2, "adapter": 1e-3}
 
@@ -43,7 +44,7 @@ class HeadsOptions:
     """How heads are trained.
 
     Attributes:
-        kind: one of bundle.heads.HEADS.
+        kind: one of bundle.heads.HEADS but for "judge", which `edgeinfer tune --judge` teaches.
         steps: of the optimizer.
         samples: tokens that the target writes, which take turns with the text; 0 trains on the text alone. None is a
             tenth of what the training reads for heads that draft (Medusa's self-distillation), and none for others.
@@ -70,7 +71,7 @@ class HeadsOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in HEADS, "kind", self.kind, f"one of {', '.join(HEADS)}")
+        require(self.kind in _KINDS, "kind", self.kind, f"one of {', '.join(_KINDS)}")
         require(self.samples is None or self.samples >= 0, "samples", self.samples, "0 or more")
         require(0 <= self.adapter_rank <= 512, "adapter_rank", self.adapter_rank, "from 0 to 512")
         for name, least in (("rows", 1), ("length", 8)):

@@ -88,7 +88,10 @@ def test_the_score_parts_what_matters_from_the_rest_on_other_questions() -> None
 
 @each_row(
     "line",
-    ["{", "[]", '{"answer": "red"}', '{"messages": [], "answer": ""}', '{"messages": 3, "answer": "red"}'],
+    [
+        *("{", "[]", '{"answer": "red"}', '{"messages": [], "answer": "red"}', '{"messages": 3, "answer": "red"}'),
+        *('{"messages": [{}], "answer": ""}', '{"messages": [{}], "words": "red"}', '{"messages": [{}], "words": [""]}'),
+    ],
 )
 def test_lines_that_are_no_questions_are_refused(line: str) -> None:
     good = '{"messages": [{"role": "user", "content": "Which?"}], "answer": "Red."}'

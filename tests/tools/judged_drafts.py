@@ -1,6 +1,6 @@
 """What lossy verifications cost and gain: right answers and how likely the model finds them, by priced costs.
 
-    python -m tests.tools.judged_drafts BUNDLE QUESTIONS [--temps 0,0.8] [--questions N]
+    python -m tests.tools.judged_drafts BUNDLE QUESTIONS [--temps 0,0.8] [--most N]
 
 QUESTIONS has a question on each line as `edgeinfer tune --judge` reads them, other than the judge was taught on. The
 drafter inside the bundle drafts for each rule; "drafter" answers alone. A row has the share of right answers, or of

@@ -1,4 +1,4 @@
-"""TokenJudge decoding: which tokens it lets stay, and that none stays that may not follow."""
+"""Judge decoding: which tokens it lets stay, and that none stays that may not follow."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ def test_of_a_chain_it_keeps_what_matches_or_is_right() -> None:
     for _ in range(200):
         size = int(chance.integers(1, 7))
         draft = chain(*chance.integers(0, 3, size).tolist())
-        choices, right = (
-            chance.integers(0, 3, size + 1).tolist(),
-            set(np.flatnonzero(chance.random(size) < 0.4).tolist()),
-        )
+        choices, right = chance.integers(0, 3, size + 1).tolist(), {*np.flatnonzero(chance.random(size) < 0.4).tolist()}
         stays = [choices[node] == draft.guesses[node].token or node in right for node in range(size)]
         kept = int(np.cumprod(stays).sum())
         target = JudgedTarget(choices, right)
