@@ -20,7 +20,10 @@ typedef struct {
 /* Those of this thread. */
 behind_spans behind_of_thread(void);
 /* Drops the pages of these bytes, and what the system mapped around them, as far as they lie in the spans. From any
- * thread: who still reads one of them gets it from the file again. */
-void behind_drop(const behind_spans *behind, const void *first, int64_t bytes);
+ * thread: who still reads one of them gets it from the file again.
+ *
+ * goes_on: what lies behind them is read next, so a piece of 2 MB that both share stays until that is dropped.
+ */
+void behind_drop(const behind_spans *behind, const void *first, int64_t bytes, int goes_on);
 
 #endif

@@ -45,7 +45,7 @@ static void lookup_job(void *data, size_t index) {
     for (int64_t i = l->count * job / l->jobs; i < l->count * (job + 1) / l->jobs; i++) {
         const int64_t tile = tile_of(&l->matrix, l->ids[i]);
         lowbit_row(&l->matrix, l->ids[i], l->y + i * l->matrix.k);
-        ort_drop_tiles(&l->behind, &l->matrix, tile, tile + 1);
+        ort_drop_tiles(&l->behind, &l->matrix, tile, tile + 1, 0);
     }
 }
 

@@ -85,7 +85,7 @@ static void multiply_job(void *data, size_t index) {
     int64_t job = (int64_t)index;
     int64_t first = p->tiles * job / p->multiply_jobs, last = p->tiles * (job + 1) / p->multiply_jobs;
     p->isa->multiply(&p->matrix, &p->rows, &p->output, first, last);
-    ort_drop_tiles(&p->behind, &p->matrix, first, last);
+    ort_drop_tiles(&p->behind, &p->matrix, first, last, last < p->tiles);
 }
 
 static lowbit_rows rows_of(const product *p, int64_t head) {

@@ -216,14 +216,14 @@ OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *con
     return NULL;
 }
 
-void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *w, int64_t first, int64_t last) {
+void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *w, int64_t first, int64_t last, int goes_on) {
     if (!behind->count) return;
     const int64_t blocks = lowbit_blocks(w->k, w->block), start = first * blocks, count = (last - first) * blocks;
-    behind_drop(behind, w->data + start * lowbit_data_step(w), count * lowbit_data_step(w));
-    if (w->low) behind_drop(behind, w->low + start * lowbit_step(w), count * lowbit_step(w));
+    behind_drop(behind, w->data + start * lowbit_data_step(w), count * lowbit_data_step(w), goes_on);
+    if (w->low) behind_drop(behind, w->low + start * lowbit_step(w), count * lowbit_step(w), goes_on);
     const int64_t tile_scales = LOWBIT_TILE * (int64_t)sizeof *w->scales;
-    if (!w->inline_scales) behind_drop(behind, w->scales + start * LOWBIT_TILE, count * tile_scales);
-    if (w->zeros) behind_drop(behind, w->zeros + start * LOWBIT_TILE, count * LOWBIT_TILE);
+    if (!w->inline_scales) behind_drop(behind, w->scales + start * LOWBIT_TILE, count * tile_scales, goes_on);
+    if (w->zeros) behind_drop(behind, w->zeros + start * LOWBIT_TILE, count * LOWBIT_TILE, goes_on);
 }
 
 /* A job must outweigh being handed to a thread, about a microsecond; more jobs than MOST balance nothing better. */

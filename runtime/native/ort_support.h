@@ -94,8 +94,8 @@ OrtStatus *ort_open_matrix(const ort_kernel *kernel, const OrtKernelInfo *info, 
 /* The same matrix with its bytes. */
 OrtStatus *ort_read_matrix(const ort_kernel *kernel, const OrtKernelContext *context, lowbit_matrix *matrix);
 
-/* Drops the pages of some tiles of a matrix that were read, where they lie in the spans. */
-void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *matrix, int64_t first, int64_t last);
+/* Drops the pages of some tiles of a matrix that were read, where they lie in the spans; `goes_on` as of behind_drop. */
+void ort_drop_tiles(const behind_spans *behind, const lowbit_matrix *matrix, int64_t first, int64_t last, int goes_on);
 
 /* Work in numbers of units that a thread takes at a time. */
 typedef void (*ort_job)(void *data, size_t index);

@@ -45,7 +45,7 @@ _MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Pat
 _ROLLUP = Path("/proc/self/smaps_rollup")
 # Seconds between two readings of it.
 _ROLLUP_S = 1.0
-_MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15  # Linux, every architecture
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 14, 15  # Linux, every architecture
 # mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX, _M_MXFAST = -1, -3, -8, 1
 # Activations of a prefill chunk are larger than this, those of a decoding step smaller: only the former pay for a
@@ -279,6 +279,10 @@ class MappedFile:
     def release(self) -> None:
         """Drops the pages in memory; touching them again reads them from the system's cache of the file."""
         self._advise(_MADV_DONTNEED)
+
+    def large_pages(self) -> None:
+        """Reads the file in pieces of 2 MB and maps those at once, where the system and the file's disk can."""
+        self._advise(_MADV_HUGEPAGE)
 
     def small_pages(self) -> None:
         """Never maps a piece of 2 MB at once, as the system may where one page of it is touched."""

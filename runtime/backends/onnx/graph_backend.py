@@ -119,7 +119,11 @@ class GraphBackend(ABC):
 
     def _weight_pages(self, manifest: Manifest) -> WeightPages | None:
         in_place = self._graph.layout == NATIVE or self._graph.reads is not None
-        return WeightPages.of(self._graph, tensors_in(manifest, self._graph.layout)) if in_place else None
+        if not in_place:
+            return None
+        pages = WeightPages.of(self._graph, tensors_in(manifest, self._graph.layout))
+        pages.large_pages()
+        return pages
 
     def _watch_embedding(self) -> LookedUp | None:
         """Drops what only loading read; the native head reads the pages of the tokens' own embedding anyway."""
