@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from edgeinfer.bundle import Manifest
+from edgeinfer.bundle import NATIVE, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -194,6 +194,9 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int,
     for mode in modes:
         if mode == "streamed":
             windows = [window for window in _WINDOWS if window < layers] or [1]
+            # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
+            whole = [layers] if plan_input.layout == NATIVE and windows[0] < layers else []
+            windows = [*windows, *whole] if config.weights else [*whole, *windows]
             found += [(mode, window, 0) for window in windows]
         elif mode == "experts":
             found += [(mode, 0, size) for size in _expert_bytes(plan_input, config)]

@@ -127,6 +127,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
     geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
+    head = pass_bytes(t for t in tensors if t.name == "head")
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
@@ -139,6 +140,8 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     def again_ms(configuration: Configuration, rows: int) -> float:
         """What reading weights again adds to a pass over so many rows."""
         window, kept, needed = configuration.window_layers, configuration.expert_bytes, experts.needed(rows)
+        if window >= geometry.num_layers:
+            return streamed_ms(0.0, head, _RELEASED_PER_S, 0)
         if window:
             # The embedding and the head are windows of their own.
             return streamed_ms(

@@ -80,7 +80,7 @@ def search(
         footprint=footprint,
         speed=speed.speed(chosen.configuration),
         minimum_bytes=min(each.bytes for each in every),
-        given_up=_given_up(first, chosen.configuration, speed),
+        given_up=_given_up(first, chosen.configuration, speed, plan_input.manifest.geometry.num_layers),
         threads=plan_input.threads,
         tuned=_tuned(plan_input, chosen.configuration),
         device=plan_input.device.name,
@@ -184,15 +184,19 @@ def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
     return tuple(name for name in settings.names if name not in given_way)
 
 
-def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -> tuple[str, ...]:
-    """What differs from the configuration without concessions, in words."""
+def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel, layers: int) -> tuple[str, ...]:
+    """What differs from the configuration without concessions, in words.
+
+    Args:
+        layers: of the model.
+    """
     lost = []
     if chosen.context < wanted.context:
         lost.append(f"context {chosen.context} instead of {wanted.context}")
     if chosen.kv != wanted.kv:
         lost.append(f"{chosen.kv} KV cache instead of {wanted.kv} (lossy)")
     if chosen.weights != wanted.weights:
-        lost.append(_other_weights(chosen, wanted))
+        lost.append(_other_weights(chosen, wanted, layers))
     if chosen.tokenizer != wanted.tokenizer:
         lost.append("tokenizer reloaded for every prompt")
     if not chosen.draft_max and wanted.draft_max:
@@ -213,7 +217,9 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel) -
     return tuple(lost)
 
 
-def _other_weights(chosen: Configuration, wanted: Configuration) -> str:
+def _other_weights(chosen: Configuration, wanted: Configuration, all_layers: int) -> str:
+    if chosen.window_layers == all_layers:
+        return f"output head streamed instead of {wanted.weights}"
     if chosen.window_layers:
         layers = "layer" if chosen.window_layers == 1 else "layers"
         return f"weights streamed {chosen.window_layers} {layers} at a time instead of {wanted.weights}"

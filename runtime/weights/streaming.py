@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from edgeinfer.bundle import PORTABLE, TensorEntry
-from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
+from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors
 
 __all__ = [
+    "WORTH_DROPPING",
+    "layers_stay",
     "loading_bytes",
     "looked_up_bytes",
     "mapped_bytes",
@@ -34,6 +36,8 @@ _LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
 _JOBS = 64
 # The system maps whole pieces of a file, of up to 2 MB, also where a window begins or ends in the middle of one.
 _PIECE_BYTES = 2 << 20
+# Smaller arrays, as a head's scales, are not dropped while they are read: the system maps them 64 KB at a time again.
+WORTH_DROPPING = 2 * _PIECE_BYTES
 # Milliseconds of a pass that runs no layer, besides what its weights take: 0.3 with 24 layers on 2.4 GHz.
 _WINDOW_MS = 0.3
 
@@ -57,24 +61,35 @@ def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int, dropping_
     """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
     Of the embedding all count, because around each row that is looked up the system may map far more. What per-layer
-    embeddings are made of is read by every window.
+    embeddings are made of is read by every window. A window of all layers stays in memory, beside a part of the rest.
 
     Args:
         dropping_threads: of operators that drop what they have read of embedding and head: each has a job's share of
-            the matrix in memory, and a piece around it. None of them do where it is 0.
+            every large array in memory, and a piece around it. None of them do where it is 0.
     """
     tensors = list(tensors)
     always = sum(_read_bytes(t) for t in tensors if t.name.startswith(_PER_LAYER))
     always += sum(looked_up_bytes([t]) for t in tensors if t.name == PER_LAYER_TABLE)
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE and not t.name.startswith(_PER_LAYER)]
+    stay = dropping_threads > 0 and layers_stay(tensors, window_layers)
     windows: dict[str | int, int] = defaultdict(int)
-    for tensor in tensors:
+    for tensor in stored_tensors(tensors) if stay else tensors:
         layer, size = _LAYER.match(tensor.name), _read_bytes(tensor)
         window = int(layer[1]) // window_layers if layer else "embedding" if is_looked_up(tensor.name) else "head"
         if dropping_threads and layer is None and tensor.bits < 32:
-            size = min(size, dropping_threads * (-(-size // _JOBS) + _PIECE_BYTES))
+            size = sum(_dropped_bytes(blob.nbytes, dropping_threads) for blob in tensor.blobs)
         windows[window] += size
-    return max(windows.values()) + always + 2 * _PIECE_BYTES
+    return (sum if stay else max)(windows.values()) + always + 2 * _PIECE_BYTES
+
+
+def _dropped_bytes(size: int, threads: int) -> int:
+    """Bytes in memory of an array that operators drop while they read it, if it is large."""
+    return size if size < WORTH_DROPPING else min(size, threads * (-(-size // _JOBS) + _PIECE_BYTES))
+
+
+def layers_stay(tensors: Iterable[TensorEntry], window_layers: int) -> bool:
+    """Whether so many layers are all, so that head and embedding alone are streamed where operators can drop them."""
+    return all(int(layer[1]) < window_layers for t in tensors if (layer := _LAYER.match(t.name)))
 
 
 def pass_bytes(tensors: Iterable[TensorEntry]) -> int:

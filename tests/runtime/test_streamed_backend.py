@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +46,9 @@ def small(layout: Layout) -> Bundle:
 Pair = tuple[Backend, Backend]
 
 
-@pytest.fixture(scope="module", params=[(NATIVE, 1), (NATIVE, 3), (PORTABLE, 2), (PORTABLE, 9)], ids=str)
+@pytest.fixture(
+    scope="module", params=[(NATIVE, 1), (NATIVE, 3), (NATIVE, LAYERS), (PORTABLE, 2), (PORTABLE, 9)], ids=str
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A streamed backend and one that is not."""
     layout, window = request.param
@@ -224,10 +228,10 @@ def test_only_a_window_is_resident(layout: Layout) -> None:
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be streamed here")
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_head_is_dropped_while_it_is_read(threads: int) -> None:
+@pytest.mark.parametrize(("threads", "window"), [(1, 1), (1, LAYERS), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None:
     require_kernel()
-    shape = {"hidden_size": 256, "vocab_size": 65_536, "tie_word_embeddings": True}
+    shape = {"hidden_size": 256, "vocab_size": 65_536, "tie_word_embeddings": True, "num_hidden_layers": LAYERS}
     bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout=NATIVE), **shape)
     tensors = tensors_in(bundle.manifest, NATIVE)
     head = next(t.nbytes for t in tensors if t.name == "head")
@@ -236,7 +240,7 @@ def test_the_head_is_dropped_while_it_is_read(threads: int) -> None:
     wanted = inner.forward(batch).logits.copy()
     whole = process_memory().file
     inner.cache.trim(0)
-    streamed = StreamedBackend(inner, 1)
+    streamed = StreamedBackend(inner, window)
     streamed.forward(batch)
     streamed.cache.trim(0)
     before = process_memory().file
@@ -248,7 +252,20 @@ def test_the_head_is_dropped_while_it_is_read(threads: int) -> None:
         left = process_memory().file - before
     assert left < 0.3 * head
     assert streamed_bytes(tensors, 1, threads) < streamed_bytes(tensors, 1)
+    staying = sum(t.nbytes for t in tensors if t.name.startswith("layers."))
+    assert streamed_bytes(tensors, LAYERS, threads) > staying
     streamed.close()
+
+
+@pytest.mark.skipif(not releases_pages(), reason="pages are not advised about here")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+def test_large_pages_are_asked_for_where_all_is_read() -> None:
+    require_kernel()
+    backend = make_graph_backend(small(NATIVE), CAPACITY)
+    assert backend.pages is not None
+    flags = re.findall(r"weights\.bin\n(?:[A-Z].*\n)*?VmFlags:(.*)", Path("/proc/self/smaps").read_text())
+    assert any(" hg" in each for each in flags)
+    backend.close()
 
 
 def test_converted_weights_are_found_where_they_lie() -> None:

@@ -2,7 +2,8 @@
 
 So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
-drop while they run. Every row of the result is the same bits as without.
+drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut.
+Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +24,16 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, Pas
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
+from edgeinfer.runtime.weights.streaming import WORTH_DROPPING
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
 __all__ = ["StreamedBackend", "Window", "WindowedBackend"]
 
 _NO_ROWS = np.zeros(0, np.int64)
+
+
+def _nothing(output: ForwardOutput | None = None) -> None:
+    """Before and after a window that is the whole pass."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +126,13 @@ class _Part:
     weights: WeightPart
     dropped: bool = False
 
+    @property
+    def large(self) -> list[tuple[int, int]]:
+        """Addresses and lengths of what is worth dropping while it is read."""
+        return [each for each in self.weights.places if each[1] >= WORTH_DROPPING]
+
     def within(self) -> AbstractContextManager[None]:
-        return dropping_behind(self.weights.places) if self.dropped else nullcontext()
+        return dropping_behind(self.large) if self.dropped else nullcontext()
 
     def release(self, output: ForwardOutput) -> None:
         self.weights.release()
@@ -131,7 +143,8 @@ class StreamedBackend(WindowedBackend):
 
     Args:
         inner: whose passes can skip layers and resume from hidden states; this closes it.
-        window_layers: layers whose weights are in memory together; the most is all of them.
+        window_layers: layers whose weights are in memory together; all of them stay there, where operators of `inner`
+            drop what they read of embedding and head.
 
     Raises:
         CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
@@ -154,10 +167,15 @@ class StreamedBackend(WindowedBackend):
         # Each alone: the whole head is read, and of the table the system may map far more than the rows looked up.
         self._head = _Part(nothing, self._pages.head(), inner.drops_behind)
         self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
+        self._stay = inner.drops_behind and window_layers >= layers
         self._pages.release()
 
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
+        if self._stay:
+            # A tied head is the embedding.
+            places = list({*self._head.large, *self._embedding.large})
+            return [Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))]
         mask = batch.layer_mask
         needed = [self._embedding] if batch.hidden is None else []
         needed += [each for each in self._layers if mask is None or (each.layers & mask).any()]
@@ -170,4 +188,6 @@ class StreamedBackend(WindowedBackend):
         ]
 
     def drop_pages(self) -> None:
-        """Does nothing: between two passes no weights are in memory but some rows of the embedding."""
+        """Lets go of the layers that stay; of others none are in memory between two passes."""
+        if self._stay:
+            self._pages.release()

@@ -192,6 +192,21 @@ def test_weights_of_a_context_that_is_fixed_are_streamed_only_where_nothing_else
     assert anonymous.configuration.weights == "mapped"
 
 
+def test_the_head_alone_is_streamed_where_a_little_is_missing(plan_input: PlanInput) -> None:
+    layers = plan_input.manifest.geometry.num_layers
+
+    def windows(plan_input: PlanInput, **options: Any) -> list[int]:
+        every = configurations(plan_input, LoadConfig(context=64, **options), PLAIN)
+        return list(dict.fromkeys(each.window_layers for each in every))
+
+    assert windows(plan_input) == [0, layers, 2, 1]
+    assert windows(plan_input, weights="streamed") == [2, 1, layers]
+    assert windows(dataclasses.replace(plan_input, layout="portable")) == [0, 2, 1]
+    resident = plan(plan_input, weights="mapped", context=2048).minimum_bytes
+    tight = plan(plan_input, memory=resident - 1, context=2048)
+    assert "output head streamed instead of mapped" in tight.given_up
+
+
 def test_drafts_shrink_to_nothing_with_the_budget(plan_input: PlanInput) -> None:
     plan_input = dataclasses.replace(plan_input, tokenizers=("kept",))
     fixed: dict[str, Any] = {"context": 64, "kv": "int8", "weights": "mapped", "prefill_chunk": 16}
