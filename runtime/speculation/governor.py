@@ -13,16 +13,18 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from operator import itemgetter
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Protocol
 
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
-from edgeinfer.runtime.speculation.acceptance import ALONE, CONFIRMED, CONTRADICTED, Acceptance
+from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance
 from edgeinfer.runtime.speculation.account import LossAccount
+from edgeinfer.runtime.speculation.draft_tree import Asked, NodeCandidate, Tree
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
+from edgeinfer.runtime.speculation.mixing import Answer, Mixer, Mixture
 from edgeinfer.runtime.speculation.probing import choose_probe_rows
 
-__all__ = ["Asked", "Governor", "RoundCosts"]
+__all__ = ["Governor", "RoundCosts"]
 
 # A draft must beat the empty one by this factor: a measured c(m) is good to a few percent.
 _MARGIN = 1.02
@@ -32,8 +34,6 @@ _AHEAD = 6
 _LEAST = 0.02
 # Rounds that R averages over.
 _ROUNDS = 16.0
-# A guess that counts as certain.
-_SURE = 0.995
 # Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
 # no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
 _TRIAL = 24
@@ -67,71 +67,6 @@ class RoundCosts(Protocol):
         """Rows of the largest pass that this session has run often; costs of larger ones may be outdated."""
 
 
-class Asked(NamedTuple):
-    """A guess with what it was estimated at, before and after what is known of guesses that were taken.
-
-    Attributes:
-        rank: guesses of the same drafter for the same place before it.
-    """
-
-    drafter: str
-    guess: Guess
-    rank: int
-    agreement: int
-    raw: float
-    estimate: float
-
-
-class _Candidate(NamedTuple):
-    """A node that may be added: the likeliest path comes first, of equals the one that was found first."""
-
-    unlikely: float
-    order: int  # unlike any other's, so that nothing behind it is compared
-    parent: int
-    asked: Asked
-    main_branch: bool
-
-
-class _Tree:
-    """A draft as it grows, with the probability of every path."""
-
-    def __init__(self) -> None:
-        self.nodes: list[Asked] = []
-        self.parents: list[int] = []
-        self.likely: list[float] = []
-        self.paths: list[list[int]] = []
-        self.main_branch: list[bool] = []
-        self.expected = 1.0
-        self.sure = 0  # nodes of a chain from the root that are as good as certain
-        self.found = 0
-
-    def __len__(self) -> int:
-        return len(self.nodes)
-
-    def add(self, candidate: _Candidate) -> None:
-        self.nodes.append(candidate.asked)
-        self.parents.append(candidate.parent)
-        self.likely.append(-candidate.unlikely)
-        self.paths.append([*self.path(candidate.parent), candidate.asked.guess.token])
-        self.main_branch.append(candidate.main_branch)
-        self.expected -= candidate.unlikely
-        # What a grammar forces, and what was right so often that it may count as such.
-        if candidate.asked.estimate >= _SURE and self.sure == candidate.parent + 1 == len(self.nodes) - 1:
-            self.sure += 1
-
-    def path(self, node: int) -> list[int]:
-        return [] if node < 0 else self.paths[node]
-
-    def cut(self, length: int) -> Draft:
-        nodes = self.nodes[:length]
-        return Draft(
-            tuple(asked.guess for asked in nodes),
-            tuple(self.parents[:length]),
-            tuple(asked.drafter for asked in nodes),
-            tuple(self.likely[:length]),
-        )
-
-
 class Governor:
     """Builds drafts and learns from what becomes of them.
 
@@ -163,9 +98,11 @@ class Governor:
         self._estimates = {drafter.name: acceptance.mean(drafter.name) for drafter in drafters}
         self._first_estimates = dict(self._estimates)
         self._asked: dict[tuple[int, ...], list[Asked]] = {}
+        self._mixer = Mixer(acceptance.mixing, frozenset(drafter.name for drafter in drafters if drafter.draws))
+        self._mixtures: dict[tuple[int, ...], Mixture] = {}  # of the places in `_asked` where several may be asked
         self._at_work: Drafter | None = None
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
-        self._spent = 0.0
+        self._spent = self._least_ms = 0.0
         self.timed_guesses: list[tuple[str, float]] = []
         self._tries = _TRIES
         self._probe_tries = _TRIES
@@ -219,7 +156,7 @@ class Governor:
             depth: tokens that the reply has room for; no path of the draft is longer.
         """
         self._begin()
-        most, tree = min(rows, self._most), _Tree()
+        most, tree = min(rows, self._most), Tree()
         best, length = self._worth(tree), 0
         waiting = self._children(context, tree, -1) if min(most, depth) > 0 else []
         heapq.heapify(waiting)
@@ -229,13 +166,13 @@ class Governor:
             worth = self._worth(tree)
             ms = self._prices[len(tree)] + self._spent
             if worth > best and self._beats_plain(tree) and self._account.affords(ms, 1 + tree.sure):
-                best, length = worth, len(tree)
+                best, length, self._least_ms = worth, len(tree), self._prices[len(tree)]
             asked, node = candidate.asked, len(tree) - 1
             likely, ms = tree.likely[node], self._price(asked.drafter)
             pays = likely > _LEAST and self._ahead(likely, asked.estimate, len(tree), ms) > 0
             # Guesses that come to nothing must be paid for too.
             goes_on = len(tree) < most and len(tree.path(node)) < depth
-            if goes_on and pays and self._account.affords(self._pass_ms[0] + self._spent, 1 + tree.sure):
+            if goes_on and pays and self._account.affords(self._least_ms + self._spent, 1 + tree.sure):
                 for child in self._children(context, tree, node):
                     heapq.heappush(waiting, child)
         self._hope_for(length)
@@ -273,7 +210,9 @@ class Governor:
         for depth, token in enumerate(committed):
             for asked in self._asked.get(committed[:depth], ()):
                 came, sign = asked.guess.token == token, asked.guess.sign
-                self._acceptance.observe(asked.drafter, sign, asked.agreement, depth, came, asked.rank)
+                self._acceptance.observe(asked.drafter, sign, depth, came, asked.rank)
+            if mixture := self._mixtures.get(committed[:depth]):
+                self._mixer.observe(mixture, token)
             if here := self._asked.get(committed[:depth]):
                 top = max(here, key=lambda asked: asked.estimate)
                 self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
@@ -303,15 +242,17 @@ class Governor:
 
     def _begin(self) -> None:
         self._account.begin_round()
-        self._asked, self._at_work, self._spent = {}, None, 0.0
+        self._asked, self._mixtures, self._at_work, self._spent = {}, {}, None, 0.0
+        # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
+        self._least_ms = self._pass_ms[min(1, self._most)]
         self._paid.clear()
         self.timed_guesses = []
 
-    def _worth(self, tree: _Tree) -> float:
+    def _worth(self, tree: Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
         return tokens_per_ms(tree.expected, self._prices[len(tree)], self._spent, self._round_ms)
 
-    def _beats_plain(self, tree: _Tree) -> bool:
+    def _beats_plain(self, tree: Tree) -> bool:
         return self._worth(tree) > _MARGIN * tokens_per_ms(1.0, self._pass_ms[0], 0.0, self._round_ms)
 
     def _price(self, name: str) -> float:
@@ -343,7 +284,7 @@ class Governor:
         most = min(_AHEAD, self._most - size)
         return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
 
-    def _children(self, context: DraftContext, tree: _Tree, node: int) -> list[_Candidate]:
+    def _children(self, context: DraftContext, tree: Tree, node: int) -> list[NodeCandidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
         path = tree.path(node)
         likely, main_branch = (tree.likely[node], tree.main_branch[node]) if node >= 0 else (1.0, True)
@@ -359,42 +300,40 @@ class Governor:
             # At most one of different tokens comes true.
             estimate = min(a.estimate, left)
             left -= estimate
-            candidates.append(_Candidate(-likely * estimate, tree.found, node, a, main_branch and rank == 0))
+            candidates.append(NodeCandidate(-likely * estimate, tree.found, node, a, main_branch and rank == 0))
             tree.found += 1
         return candidates
 
     def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
-        answers: list[tuple[str, int, Guess]] = []
+        answers: list[Answer] = []
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)
             if ms > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
-                best, whose = self._best(answers, len(path))
+                best, whose = self._best(answers)
                 without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
                 promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
                 if barred or promised <= without:
                     continue
-                if not self._account.affords(self._pass_ms[0] + self._spent + ms):
+                if not self._account.affords(self._least_ms + self._spent + ms):
                     if not self._tries or not main_branch:
                         continue
                     self._tries -= 1
-            guesses = self._paid_guesses(drafter, context, path, self.width)
-            answers += [(name, rank, guess) for rank, guess in enumerate(guesses)]
-        return [self._estimated(*answer, answers, len(path)) for answer in answers]
+            for rank, guess in enumerate(self._paid_guesses(drafter, context, path, self.width)):
+                estimate = self._acceptance.estimate(name, guess.sign, len(path), rank)
+                answers.append(Answer(name, rank, guess, estimate))
+        mixture = self._mixtures[tuple(path)] = self._mixer.mix(answers)
+        return [self._mixed(answer, mixture) for answer in answers]
 
-    def _best(self, answers: Sequence[tuple[str, int, Guess]], depth: int) -> tuple[float, str | None]:
-        """The highest estimate of guesses as each stands alone, and whose it is."""
-        return max(
-            ((self._acceptance.estimate(name, guess.sign, ALONE, depth, rank), name) for name, rank, guess in answers),
-            key=itemgetter(0),
-            default=(0.0, None),
-        )
+    def _best(self, answers: Sequence[Answer]) -> tuple[float, str | None]:
+        """The highest probability of a guess so far, as it stands beside what is yet to be asked, and whose it is."""
+        if not answers:
+            return 0.0, None
+        mixture = self._mixer.mix(answers)
+        best = max((self._mixed(answer, mixture) for answer in answers), key=attrgetter("estimate"))
+        return self._mixer.beside_tables(mixture, best.estimate), best.drafter
 
-    def _estimated(
-        self, name: str, rank: int, guess: Guess, answers: Sequence[tuple[str, int, Guess]], depth: int
-    ) -> Asked:
-        others = [other.token for drafter, _, other in answers if drafter != name]
-        agreement = ALONE if not others else CONFIRMED if guess.token in others else CONTRADICTED
-        raw = self._acceptance.estimate(name, guess.sign, agreement, depth, rank)
-        return Asked(name, guess, rank, agreement, raw, self._acceptance.reliable(name, raw))
+    def _mixed(self, answer: Answer, mixture: Mixture) -> Asked:
+        raw = min(mixture.probabilities[answer.guess.token], SUREST)
+        return Asked(answer.drafter, answer.guess, answer.rank, raw, self._acceptance.reliable(answer.drafter, raw))

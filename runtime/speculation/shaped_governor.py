@@ -23,8 +23,9 @@ from functools import partial
 from edgeinfer.config import GenerationConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.draft_tree import Asked
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter
-from edgeinfer.runtime.speculation.governor import Asked, Governor, RoundCosts
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 from edgeinfer.runtime.speculation.stochastic_governor import ChainsGovernor, StochasticGovernor
 from edgeinfer.runtime.speculation.verification import VerificationRule
 
@@ -132,7 +133,7 @@ class _ShapedGovernor(StochasticGovernor):
             guesses = drafter.guesses(context, node.path, rank + 1 if drafter.branches else 1)
         if rank >= len(guesses):
             return None
-        asked = self._estimated(drafter.name, rank, guesses[rank], (), len(node.path))
+        asked = self._estimated(drafter.name, rank, guesses[rank], len(node.path))
         self._asked.setdefault(node.path, []).append(asked)
         return asked
 

@@ -15,9 +15,10 @@ from dataclasses import field
 from itertools import count
 
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.speculation.acceptance import ALONE, Acceptance
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.draft_tree import Asked
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
-from edgeinfer.runtime.speculation.governor import Asked, Governor, RoundCosts
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
 
 __all__ = ["ChainsGovernor", "StochasticGovernor"]
 
@@ -147,7 +148,7 @@ class StochasticGovernor(Governor):
             if not drafter.draws:
                 # What a table says depends on tokens before only, so it may be looked at.
                 guesses = drafter.guesses(context, path, 1)
-                estimate = self._acceptance.estimate(name, guesses[0].sign, ALONE, len(path)) if guesses else 0.0
+                estimate = self._acceptance.estimate(name, guesses[0].sign, len(path)) if guesses else 0.0
             ms = self._price(name)
             worth = self._ahead(likely, estimate, size, ms, once=drafter.at_once)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
@@ -158,9 +159,13 @@ class StochasticGovernor(Governor):
 
     def _ask_one(self, drafter: Drafter, context: DraftContext, path: list[int], width: int) -> list[Asked]:
         guesses = self._paid_guesses(drafter, context, path, width)
-        asked = [self._estimated(drafter.name, rank, guess, (), len(path)) for rank, guess in enumerate(guesses)]
+        asked = [self._estimated(drafter.name, rank, guess, len(path)) for rank, guess in enumerate(guesses)]
         self._asked[tuple(path)] = asked
         return asked
+
+    def _estimated(self, name: str, rank: int, guess: Guess, depth: int) -> Asked:
+        raw = self._acceptance.estimate(name, guess.sign, depth, rank)
+        return Asked(name, guess, rank, raw, self._acceptance.reliable(name, raw))
 
 
 class ChainsGovernor(StochasticGovernor):

@@ -107,6 +107,14 @@ class Follower(Prophet):
         return super().guesses(context, drafted, width) if drafted else ()
 
 
+class Boaster(Prophet):
+    """Is sure of a token that never comes."""
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        self.asked += 1
+        return [Guess(200, 1)]
+
+
 @dataclass
 class Truth:
     """The target's view where the target says the text."""
@@ -286,6 +294,16 @@ def test_wide_drafts_are_as_fast_as_chains_where_no_second_guess_is_right() -> N
             decode([Prophet("model", text, 0.8)], text, prices, width=width, kind=kind).ms for width in (1, 2, 3)
         )
         assert max(wide) <= 1.02 * chain, (kind, passes is FLAT, guess_ms)
+
+
+def test_guesses_leave_enough_for_the_draft_that_they_are_for() -> None:
+    # What is saved by then pays for a guess or two beside a pass over two rows, and longer drafts are out of reach.
+    passes = {1: 10.0} | {rows: 10.7 + 0.3 * (rows - 1) for rows in range(2, 65)}
+    text = text_of(60)
+    model = Boaster("model", text, 0.0)
+    run = decode([model], text, Prices(passes, {"model": 0.3}, 0.2), rests=True)
+    assert any(len(draft) for draft in run.drafts)
+    assert model.asked <= 2 * len(run.drafts)
 
 
 def test_the_same_costs_and_texts_give_the_same_decisions() -> None:
