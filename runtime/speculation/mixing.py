@@ -6,9 +6,9 @@ gradient, apart for how many drafters said the same: tables that know the same t
 
 Replies differ in who is right. So each drafter has a term that is learnt faster and ends with the reply. And where a
 drafter with logits and the surest table differ, it is counted who was right: in the reply, and from reply to reply for
-each of three states, by whether what was copied from the conversation came true lately. At a reply's beginning the
-latter is all that is known: in stories that are new a draft model is right in nine of ten differences, in such as the
-prompt holds in one of twenty (docs/LOG.md, 2026-11-26, third).
+each of three states, by whether what was copied from the conversation came true lately. So little of a reply has to be
+seen: in stories that are new a draft model is right in nine of ten differences, in such as the prompt holds in one of
+twenty (docs/LOG.md, 2026-11-26, third).
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Mixer:
         self._terms: defaultdict[str, float] = defaultdict(float)
         self._right = [0.0, 0.0]
         self._copied = _FIRST_SHARE
+        self._observed = False
 
     @property
     def _state(self) -> int:
@@ -126,7 +127,12 @@ class Mixer:
 
     @property
     def _advantage(self) -> float:
-        """Logarithm of the odds that a drafter with logits is right where it and the surest table differ."""
+        """Logarithm of the odds that a drafter with logits is right where it and the surest table differ.
+
+        A reply of which nothing was seen is not judged by others: a wrong first draft costs dozens of plain steps.
+        """
+        if not self._observed:
+            return 0.0
         ours, theirs = self._learnt.differences[self._state]
         share = (ours + 1) / (ours + theirs + 2)
         ours, theirs = self._right[0] + _KNOWN * share, self._right[1] + _KNOWN * (1 - share)
@@ -154,6 +160,7 @@ class Mixer:
 
     def observe(self, mixture: Mixture, token: int) -> None:
         """Learns which token came at a place."""
+        self._observed = True
         agreeing = defaultdict[int, int](int)
         for answer in mixture.answers:
             agreeing[answer.guess.token] += 1

@@ -46,15 +46,17 @@ def test_tables_that_know_the_same_text_do_not_count_several_times() -> None:
     assert Mixer(learnt, MODELS).mix(said).probabilities[7] == pytest.approx(0.6, abs=0.12)
 
 
-def test_who_was_right_is_known_in_the_reply_and_at_the_next_ones_beginning() -> None:
+def test_who_was_right_is_known_in_the_reply_and_early_in_the_next() -> None:
     said = answers(copy=(1, 0.7), model=(2, 0.65))
     fresh = Mixer(MixingWeights(), MODELS).mix(said).probabilities
     assert fresh[1] > fresh[2]
     learnt = MixingWeights()
     within = decide(learnt, copied=False).mix(said).probabilities
-    after = Mixer(learnt, MODELS).mix(said).probabilities
     assert within[2] > 0.8 > 0.1 > within[1]
-    assert after[2] > after[1]
+    later = Mixer(learnt, MODELS)
+    later.observe(later.mix(answers(recycle=(3, 0.1))), 4)  # a place of which nobody knew anything
+    after, others = later.mix(said).probabilities, Mixer(MixingWeights(), MODELS).mix(said).probabilities
+    assert after[2] > after[1] and others[2] < others[1]
 
 
 def test_replies_that_copy_and_replies_that_do_not_are_told_apart() -> None:
