@@ -81,7 +81,8 @@ class MixingWeights:
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Arrays for the next session; none before anything was mixed."""
-        arrays = {f"{name}_weights": np.array(weights) for name, weights in self.of.items()}
+        # A list, as replies beside this one may add drafters.
+        arrays = {f"{name}_weights": np.array(weights) for name, weights in list(self.of.items())}
         return arrays | {_DIFFERENCES: np.array(self.differences)} if arrays else {}
 
     def restore(self, drafter: str, state: Mapping[str, NDArray[Any]]) -> None:
@@ -156,7 +157,8 @@ class Mixer:
         probability where such drafters win the differences."""
         if any(answer.drafter in self._with_logits for answer in mixture.answers):
             return probability
-        return 1 / (1 + (1 - probability) / probability * math.exp(_HUMILITY * max(self._advantage, 0.0)))
+        odds = probability / (1 - probability)
+        return odds / (odds + math.exp(_HUMILITY * max(self._advantage, 0.0)))
 
     def observe(self, mixture: Mixture, token: int) -> None:
         """Learns which token came at a place."""
