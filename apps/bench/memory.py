@@ -20,6 +20,7 @@ from edgeinfer.apps.bench.memory_sections import (
 from edgeinfer.apps.bench.model_files import default_folder
 from edgeinfer.apps.bench.prompts import builtin_prompts, load_prompts
 from edgeinfer.apps.bench.texts import read_stories
+from edgeinfer.errors import UsageError
 
 __all__ = ["GROUP", "MEMORY"]
 
@@ -50,6 +51,10 @@ class PlansOptions:
     )
     work: Path | None = option("--work PATH", default=None, help="folder for these models; the largest takes 3 GB")
     no_limits: bool = option("--no-limits", default=False, help=_ENFORCE)
+
+    def __post_init__(self) -> None:
+        if self.runs < 1 or self.first < 0:
+            raise UsageError("There are no such plans.", "Give --runs from 1 on, and --from from 0 on.")
 
 
 @dataclass(frozen=True)

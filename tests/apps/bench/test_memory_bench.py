@@ -295,6 +295,7 @@ def test_plans_go_on_at_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "find_subjects", lambda *_: [BUILTIN])
     _plans(tmp_path, "--from", "3")
     assert ran == list(draw_cases([BUILTIN], 5, 1))[3:]
+    assert main(["bench", "memory", "plans", "--from", "-1"]) == 2
 
 
 def test_subjects_are_the_built_in_model_and_the_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
