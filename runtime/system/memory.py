@@ -13,13 +13,14 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 from edgeinfer.records import dataclass
 
@@ -240,20 +241,38 @@ def stack_bytes(threads: int) -> int:
 class MappedFile:
     """The places where this process has a file mapped and unchanged, found once, when they are first needed.
 
-    Finds none where the system is not Linux. Whoever made the mappings must keep them as long as this is used.
+    Finds none where the system is not Linux. Others' mappings of the file are found, too. So whoever ends one says so
+    by `forget`: dropping the pages of something else that lies at its addresses by then would destroy that.
     """
+
+    _living: ClassVar[weakref.WeakSet[MappedFile]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._libc = _glibc()
         self._whole: MappedFile | None = None
         self._ranges: list[tuple[int, int]] = []
+        self._register()
+
+    def _register(self) -> None:
+        with self._lock:
+            self._living.add(self)
+
+    @classmethod
+    def forget(cls, path: Path) -> None:
+        """Has all that know places of a file look for them again, as some are not there any more."""
+        with cls._lock:
+            for each in cls._living:
+                if each._path == path:
+                    each.__dict__.pop("_spans", None)
 
     def part(self, ranges: Iterable[tuple[int, int]]) -> Self:
         """The places of these runs of bytes of the file, each an offset and a length, in whole pages."""
         part = copy.copy(self)
         part.__dict__.pop("_spans", None)
         part._whole, part._ranges = self, list(ranges)
+        part._register()
         return part
 
     @cached_property

@@ -268,6 +268,20 @@ def test_large_pages_are_asked_for_where_all_is_read() -> None:
     backend.close()
 
 
+@pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
+def test_no_pages_are_dropped_where_another_backend_had_the_file_mapped() -> None:
+    require_kernel()
+    first, second = (make_graph_backend(small(NATIVE), CAPACITY) for _ in range(2))
+    assert first.pages is not None and second.pages is not None
+    mine = set(first.pages.layers(0, LAYERS).places)
+    assert set(second.pages.layers(0, LAYERS).places) > mine
+    part = second.pages.layers(0, LAYERS)
+    assert part.places
+    first.close()
+    assert part.places and not mine & set(part.places)
+    second.close()
+
+
 def test_converted_weights_are_found_where_they_lie() -> None:
     require_kernel()
     bundle = small(PORTABLE)

@@ -187,6 +187,8 @@ class LlamaModel:
         with self._lock:
             if self._pointer:
                 self.lib.llama_model_free(self._pointer)
+                for path in self._paths:
+                    MappedFile.forget(path)
             self._pointer = self._vocabulary = None
             self._files = []
 

@@ -267,6 +267,7 @@ class GraphBackend(ABC):
             self.pages.close()
         # One by one: drafters and their costs refer to this backend and to each other, and are collected later.
         del self._session, self._buffers, self._tables
+        MappedFile.forget(self._graph.weights)
         self._graph.close()
 
 
