@@ -306,12 +306,15 @@ class Governor:
 
     def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[Answer] = []
+        mixture = self._mixer.mix(())
         for drafter in self._drafters:
             name, ms = drafter.name, self._price(drafter.name)
             if ms > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 barred = drafter.uses_target and self._at_work not in (None, drafter)
-                best, whose = self._best(answers)
+                if len(mixture.answers) < len(answers):
+                    mixture = self._mixer.mix(tuple(answers))
+                best, whose = self._best(mixture)
                 without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
                 promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
                 if barred or promised <= without:
@@ -323,15 +326,16 @@ class Governor:
             for rank, guess in enumerate(self._paid_guesses(drafter, context, path, self.width)):
                 estimate = self._acceptance.estimate(name, guess.sign, len(path), rank)
                 answers.append(Answer(name, rank, guess, estimate))
-        mixture = self._mixtures[tuple(path)] = self._mixer.mix(answers)
+        if len(mixture.answers) < len(answers):
+            mixture = self._mixer.mix(answers)
+        self._mixtures[tuple(path)] = mixture
         return [self._mixed(answer, mixture) for answer in answers]
 
-    def _best(self, answers: Sequence[Answer]) -> tuple[float, str | None]:
+    def _best(self, mixture: Mixture) -> tuple[float, str | None]:
         """The highest probability of a guess so far, as it stands beside what is yet to be asked, and whose it is."""
-        if not answers:
+        if not mixture.answers:
             return 0.0, None
-        mixture = self._mixer.mix(answers)
-        best = max((self._mixed(answer, mixture) for answer in answers), key=attrgetter("estimate"))
+        best = max((self._mixed(answer, mixture) for answer in mixture.answers), key=attrgetter("estimate"))
         return self._mixer.beside_tables(mixture, best.estimate), best.drafter
 
     def _mixed(self, answer: Answer, mixture: Mixture) -> Asked:

@@ -66,6 +66,9 @@ class Mixture(NamedTuple):
     probabilities: Mapping[int, float]
 
 
+_NOTHING = Mixture((), {})
+
+
 class MixingWeights:
     """What mixing has learnt from reply to reply.
 
@@ -141,6 +144,8 @@ class Mixer:
 
     def mix(self, answers: Sequence[Answer]) -> Mixture:
         """Probabilities of the tokens that were guessed for a place."""
+        if not answers:
+            return _NOTHING
         agreeing = defaultdict[int, list[Answer]](list)
         for answer in answers:
             agreeing[answer.guess.token].append(answer)
