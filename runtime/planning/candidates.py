@@ -195,8 +195,7 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int,
         if mode == "streamed":
             windows = [window for window in _WINDOWS if window < layers] or [1]
             # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
-            whole = [layers] if plan_input.layout == NATIVE and windows[0] < layers else []
-            windows = [*windows, *whole] if config.weights else [*whole, *windows]
+            windows += [layers] if plan_input.layout == NATIVE and windows[0] < layers else []
             found += [(mode, window, 0) for window in windows]
         elif mode == "experts":
             found += [(mode, 0, size) for size in _expert_bytes(plan_input, config)]

@@ -199,7 +199,7 @@ def test_the_head_alone_is_streamed_where_a_little_is_missing(plan_input: PlanIn
         every = configurations(plan_input, LoadConfig(context=64, **options), PLAIN)
         return list(dict.fromkeys(each.window_layers for each in every))
 
-    assert windows(plan_input) == [0, layers, 2, 1]
+    assert windows(plan_input) == [0, 2, 1, layers]
     assert windows(plan_input, weights="streamed") == [2, 1, layers]
     assert windows(dataclasses.replace(plan_input, layout="portable")) == [0, 2, 1]
     resident = plan(plan_input, weights="mapped", context=2048).minimum_bytes
@@ -326,6 +326,7 @@ ASKED: dict[str, Callable[[Alternative], dict[str, Any]]] = {
 )
 @example(share=-0.1, counted="resident", measured={("", False): 1.0, ("int8", True): 2.0})
 @example(share=0.5, counted="resident", measured={("int8", False): 0.5})
+@example(share=1.0, counted="resident", measured={})
 def test_a_plan_agrees_with_itself(
     plan_input: PlanInput, share: float, counted: CountedPages, measured: dict[tuple[str, bool], float]
 ) -> None:
