@@ -31,6 +31,25 @@ class Unread:
     last: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Interrupted:
+    """What waited before a tree of which one row was passed again, and the tree.
+
+    Attributes:
+        first: the first row that waited.
+        waiting: tokens of the rows that waited.
+        states: of these. (N, W)
+        tree: tokens of the tree.
+        branches: states of these. (S, W)
+    """
+
+    first: int
+    waiting: list[int]
+    states: Floats
+    tree: list[int]
+    branches: Floats
+
+
 class TargetStates:
     """Follows the rows of the target's cache by its passes; `observe` is called after each.
 
@@ -57,6 +76,7 @@ class TargetStates:
         self._tokens: list[int] = []  # of the rows that wait
         self._states = np.empty((WAITING_ROWS, width), np.float32)
         self._branches: tuple[list[int], Floats] | None = None  # of a tree, of which verification keeps a path
+        self._interrupted: _Interrupted | None = None
 
     @property
     def done(self) -> int:
@@ -71,7 +91,7 @@ class TargetStates:
     def observe(self, start: int, batch: ForwardInput, output: ForwardOutput) -> None:
         """A pass of the target over new tokens, from row `start` on."""
         self.cut(start)
-        self._branches = None
+        tree, self._branches, self._interrupted = self._branches, None, None
         states = self._state(output)
         whole = batch.planes == 2 and batch.experts is None and batch.layer_mask is None
         if states is None or not whole:
@@ -80,6 +100,10 @@ class TargetStates:
         if self._done and self._done[-1][0] == start - 1 and self._done[-1][1] != tokens[0]:
             self._forget(self.done - 1)
         if self._first + len(self._tokens) != start:
+            if tree is not None:
+                # It may be the last row of the path that is kept, which is only said afterwards.
+                before = self._states[: len(self._tokens)].copy()
+                self._interrupted = _Interrupted(self._first, self._tokens.copy(), before, *tree)
             self._tokens.clear()
             self._first = start
         if batch.tree is None:
@@ -88,11 +112,21 @@ class TargetStates:
             self._branches = tokens, states.copy()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Of the last pass, if it was over a tree, these rows stay, in this order."""
+        """Of the last pass, if it was over a tree, these rows stay, in this order; so they do if the last of them was
+        passed again since, alone."""
         if self._branches is not None:
             tokens, states = self._branches
             self._branches = None
             self._append([tokens[row] for row in rows], states[list(rows)])
+        elif (was := self._interrupted) is not None:
+            self._interrupted = None
+            begun, again = was.first + len(was.waiting), self._tokens.copy()
+            if begun + len(rows) - 1 == self._first and again == [was.tree[rows[-1]]]:
+                state, path = self._states[:1].copy(), list(rows[:-1])
+                self._first, self._tokens = was.first, was.waiting
+                self._states[: len(was.waiting)] = was.states
+                self._append([was.tree[row] for row in path], was.branches[path])
+                self._append(again, state)
 
     def cut(self, row: int) -> None:
         """The text's rows from this one on are dropped."""
@@ -120,7 +154,7 @@ class TargetStates:
     def clear(self) -> None:
         """Forgets all rows."""
         self._tokens.clear()
-        self._branches = None
+        self._branches = self._interrupted = None
         self._forget(0)
 
     def _append(self, tokens: Sequence[int], states: Floats) -> None:  # (S, W)
