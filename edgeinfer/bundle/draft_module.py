@@ -45,7 +45,7 @@ class DraftModule:
             whose rows are keys and values alone, made of a normed product of what is read of the target (DFlash); 0
             where tokens are drafted one by one.
         mask: the token of the masks.
-        embed_scale: what multiplies the rows of the embedding that a block's tokens have in the target's bundle.
+        embed_scale: what multiplies the rows of the target's stored embedding that a block's tokens and heads read.
         causal: layers in which a row of a block sees none of those behind it.
         heads: one for each token of a draft, over what the layer gives of the target's normed states alone (Hydra++); 0
             where the layers draft.

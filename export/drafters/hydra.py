@@ -55,6 +55,7 @@ def describe_hydra(source: ModuleSource) -> DescribedModule:
         shares=("embed",),
         heads=heads,
         head_layers=layers,
+        embed_scale=1 / source.embed_scale,
     )
     return DescribedModule(spec, module, tuple(plans), tokens=tokens)
 

@@ -36,7 +36,11 @@ class HeadsGraph(ModuleGraph):
         states = graph.op("Squeeze", [hidden, graph.constant([0])], "flat")
         wanted = graph.op("Gather", [states, io.LOGIT_ROWS], "wanted", axis=0)
         graph.op("Identity", [ops.norm(graph, wanted, "module.own_norm")], _PREFIX)
-        normed = ops.norm(graph, ops.embed(graph), "module.embed_norm")
+        embedded, scale = ops.embed(graph), self.module.embed_scale
+        if scale != 1:
+            # Of rows that are stored grown the norm's epsilon would be too small a part.
+            embedded = graph.op("Mul", [embedded, graph.scalar("embed.scale", scale)], "embed.scaled")
+        normed = ops.norm(graph, embedded, "module.embed_norm")
         embedded = graph.op("Squeeze", [normed, graph.constant([0])], "embedded.flat")
         every, root, shape = graph.branch(), graph.branch(), ("T", self._spec.hidden_size)
         every.output(every.op("Identity", [embedded], "tokens.every"), "float32", shape)

@@ -51,7 +51,9 @@ def test_it_drafts_what_the_published_code_drafts(kind: str) -> None:
     """Along paths that part."""
     folder = made(make_bundle, kind, 32)
     reference = ReferenceHydra(folder / "drafter", folder / "target")
-    for drafter, text in read_texts(folder / "bundle", "hydra-plus"):
+    # Of one layer's text nothing that is drafted comes true unless some tokens are likelier.
+    bias = dict.fromkeys((7, 9, 11), 3.0 if kind == "of one layer" else 0.0)
+    for drafter, text in read_texts(folder / "bundle", "hydra-plus", logit_bias=bias):
         for path in ([], [7], [7, 9], [5, 9], [7, 12], []):
             require_logits(drafter, text, path, reference.logits(text, path).numpy())
         assert drafted_logits(drafter, text, [7] * KINDS[kind][1].get("heads", 3)) is None
