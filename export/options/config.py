@@ -320,7 +320,8 @@ class ExportConfig:
     def policy(self) -> QuantPolicy:
         """The bits each tensor of a model gets; of a resolved configuration without a budget only."""
         assert self.head_bits is not None and self.group_size is not None, "resolve first"
-        native = self.layout == NATIVE
+        # The operators of ONNX Runtime, which the optimum route writes at once, read 2 bits each.
+        native = self.layout == NATIVE and self.exporter == "native"
         return QuantPolicy(self.bits, self.head_bits, self.group_size, self.symmetric, self.keep_small, vectors=native)
 
     @property
