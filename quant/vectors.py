@@ -233,7 +233,7 @@ class _State:
 
 
 def coded(codes: Bytes, scales: Floats, size: int) -> Codes:  # (n, blocks, size / 4), (n, blocks)
-    """Codes as quantizers give them: in fields of 2 bits, with zero points that nobody reads."""
+    """Codes as quantizers give them: in fields of 2 bits, with zero points that are not read."""
     fields = split_codes(codes).reshape(len(codes), -1)
     return Codes(fields, np.ascontiguousarray(scales), np.zeros(scales.shape, np.uint8))
 

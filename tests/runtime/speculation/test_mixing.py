@@ -54,7 +54,7 @@ def test_who_was_right_is_known_in_the_reply_and_early_in_the_next() -> None:
     within = decide(learnt, copied=False).mix(said).probabilities
     assert within[2] > 0.8 > 0.1 > within[1]
     later = Mixer(learnt, MODELS)
-    later.observe(later.mix(answers(recycle=(3, 0.1))), 4)  # a place of which nobody knew anything
+    later.observe(later.mix(answers(recycle=(3, 0.1))), 4)  # a place of which no drafter knew anything
     after, others = later.mix(said).probabilities, Mixer(MixingWeights(), MODELS).mix(said).probabilities
     assert after[2] > after[1] and others[2] < others[1]
 
@@ -66,7 +66,7 @@ def test_replies_that_copy_and_replies_that_do_not_are_told_apart() -> None:
         decide(learnt, copied=True)
     news, copies = learnt.differences[0], learnt.differences[-1]
     assert news[0] > 10 * news[1] and copies[1] > 10 * copies[0]
-    # A few copies that came true, about which nobody else had anything to say, tell what kind of reply it is.
+    # A few copies that came true, about which no other drafter had anything to say, tell what kind of reply it is.
     mixer = Mixer(learnt, MODELS)
     for _ in range(10):
         mixer.observe(mixer.mix(answers(copy=(5, 0.8))), 5)

@@ -6,6 +6,7 @@ import numpy as np
 
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.speculation.drafters.target_states import TargetStates, Unread
+from tests.tables import each_row
 
 # Behind the root 5 come 6 and 7, in rows 2 and 3 of the tree.
 TREE, PARENTS, DEPTHS = (5, 9, 6, 7), (-1, 0, 0, 2), (0, 1, 1, 2)
@@ -32,22 +33,20 @@ class Passes:
         self.states.observe(start, batch, ForwardOutput(np.zeros((1, 1), np.float32), hidden))
 
 
-def test_no_row_is_left_out_where_the_last_of_a_path_was_passed_again() -> None:
-    """The rows before it are the tree's, and rows that waited before the tree still wait."""
+@each_row(
+    ("again", "read"),
+    [
+        # The rows before it are the tree's, and rows that waited before the tree still wait.
+        (7, {0: (4, 0.0), 1: (5, 1.0), 2: (6, 10.0), 3: (7, 12.0), 4: (8, 20.0)}),
+        # Another text is not taken for a path of the tree.
+        (1, {4: (8, 20.0)}),
+    ],
+)
+def test_the_last_row_of_a_path_that_was_passed_again(again: int, read: dict[int, tuple[int, float]]) -> None:
     passes = Passes()
     passes.run(0, (3, 4), 0.0)
     passes.run(2, TREE, 10.0, tree=True)
-    passes.run(4, (7,), 20.0)
+    passes.run(4, (again,), 20.0)
     passes.states.keep([0, 2, 3])
     assert passes.states.catch_up(5, 8)
-    assert passes.read == {0: (4, 0.0), 1: (5, 1.0), 2: (6, 10.0), 3: (7, 12.0), 4: (8, 20.0)}
-
-
-def test_rows_of_another_text_are_not_taken_for_a_path_of_the_tree() -> None:
-    passes = Passes()
-    passes.run(0, (3, 4), 0.0)
-    passes.run(2, TREE, 10.0, tree=True)
-    passes.run(4, (1,), 20.0)
-    passes.states.keep([0, 2, 3])
-    assert passes.states.catch_up(5, 8)
-    assert passes.read == {4: (8, 20.0)}
+    assert passes.read == read
