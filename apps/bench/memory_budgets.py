@@ -206,6 +206,15 @@ class SpecMemoResults:
         """The share of the unconstrained speed."""
         return timed.share(self.named(UNCONSTRAINED), range(len(self.prompts)))
 
+    def processor_share(self, timed: Timed) -> float:
+        """The same by the processor's time."""
+
+        def speed(run: TimedRun) -> float:
+            return run.speed(range(len(self.prompts)), clock="processor_ms_per_token")
+
+        free = self.named(UNCONSTRAINED)
+        return timed.median(speed) / Timed(free.setup, timed.beside or free.runs).median(speed)
+
     def keeps(self, timed: Timed) -> bool:
         """Whether that is enough."""
         return self.share(timed) >= KEPT_SHARE
@@ -230,6 +239,7 @@ class SpecMemoResults:
         for timed in self.timed:
             figures: dict[str, Any] = {"tokens_per_second": self.speed(timed), "share": self.share(timed)}
             if not timed.reason:
+                figures["processor_share"] = self.processor_share(timed)
                 figures["generation_bytes"] = {
                     f"{'planned' if planned else 'measured'}{'_alone' if alone else ''}": timed.median(
                         lambda run, p=planned, a=alone: run.generation_bytes(planned=p, alone=a)  # type: ignore[misc]

@@ -226,23 +226,25 @@ def _peers(peers: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
 
 def spec_memory_section(data: Any) -> Section:
     """What speculation takes besides the weights, and how little of it is enough."""
-    rows, measured = [], []
+    rows, measured = list[tuple[str, ...]](), []
     for setup in data["setups"]:
         budget = setup["setup"]["options"].get("memory")
         name = format_size(budget) if budget else setup["setup"]["name"]
         if _reason(setup):
-            rows.append((name, "-", "-", "-", "-"))
+            rows.append((name, "-", "-", "-", "-", "-"))
             continue
         sizes = setup["generation_bytes"]
         shown = (format_size(round(sizes["planned_alone"])), format_size(round(sizes["planned"])))
-        rows.append((name, f"{setup['tokens_per_second']:.1f}", f"{setup['share']:.1%}", *shown))
+        shares = (f"{setup[key]:.1%}" for key in ("share", "processor_share"))
+        rows.append((name, f"{setup['tokens_per_second']:.1f}", *shares, *shown))
         measured.append((name, *(format_size(round(sizes[key])) for key in ("measured_alone", "measured"))))
-    header = ("", "tokens/s", "of the speed", "cache, passes, drafts", "all beyond the weights")
+    sizes_of = ("cache, passes, drafts", "all beyond the weights")
+    header = ("", "tokens/s", "of the speed", "by the processor's time", *sizes_of)
     table = Table("Speed and generation memory", header, tuple(rows))
     facts = (("Model", data["model"]), ("Context", f"{data['context']} tokens"), *run_facts(data))
     least = data["smallest_budget"]
     kept = f"The smallest budget that keeps the speed is {format_size(least)}." if least else "No budget keeps it."
-    seen = Table("The same, measured", ("", *header[3:]), tuple(measured))
+    seen = Table("The same, measured", ("", *sizes_of), tuple(measured))
     parts: tuple[Part, ...] = (table, Paragraph(kept), seen, *(Paragraph(text) for text in _cuts(data)))
     return Section("What speculation needs", facts, parts, commands(data))
 

@@ -57,19 +57,21 @@ def candidates(limits: Limits | None = None, layout: Layout = NATIVE) -> dict[st
 @settings(max_examples=12, deadline=None)
 @given(st.integers(60_000, 160_000), st.sampled_from([NATIVE, PORTABLE]))
 def test_the_file_never_exceeds_the_budget(budget: int, layout: Layout) -> None:
-    plan = plan_within(budget, candidates(), SHAPES, draw, layout)
+    found = candidates(layout=layout)
+    plan = plan_within(budget, found, SHAPES, draw, layout)
     assert stored(dict(plan.schemes), layout) <= budget
     assert plan.budget_bytes == budget
     assert plan.scheme("layers.0.mlp.router") is None
     shared = plan.scheme("layers.0.mlp.shared.down")
     assert shared is not None and shared.bits == 8
-    assert set(plan.predicted) == set(candidates())
+    assert set(plan.predicted) == set(found)
 
 
 @each_row("layout", [NATIVE, PORTABLE])
 def test_more_budget_predicts_no_worse(layout: Layout) -> None:
+    found = candidates(layout=layout)
     costs = [
-        sum(plan_within(budget, candidates(), SHAPES, draw, layout).predicted.values())
+        sum(plan_within(budget, found, SHAPES, draw, layout).predicted.values())
         for budget in range(60_000, 150_000, 15_000)
     ]
     assert costs == sorted(costs, reverse=True)
@@ -77,7 +79,7 @@ def test_more_budget_predicts_no_worse(layout: Layout) -> None:
 
 
 def test_experts_of_the_portable_layout_share_a_scheme() -> None:
-    plan = plan_within(70_000, candidates(), SHAPES, draw, PORTABLE)
+    plan = plan_within(70_000, candidates(layout=PORTABLE), SHAPES, draw, PORTABLE)
     assert len({plan.scheme(name) for name in SHAPES if ".experts." in name}) == 1
 
 
@@ -110,16 +112,15 @@ def test_an_impossible_budget_names_a_possible_one() -> None:
 
 def test_plans_are_what_they_were() -> None:
     limits = [Limits(), Limits(4, 32, True), Limits(None, None, False, (("*.down", 4), ("embed", 8)))]
-    found = {}
+    found, tried = {}, {}
     for number, limit in enumerate(limits):
         for layout in (NATIVE, PORTABLE):
+            priced = candidates(limit, layout)
             for budget in (75_000, 110_000):
-                plan = plan_within(budget, candidates(limit), SHAPES, draw, layout)
+                plan = plan_within(budget, priced, SHAPES, draw, layout)
                 kept = {name: form(scheme) for name, scheme in plan.schemes.items()}
                 found[f"{number} {layout} {budget}"] = [kept, sum(plan.predicted.values())]
-    tried = {
-        number: {n: len(s) for n, s in candidate_schemes(SHAPES, limit).items()} for number, limit in enumerate(limits)
-    }
+            tried[f"{number} {layout}"] = {name: len(each) for name, each in priced.items()}
     check_recorded("quant-budget", {"tried": tried} | found)
 
 

@@ -140,6 +140,7 @@ def timed(budget: int | None, short: float, deep: float, reason: str = "", name:
     found = {
         "tokens": [11, 11],
         "ms_per_token": [1e3 / short, 1e3 / deep] if not reason else [],
+        "processor_ms_per_token": [10.0, 10.0],
         "planned": sum(terms.values()) + (budget or 0),
         "terms": terms,
         "generation": 27,

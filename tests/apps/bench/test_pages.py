@@ -129,6 +129,7 @@ def told(planned: int, reason: str = "") -> TimedRun:
         "given_up": [],
         "tokens": [11, 11],
         "ms_per_token": [10.0, 20.0],
+        "processor_ms_per_token": [10.0, 20.0],
         "terms": {"kv": 3_000_000, "weights_mapped": 50_000_000},
         "choice": {"weights": "mapped"},
         "weights_resident": 50_000_000,
