@@ -45,7 +45,7 @@ def bundled_drafter(target: Bundle, config: LoadConfig) -> Bundle | None:
     if module is None:
         return found
     ours = config.backend in (None, "onnx") and config.native is not False
-    return found if ours and runs_native(found) else None
+    return found if ours and runs_native() else None
 
 
 def require_models(*bundles: Bundle | None) -> None:

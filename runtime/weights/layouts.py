@@ -6,6 +6,7 @@ serves every bundle with the same weights and is never taken for another.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 import tempfile
@@ -84,7 +85,7 @@ def choose_layout(bundle: Bundle, native: bool | None, kv: str | None = None) ->
         native_kernel()
         return NATIVE
     prefers = stored == NATIVE or _needs_native(bundle, kv)
-    if native is None and prefers and runs_native(bundle):
+    if native is None and prefers and runs_native():
         return NATIVE
     if PORTABLE not in bundle.layouts:
         hint = "Export it again, or run it where the native kernel works."
@@ -110,16 +111,22 @@ def kernel_of(bundle: Bundle, layout: Layout) -> str:
     return native_kernel().isa if layout == NATIVE else "MatMulNBits"
 
 
-def runs_native(bundle: Bundle) -> bool:
-    """Whether the native kernel works and is not switched off; what runs in its place is logged."""
+def runs_native() -> bool:
+    """Whether the native kernel works and is not switched off; why it does not is logged once."""
     if switched_off():
         return False
     try:
         native_kernel()
     except NativeUnavailableError as error:
-        _log.warning("%s %s runs on onnxruntime's own operators.", error.message, bundle.manifest.name)
+        _warn(str(error))
         return False
     return True
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once a process: a model, its drafter and every plan ask."""
+    _log.warning("%s", text)
 
 
 def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv: str = FLOAT32) -> RunnableGraph:

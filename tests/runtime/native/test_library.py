@@ -21,6 +21,7 @@ from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.native import library, selftest
 from edgeinfer.runtime.native.binding import VERSION, Binding, PackedMatrix
 from edgeinfer.runtime.native.library import NativeKernel, load_kernel, native_kernel
+from edgeinfer.runtime.weights.layouts import runs_native
 from tests.cli import TIME_LIMIT
 from tests.tables import each_row
 
@@ -115,10 +116,17 @@ def test_a_library_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 @linux
-def test_a_library_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_library_of_another_version_is_refused_and_whoever_runs_without_it_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = compile_library(tmp_path, f"int edgeinfer_version(void) {{ return {VERSION + 1}; }}\n")
-    with pytest.raises(NativeUnavailableError, match=f"has version {VERSION + 1}, this edgeinfer needs {VERSION}"):
+    says = f"has version {VERSION + 1}, this edgeinfer needs {VERSION}"
+    with pytest.raises(NativeUnavailableError, match=says):
         load_kernel(path)
+    monkeypatch.setattr(library, "LIBRARY", path)
+    assert not runs_native() and not runs_native()  # as a model and its drafter ask
+    (told,) = caplog.messages
+    assert f"{says}. Install edgeinfer again on this machine" in told
 
 
 def test_a_session_that_cannot_take_the_kernel_says_so(tmp_path: Path) -> None:
