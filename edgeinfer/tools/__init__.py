@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from edgeinfer.tools.drafters import DrafterGain, DraftersTuning, tune_drafters
     from edgeinfer.tools.evaluation import evaluate
-    from edgeinfer.tools.judging import JudgeGain, tune_judge
+    from edgeinfer.tools.judging import JudgeGain, RightReply, read_questions, tune_judge
     from edgeinfer.tools.kv_quality import measure_kv
     from edgeinfer.tools.measuring import (
         DecodeTimes,
@@ -58,6 +58,7 @@ __all__ = [
     "MeasuredUncertainty",
     "PartGain",
     "ReplyReading",
+    "RightReply",
     "SkipLevel",
     "SteeringGain",
     "TuneResult",
@@ -77,6 +78,7 @@ __all__ = [
     "measure_prefill",
     "measure_work",
     "pass_work",
+    "read_questions",
     "read_reply",
     "restore_drafting",
     "tune_cache",
@@ -106,6 +108,7 @@ _HOMES = {
     "MeasuredUncertainty": "uncertainty",
     "PartGain": "devices",
     "ReplyReading": "measuring",
+    "RightReply": "judging",
     "SkipLevel": "tuning",
     "SteeringGain": "steering",
     "TuneResult": "tuning",
@@ -125,6 +128,7 @@ _HOMES = {
     "measure_prefill": "measuring",
     "measure_work": "measuring",
     "pass_work": "measuring",
+    "read_questions": "judging",
     "read_reply": "measuring",
     "restore_drafting": "measuring",
     "tune_cache": "cache_policies",

@@ -53,11 +53,13 @@ class RightReply:
 
     Attributes:
         parts: texts that a right reply has, or, where `whole`, the one that it is.
+        kind: of question, for tables.
     """
 
     messages: Sequence[Mapping[str, str]]
     parts: tuple[str, ...]
     whole: bool
+    kind: str = "all"
 
     def lost(self, beginning: str) -> bool:
         """Whether no reply with this beginning can be the right one."""
@@ -69,6 +71,10 @@ class RightReply:
         return frozenset(
             each for each in self.parts if (plain == _plain(each) if self.whole else _plain(each) in plain)
         )
+
+    def share(self, text: str) -> float:
+        """The share of the parts that a reply has."""
+        return len(self.met(text)) / len(self.parts)
 
 
 @dataclass(frozen=True)
@@ -263,7 +269,7 @@ def read_questions(text: str) -> list[RightReply]:
         parts = (str(answer),) if answer else tuple(word for word in words if _plain(word))
         if not parts:
             raise UsageError(f"Line {number} does not say what is right.", _FORM)
-        found.append(RightReply(messages, parts, bool(answer)))
+        found.append(RightReply(messages, parts, bool(answer), str(data.get("kind", "all"))))
     return found
 
 

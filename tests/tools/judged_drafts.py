@@ -11,7 +11,6 @@ words, with two standard errors, the log-probability of a token by the model, an
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ def _row(
         if now.ms:
             speedups.append(now.speedup)
             tokens, passes = tokens + now.tokens, passes + now.passes
-        right.append(len(question.met(reply.text)) / len(question.parts))
+        right.append(question.share(reply.text))
         likely.extend(judge.score([*prompt, *reply.token_ids]).logprobs[len(prompt) - 1 :])
     error = 2 * pstdev(right) / math.sqrt(len(right))
     shares = f"{fmean(right):.0%} ±{error:.0%} of {len(right)}", f"{fmean(likely):.3f}"
@@ -66,11 +65,9 @@ def main() -> None:
     replaced |= {(Governor, "observe"): pricing.observe, (Governor, "rested"): pricing.rested}  # type: ignore[dict-item]
     for (owner, name), method in replaced.items():
         patch.object(owner, name, lambda self, *given, method=method: method(self, *given)).start()
-    text = args.questions.read_text("utf-8")
-    kinds = [json.loads(line).get("kind", "all") for line in text.splitlines()]
     asked = dict[str, list[RightReply]]()
-    for kind, question in zip(kinds, read_questions(text), strict=True):
-        asked.setdefault(kind, []).append(question)
+    for question in read_questions(args.questions.read_text("utf-8")):
+        asked.setdefault(question.kind, []).append(question)
     whole = edgeinfer.load(args.bundle, threads=1, remember=False)
     other = edgeinfer.load(args.bundle, threads=1, remember=False, speculation="off")
     small = edgeinfer.load(args.bundle / "drafter", threads=1, remember=False, speculation="off")

@@ -10,12 +10,12 @@ or its first half where there is no other.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ import edgeinfer
 from edgeinfer import Model
 from edgeinfer.apps.bench.research.reporting import report_figures
 from edgeinfer.apps.bench.research.search_references import SEEN
-from edgeinfer.errors import UsageError
 from edgeinfer.results import Result
 
-__all__ = ["KnownQuestion", "SearchGain", "main", "measure", "read_questions"]
+__all__ = ["SearchGain", "main", "measure", "read_first"]
 
 _DRAWN = {"temperature": 0.8, "top_p": 0.95}
 # Of the model's own distribution; a scorer gives so many nats for each word that a story is to have.
@@ -50,37 +49,8 @@ SCORED: Mapping[str, Mapping[str, Any]] = {
     "particles": _OWN | _DRAWN | {"power": 1.0, "samples": 8},
     "astar": _DRAWN | {"search": "astar", "samples": 4, "rounds": 8},
 }
-
-
-@dataclass(frozen=True)
-class KnownQuestion:
-    """What is asked, and how an answer is judged.
-
-    Attributes:
-        kind: of question, for the table.
-        answer: the right text; or empty, where `words` tell.
-    """
-
-    kind: str
-    messages: Sequence[Mapping[str, str]]
-    answer: str
-    words: tuple[str, ...]
-
-    def score(self, text: str) -> float:
-        """1 for the right text and 0 for others, or the share of the words that it has."""
-        if self.answer:
-            return float(_plain(text) == _plain(self.answer))
-        return sum(word.lower() in text.lower() for word in self.words) / len(self.words)
-
-    def worse(self) -> Mapping[str, str]:
-        """The last message, as far as it is worse than all of them."""
-        last = self.messages[-1]
-        words = last["content"].split()
-        return last if len(self.messages) > 1 else {**last, "content": " ".join(words[: len(words) // 2])}
-
-    def nats(self, text: str, ended: bool) -> float:
-        """What a scorer says that is told the words."""
-        return _WORD * sum(word.lower() in text.lower() for word in self.words)
+# Searches whose scorer is told them.
+_TOLD = ("particles", "astar")
 
 
 @dataclass(frozen=True)
@@ -104,32 +74,25 @@ class SearchGain:
     passes: float
 
 
-def read_questions(path: Path, most: int) -> list[KnownQuestion]:
+def read_first(path: Path, most: int) -> list[edgeinfer.tools.RightReply]:
     """The first questions of each kind in a file.
 
     Raises:
         UsageError: a line is none.
     """
-    found: dict[str, list[KnownQuestion]] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            data = json.loads(line)
-            kind = data["kind"]
-            question = KnownQuestion(kind, data["messages"], data.get("answer", ""), tuple(data.get("words", ())))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"Line {number} of {path} is no question.", "See --help for the form.") from error
-        if (question.answer or question.words) and len(found.setdefault(kind, [])) < most:
-            found[kind].append(question)
-    return [question for questions in found.values() for question in questions]
+    found: dict[str, list[edgeinfer.tools.RightReply]] = {}
+    for question in edgeinfer.tools.read_questions(path.read_text("utf-8")):
+        found.setdefault(question.kind, []).append(question)
+    return [question for questions in found.values() for question in questions[:most]]
 
 
 def measure(
-    model: Model, questions: Sequence[KnownQuestion], seeds: int, only: Sequence[str] = ()
+    model: Model, questions: Sequence[edgeinfer.tools.RightReply], seeds: int, only: Sequence[str] = ()
 ) -> Iterator[SearchGain]:
     """Every method, or only some, over every kind of questions."""
     for kind in dict.fromkeys(question.kind for question in questions):
         asked, plain = [question for question in questions if question.kind == kind], list[float]()
-        methods = {**METHODS, **(SCORED if asked[0].words else {})}
+        methods = {**METHODS, **({} if asked[0].whole else SCORED)}
         for method, options in methods.items():
             if only and method not in only:
                 continue
@@ -137,14 +100,14 @@ def measure(
             scores, passes, tokens = list[float](), 0, 0
             for question in asked:
                 for seed in draws:
-                    scored: dict[str, Any] = {"scorer": question.nats} if method in ("particles", "astar") else {}
+                    scored: dict[str, Any] = {"scorer": partial(_nats, question)} if method in _TOLD else {}
                     if method == "contrast":
-                        scored["lame_prompt"] = model.spell(model.tokenize_chat([question.worse()]))
+                        scored["lame_prompt"] = model.spell(model.tokenize_chat([_worse(question.messages)]))
                     result = _reply(model, question, {**options, **scored, "seed": seed})
                     texts = [result.text]
                     if method == "best of 8" and result.search is not None:
                         texts = [each.text for each in result.search.texts]
-                    scores.append(max(map(question.score, texts)))
+                    scores.append(max(map(question.share, texts)))
                     tokens += len(result.token_ids)
                     passes += len(result.token_ids) if result.search is None else result.search.passes
             error = 2 * statistics.pstdev(scores) / math.sqrt(len(scores))
@@ -155,14 +118,22 @@ def measure(
             yield SearchGain(method, kind, len(scores), statistics.fmean(scores), error, visible, passes / tokens)
 
 
-def _reply(model: Model, question: KnownQuestion, options: Mapping[str, Any]) -> Result:
+def _reply(model: Model, question: edgeinfer.tools.RightReply, options: Mapping[str, Any]) -> Result:
     return model.generate(
         model.tokenize_chat(question.messages), **{"max_tokens": 100, "speculation": "off", **options}
     )
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold().rstrip(".")
+def _worse(messages: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+    """The last message, as far as it is worse than all of them."""
+    last = messages[-1]
+    words = last["content"].split()
+    return last if len(messages) > 1 else {**last, "content": " ".join(words[: len(words) // 2])}
+
+
+def _nats(question: edgeinfer.tools.RightReply, text: str, ended: bool) -> float:
+    """What a scorer says that is told the words."""
+    return _WORD * len(question.met(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(args: argparse.Namespace) -> Iterator[tuple[SearchGain, str]]:
     only = args.methods.split(",") if args.methods else ()
     with edgeinfer.load(args.model, remember=False) as model:
-        for gain in measure(model, read_questions(args.dialogues, args.questions), args.seeds, only):
+        for gain in measure(model, read_first(args.dialogues, args.questions), args.seeds, only):
             share = f"{gain.score:5.0%} ±{gain.error:4.0%}"
             told = f"{share} of {gain.answers:3} (visible from {gain.visible:.0%}), {gain.passes:5.2f} passes a token"
             yield gain, f"{gain.kind:8} {gain.method:12} {told}"
