@@ -16,7 +16,7 @@ from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
-from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, MemoryModel
+from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.planning.search import search
@@ -106,7 +106,7 @@ def make_plan(
         # Planning itself takes memory that stays, and the smallest budget that is named has to hold it.
         measured = process_before_loading(plan_input)
         plan = search(plan_input, config, MemoryModel(plan_input, config, measured), speed, all_ways=all_ways)
-    if plan.fits or not loading:
+    if plan.fits or not loading or (config.memory or 0) < plan.minimum_bytes - RESERVE_BYTES:
         return plan
     # The process may have grown into the reserve of an earlier plan, whose smallest budget was promised to do.
     tight = search(plan_input, config, MemoryModel(plan_input, config, measured, reserve=0), speed, all_ways=all_ways)

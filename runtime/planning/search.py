@@ -105,11 +105,11 @@ def _chosen(
     Args:
         modest: of which one is the smallest; where there are none, every way is looked at.
     """
-    if modest:
+    least = [*map(candidate, modest)]
+    if any(map(choice.fits, least)):
         # Speeds take less to predict than bytes do.
-        found = next((each for each in map(candidate, choice.ordered(ways)) if choice.fits(each)), None)
-        if found is not None:
-            return found, [found, *map(candidate, modest)]
+        found = next(each for each in map(candidate, choice.ordered(ways)) if choice.fits(each))
+        return found, [found, *least]
     every = [candidate(each) for each in ways]
     return choice.of(every), every
 

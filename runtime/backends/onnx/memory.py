@@ -89,8 +89,18 @@ class OnnxMemory:
 
     def running(self, configuration: Configuration) -> Footprint:
         """Session, cache and passes."""
+        key = configuration.context, configuration.prefill_chunk, configuration.kv
+        if key not in self._known:
+            self._known[key] = self._running(*key)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, str], Footprint]:
+        """What was found: a plan asks for thousands of configurations that differ in something else."""
+        return {}
+
+    def _running(self, context: int, chunk: int, kv: str) -> Footprint:
         manifest = self.bundle.manifest
-        context, chunk = configuration.context, configuration.prefill_chunk
         if self._paged:
             attention = _attention_scratch(manifest, chunk, context, self.threads)
         else:
@@ -100,7 +110,7 @@ class OnnxMemory:
         return Footprint(
             {
                 "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
-                "kv": self._cache(configuration.kv, context),
+                "kv": self._cache(kv, context),
                 "activations": _activations(manifest, chunk, 0 if self._paged else context) + attention,
             },
             {"code": _RUNNING_CODE_BYTES},
@@ -141,7 +151,7 @@ class OnnxMemory:
             idle = dict(running.anonymous) | {"activations": 0}
             yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
 
-    @property
+    @cached_property
     def _paged(self) -> bool:
         return self.bundle.manifest.capabilities_in(self.layout).paged and not self.floats
 
