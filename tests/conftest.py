@@ -11,10 +11,9 @@ from pathlib import Path
 # Before anything is imported that reads them. Two workers with two threads each take longer than with one each, and
 # models this small run no faster on more.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
-# The hundreds of processes that tests start would each compile the project's sources again.
-_BYTE_CODE = Path(__file__).resolve().parents[1] / ".pytest_cache" / "byte-code"
+# The hundreds of processes that tests start would each compile the project's sources again. Libraries were compiled
+# where they are installed, which a folder of our own for byte code would leave aside.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(_BYTE_CODE)
 sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
