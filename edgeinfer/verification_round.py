@@ -47,6 +47,7 @@ class VerificationStream(TokenStream):
         require(Range(0, 1).holds(acceptance), "acceptance", acceptance, "a number from 0 to 1")
         self._further, self._acceptance = further, acceptance
         self.verified = self.compared = self.right = 0
+        self._given_up = False
         self._company = 1
         self._pass_ms: Callable[[int], float] | None = None
         super().__init__(parts, request, turns)
@@ -70,8 +71,17 @@ class VerificationStream(TokenStream):
     def ending(self) -> FinishReason | None:
         """Why the whole reply is over by this round: a stop token, or no room for another; None where it goes on."""
         if not self.tokens:
-            return "length"
+            return None if self._given_up else "length"
         return "stop" if self.tokens[-1] in self._stop_ids else None
+
+    def give_up(self) -> None:
+        """Ends the round within its current pass, with what was decided, as nobody waits for more. Safe from any
+        thread."""
+        self._given_up = True
+        self.cancel()
+
+    def _reason_at_limit(self) -> FinishReason:
+        return "length" if self._given_up else super()._reason_at_limit()
 
     def company(self, devices: int) -> Company | None:
         """What is best for all replies of now; None where there is no other, or too little is known. Safe from any

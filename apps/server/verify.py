@@ -1,7 +1,8 @@
 """/v1/verify: rounds of replies that other devices draft and this server's model decides.
 
 The first request of a reply has its prompt and options; later ones have the session's name, how many tokens of the text
-they build on, and a draft. What is decided depends on these alone, so a request whose answer was lost is sent again."""
+they build on, and a draft. What is decided depends on these alone, so a request whose answer was lost is sent again.
+A device names its sessions, so that neither such a request nor one behind a stream that was left opens a second one."""
 
 from __future__ import annotations
 
@@ -34,8 +35,10 @@ _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
 # Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
 # that count, as older ones count less.
 _PRIOR, _PRIOR_TOKENS, _MEMORY = 0.7, 8.0, 64.0
-# Seconds in which a reply is thought to go on: longer than from one round to the next over a slow link.
-_RECENT_S = 0.5
+# Seconds of silence after which a device is thought to be gone: more than lie between two rounds over a slow link.
+_SILENT_S = 2.0
+# Characters of a session's name: of too few one could be guessed.
+_NAME = (20, 64)
 _LOST = "session_lost"
 _AGAIN = "Send the prompt and the reply so far again."
 
@@ -50,17 +53,23 @@ class _Session:
         reply: what was decided so far. Whatever was drafted, it is the beginning of the one reply that prompt and
             options have, so rounds that overlap do no harm.
         options: of the reply.
+        most: tokens of the reply at most; None where the device has not said so.
         right, seen: drafted tokens that were right, of those that were compared; older ones count less.
         heard: seconds of the clock when it last was asked for, or had an answer.
+        over: whether the reply has come to its end.
+        made: the latest round.
     """
 
     model: str
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
     options: dict[str, Any]
+    most: int | None = None
     right: float = _PRIOR * _PRIOR_TOKENS
     seen: float = _PRIOR_TOKENS
     heard: float = 0.0
+    over: bool = False
+    made: VerificationStream | None = None
 
     @property
     def acceptance(self) -> float:
@@ -71,6 +80,20 @@ class _Session:
         """Learns from a round, in which so many drafted tokens were compared and so many of these were right."""
         left = 1 - compared / _MEMORY
         self.right, self.seen = left * self.right + right, left * self.seen + compared
+
+    def reaches(self, reply: tuple[int, ...]) -> None:
+        """So much of the reply was decided."""
+        if len(reply) > len(self.reply):
+            self.reply = reply
+
+    def go_on_from(self, former: _Session) -> None:
+        """Takes over what is known of the device, whose next reply this is, or the same one from anew."""
+        self.right, self.seen, self.made = former.right, former.seen, former.made
+
+    def leave_round(self) -> None:
+        """Ends the round before: the device has left its stream, or lost the connection."""
+        if self.made is not None:
+            self.made.give_up()
 
 
 class VerifySessions:
@@ -83,20 +106,28 @@ class VerifySessions:
         # Requests are read on threads.
         self._lock = threading.Lock()
 
-    def open(self, session: _Session) -> str:
-        """Keeps a session, and gives its name, which cannot be guessed."""
-        name = secrets.token_urlsafe(18)
+    def open(self, session: _Session, name: str | None = None, former: str | None = None) -> str:
+        """Keeps a session, and gives its name, which cannot be guessed.
+
+        Args:
+            name: that the device chose.
+            former: the session of its reply before, which is over.
+        """
+        name = name or secrets.token_urlsafe(18)
         with self._lock:
+            for known in (former, name):
+                if known is not None and (before := self._sessions.pop(known, None)) is not None:
+                    session.go_on_from(before)
             self._sessions[name] = session
             while len(self._sessions) > 1 and self._is_full:
                 self._sessions.popitem(last=False)
         return name
 
     def going_on(self) -> int:
-        """Counts the replies that lately had a round."""
-        since = time.perf_counter() - _RECENT_S
+        """Counts the replies that are not over, but for those of devices that are gone."""
+        since = time.perf_counter() - _SILENT_S
         with self._lock:
-            return sum(session.heard > since for session in self._sessions.values())
+            return sum(not session.over and session.heard > since for session in self._sessions.values())
 
     @property
     def _is_full(self) -> bool:
@@ -147,15 +178,18 @@ class VerifyCompletion:
         self._facts: dict[str, Any] = {}
         self._vocabulary: str | None = None
         name = fields.text("session")
-        if name is None:
+        if name is None or body.get("prompt") is not None:
             self._session = _opened(fields, model)
-            self._name, self._reply = sessions.open(self._session), self._session.reply
+            former = fields.text("replaces")
+            self._name = sessions.open(self._session, _checked_name(fields, name), former)
+            self._reply = self._session.reply
             self._vocabulary = fields.text("vocabulary")
             self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
         else:
             self._session, self._name = sessions.find(name, model), name
             self._reply = _cut(self._session, fields)
         fields.end()
+        self._session.leave_round()
         self._sessions, self._session.heard = sessions, self._came
         self._made: VerificationStream | None = None
         self._sent = 0
@@ -182,6 +216,7 @@ class VerifyCompletion:
         session, draft = self._session, self._draft
         wanted = {"further": self._further, "acceptance": session.acceptance}
         self._made = model.verify_draft(session.prompt, self._reply, draft, **wanted, **session.options)
+        session.made = self._made
         return self._made
 
     def opening(self) -> list[Event]:
@@ -190,15 +225,20 @@ class VerifyCompletion:
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
         """Its tokens."""
+        assert self._made is not None, "the round was started"
+        facts = {} if self._sent else self._facts  # with the first, as the rest may not be waited for
         self._sent += len(chunk.token_ids)
-        return [self._company() | {"tokens": list(chunk.token_ids)}] if chunk.token_ids else []
+        # A device that leaves a stream goes on behind what it has of it.
+        self._session.reaches((*self._reply, *self._made.tokens[: self._sent]))
+        return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}] if chunk.token_ids else []
 
     def finished(self, index: int, result: Result) -> list[Event]:
         """How the round ended, and those of its tokens that no chunk had."""
-        made = self._made
+        made, session = self._made, self._session
         assert made is not None, "the round is over"
-        self._session.reply = (*self._reply, *made.tokens)
-        self._session.judge(made.compared, made.right)
+        session.reaches((*self._reply, *made.tokens))
+        session.judge(made.compared, made.right)
+        session.over = made.ending is not None or len(session.reply) >= (session.most or math.inf)
         return [self._answer(made, made.tokens[self._sent :])]
 
     def closing(self) -> list[Event]:
@@ -246,7 +286,14 @@ def _opened(fields: Fields, model: Model) -> _Session:
     if options.get("seed") is None:
         # All rounds draw by the same.
         options["seed"] = secrets.randbits(63)
-    return _Session(model.digest, prompt, reply, options)
+    return _Session(model.digest, prompt, reply, options, fields.whole("max_tokens", 1, LARGEST_COUNT))
+
+
+def _checked_name(fields: Fields, name: str | None) -> str | None:
+    """The name that a device gave its session."""
+    if name is not None and not _NAME[0] <= len(name) <= _NAME[1]:
+        raise fields.wrong("session", f"{len(name)} characters", f"Draw {_NAME[0]} to {_NAME[1]} at random.")
+    return name
 
 
 def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:

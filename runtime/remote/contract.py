@@ -82,7 +82,7 @@ class RemoteReply(Protocol):
             reply: all tokens that were decided before.
             draft: what may follow them.
             further: tokens wanted after those that come of the draft; they are told as they come.
-            tell: takes what is decided, in order, and says whether more is wanted.
+            tell: takes what is decided, in order, possibly nothing, and says whether more is wanted.
 
         Raises:
             RemoteError: the server cannot be reached, refuses, or is another than before.
@@ -113,5 +113,5 @@ class RemoteServer(Protocol):
         """A reply to a prompt, of which nothing is sent yet.
 
         Args:
-            options: of GenerationConfig, by name, and the seed that drafts are drawn by.
+            options: of GenerationConfig, by name, the seed that drafts are drawn by, and how many tokens are wanted.
         """

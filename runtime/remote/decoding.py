@@ -43,7 +43,8 @@ class _Answers:
 
     def take(self, decided: Decided) -> bool:
         """Takes an answer; returns whether more is wanted."""
-        self.came.put((decided, time.perf_counter()))
+        if decided.tokens or decided.last:
+            self.came.put((decided, time.perf_counter()))
         return self.wanted
 
 
@@ -91,7 +92,8 @@ class RemoteDecoding(DecodingStrategy):
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The first tokens that the server decides after the prompt."""
         if self._reply is None:
-            self._reply, self._prompt = self._server.begin(prompt, self._options), len(prompt)
+            wanted = {**self._options, "max_tokens": room}
+            self._reply, self._prompt = self._server.begin(prompt, wanted), len(prompt)
         self._text = list(prompt)
         self._drafts = [self._sampler.sample(logits, len(prompt))]
         return self.next(room, 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.errors import RemoteError
 from edgeinfer.runtime.decoding.shares import Company
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
-from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, tokens_in
+from edgeinfer.runtime.remote.http import Connection, RemoteRefusalError, RetriedReply, UnansweredError, tokens_in
 from edgeinfer.runtime.text import vocabulary_digest
 from edgeinfer.wording import shown
 
@@ -27,6 +28,7 @@ class EdgeInferServer:
         self._access = access
         self.url = access.url
         self._vocabulary = vocabulary_digest(access.tokenizer)
+        self._latest: EdgeInferReply | None = None
 
     def check(self, options: Mapping[str, Any]) -> None:
         """See `contract.RemoteServer.check`: the server itself refuses what it cannot do."""
@@ -35,7 +37,10 @@ class EdgeInferServer:
         """See `contract.RemoteServer.begin`."""
         named = {} if self._access.model is None else {"model": self._access.model}
         opening = {"prompt": list(prompt), "vocabulary": self._vocabulary, **named, **options}
-        return EdgeInferReply(self._access, opening)
+        if self._latest is not None and self._latest.is_over:
+            opening["replaces"] = self._latest.session
+        self._latest = EdgeInferReply(self._access, opening)
+        return self._latest
 
 
 class EdgeInferReply(RetriedReply):
@@ -43,42 +48,55 @@ class EdgeInferReply(RetriedReply):
 
     Args:
         access: which server decides.
-        opening: what opens a session, in which the reply so far is wanting.
+        opening: what opens a session, in which its name and the reply so far are wanting.
+
+    Attributes:
+        session: its name.
     """
 
     def __init__(self, access: RemoteAccess, opening: Mapping[str, Any]) -> None:
         super().__init__(access, Connection(access))
         self._opening = opening
-        self._session: str | None = None
-        self._reached = 0  # tokens of the reply that the session has
+        self.session = secrets.token_urlsafe(18)
+        self._reached = -1  # tokens of the reply that the session has; -1 is none, nor a session
         self.digest = access.digest or ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more is asked for."""
+        return self._closed.is_set()
 
     def _round(self, reply: Sequence[int], draft: Sequence[int], further: int) -> Iterator[Decided]:
         """One round, by the session if the server knows it, else by a new one."""
-        wanted = {"draft": list(draft), "further": further, "stream": further > 0}
+        wanted = {"session": self.session, "draft": list(draft), "further": further, "stream": further > 0}
         # It does not know what was written elsewhere.
-        # A stream that was left may still end on its thread, and change the session meanwhile.
-        session = self._session
-        if session is not None and len(reply) <= self._reached:
+        if len(reply) <= self._reached:
             base = len(self._opening["prompt"]) + len(reply)
             try:
-                yield from self._sent({"session": session, "base": base, **wanted})
+                yield from self._sent({"base": base, **wanted}, len(reply))
                 return
             except RemoteRefusalError as error:
                 if error.status != 409 or error.told.get("code") != _LOST:
                     raise
-        yield from self._sent({**self._opening, "reply": list(reply), **wanted})
+        yield from self._sent({**self._opening, "reply": list(reply), **wanted}, len(reply))
 
-    def _sent(self, body: Mapping[str, Any]) -> Iterator[Decided]:
+    def _sent(self, body: Mapping[str, Any], begun: int) -> Iterator[Decided]:
+        reached = begun
         events = self._connection.events(_PATH, body) if body["stream"] else [self._connection.post(_PATH, body)]
-        return map(self._decided, events)
+        for event in events:
+            decided = self._decided(event)
+            reached += len(decided.tokens)
+            if decided.last and decided.ending is None and reached == begun:
+                raise UnansweredError("the round was given up")
+            # A stream that was left may still end on its thread.
+            self._reached = max(self._reached, reached)
+            yield decided
 
     def _decided(self, event: Mapping[str, Any]) -> Decided:
         tokens, company = tokens_in(event["tokens"]), _company(event)
-        if "session" not in event:
-            return Decided(tokens, last=False, company=company)
-        self._session, self._reached = str(event["session"]), int(event["base"]) - len(self._opening["prompt"])
         self._check_model(event)
+        if "base" not in event:
+            return Decided(tokens, last=False, company=company)
         ending = event.get("finish_reason")
         return Decided(
             tokens,

@@ -156,6 +156,9 @@ class RetriedReply:
                 raise self._refused(error) from None
             except _MALFORMED as error:
                 raise self._malformed("what is no answer") from error
+            # Nothing is asked again for who has left.
+            if not tell(Decided((), last=False)):
+                return
             if len(reply) > told:
                 draft, further = (), max(0, further - (len(reply) - told))
                 tried, pause = 1, _FIRST_PAUSE_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import socket
 from collections.abc import Iterator
@@ -157,6 +158,7 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
         ({"prompt": prompt, "n": 2}, 400, "n"),
         ({"prompt": prompt, "search": "beam"}, 400, "search"),
         ({"prompt": [10**8]}, 400, None),
+        ({"prompt": prompt, "session": "easily guessed"}, 400, "session"),
         ({"prompt": [1] * (alone.context + 1)}, 400, "prompt"),
         ({**session, "draft": []}, 400, "base"),
         ({**session, "base": 1}, 400, "base"),
@@ -211,6 +213,24 @@ def test_devices_in_company_get_the_text_though_their_drafts_are_cut(
     assert cut
 
 
+@pytest.mark.usefixtures("any_length")
+def test_a_device_alone_has_no_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.apps.server.served import served
+
+    # Whatever the clock says of passes.
+    monkeypatch.setattr(Speculator, "pass_ms", property(lambda _: lambda rows: 5.0 + rows))
+    told: list[object] = []
+    monkeypatch.setattr(Channel, "joins", lambda _, company: told.append(company))
+    # A server of its own, as devices of other tests are silent for a while.
+    with served() as server, edgeinfer.load(remote=server.url) as model:
+        for prompt in PROMPTS[:2]:
+            # Streams are left on the way, one reply is cancelled, and one follows the other at once.
+            model.generate(prompt, max_tokens=40, ignore_eos=True)
+            with model.stream(prompt, max_tokens=40) as left:
+                next(left)
+    assert len(told) > 10 and not any(told)
+
+
 def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:
     from edgeinfer.apps.server.verify import VerifySessions, _Session
 
@@ -233,8 +253,18 @@ def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:
     assert known(first)
     fourth = opened(10)
     assert known(first, second, third, fourth) == [True, False, True, True]
+    assert sessions.going_on() == 0  # as none of them was heard of
+    reply = _Session("d", (1,), (), {}, heard=math.inf)
+    sessions.open(reply, "second", third)
+    reply.right = reply.seen / 4
+    assert known(first, third, "second") == [True, False, True] and sessions.going_on() == 1
+    again = _Session("d", (1,), (), {}, heard=math.inf)
+    assert sessions.open(again, "third", "second") == "third"
+    assert again.acceptance == 0.25 and sessions.going_on() == 1
+    again.over = True
+    assert sessions.going_on() == 0
     large = opened(1_000)
-    assert known(first, third, fourth, large) == [False, False, False, True]
+    assert known(first, fourth, "third", large) == [False, False, False, True]
 
 
 def test_nothing_is_sent_unless_a_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

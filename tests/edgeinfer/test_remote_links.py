@@ -7,19 +7,16 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import edgeinfer
 from edgeinfer.errors import RemoteError
 from edgeinfer.remote_options import RemoteApi
-from edgeinfer.runtime.remote.contract import RemoteAccess
-from edgeinfer.runtime.remote.edgeinfer_server import EdgeInferReply
 from tests.speculation import needs_builtin
 
 pytestmark = [pytest.mark.slow, needs_builtin]
@@ -95,25 +92,3 @@ def test_a_silent_server_ends_the_reply(monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert "has sent nothing for 0.2 seconds" in refusal(url, "edgeinfer")
-
-
-def test_a_stream_that_was_left_takes_no_session_away() -> None:
-    tokenizer: Any = None  # is not asked
-    reply = EdgeInferReply(RemoteAccess("http://localhost:1", None, None, None, tokenizer), {"prompt": [1]})
-    asked: list[Mapping[str, Any]] = []
-
-    class Connected:
-        def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            asked.append(body)
-            return {"tokens": [3], "session": "second", "base": 3}
-
-    class Reply(list[int]):
-        def __len__(self) -> int:
-            # The other thread hears now that the server does not know the session.
-            reply._session = None
-            return super().__len__()
-
-    reply._connection = Connected()  # type: ignore[assignment]  # that sends nothing
-    reply._session, reply._reached = "first", 1
-    assert [decided.tokens for decided in reply._round(Reply([2]), (), 0)] == [(3,)]
-    assert asked[0]["session"] == "first" and reply._session == "second"
