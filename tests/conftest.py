@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything is imported that reads them. Two workers with two threads each take longer than with one each, and
@@ -19,7 +19,7 @@ sys.dont_write_bytecode = False
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from tests.tiers import divide  # noqa: E402
+from tests.tiers import divide, longest_first  # noqa: E402
 
 # An example that takes long on a busy machine is no fault. What CI's profile says besides stays.
 settings.register_profile("tests", deadline=None)
@@ -28,9 +28,11 @@ settings.load_profile("tests")
 SHARED = Path(__file__).resolve().parents[1].parent / "shared"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     divide(items)
+    yield  # those of other tiers are left out
+    items[:] = longest_first(items)
 
 
 @pytest.hookimpl

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiers import FAST_CASES, Value, cover, divide
+from tests.tiers import FAST_CASES, Value, cover, divide, longest_first
 
 pytest_plugins = ["pytester"]
 Row = set[Value]
@@ -118,3 +118,14 @@ def test_a_matrix_of_strength_one_has_every_value_once(pytester: pytest.Pytester
     assert found["test_table"] == {"fast": 9}
     assert 5 <= found["test_product"]["fast"] <= 7
     assert 5 * 4 <= found["test_product"]["fast"] + found["test_product"]["more_cases"] <= 26
+
+
+def test_files_that_take_longest_come_first_and_stay_whole(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nmarkers = slow\n timeout")
+    one = "import pytest\n@pytest.mark.{}\ndef test_0(): pass"
+    many = "\n".join(f"def test_{place}(): pass" for place in range(5))
+    pytester.makepyfile(test_many=many, test_slow=one.format("slow"), test_very_slow=one.format("timeout(600)"))
+    items, _ = pytester.inline_genitems()
+    ordered = [item.nodeid for item in longest_first(items)]
+    assert ordered[:2] == ["test_very_slow.py::test_0", "test_slow.py::test_0"]
+    assert ordered[2:] == [f"test_many.py::test_{place}" for place in range(5)]

@@ -21,13 +21,15 @@ from itertools import combinations
 
 import pytest
 
-__all__ = ["FAST_CASES", "cover", "divide"]
+__all__ = ["FAST_CASES", "cover", "divide", "longest_first"]
 
 # Cases that the fast tier takes of a test outside the matrices.
 FAST_CASES = 2
 # A table of so many rows has one of them in the fast tier: a second one of many alike says little more.
 LONG_TABLE = 3
 _SEED = 20261123
+# What a test weighs whose own limit is longer, and one that is slow or drives a browser, beside another's 1.
+_LONG, _SLOW = 100, 10
 
 Value = tuple[str, Hashable]
 
@@ -48,6 +50,21 @@ def divide(items: Sequence[pytest.Item]) -> None:
             functions[name_of(item)].append(number)
         for numbers in functions.values():
             _divide_function([cases[n] for n in numbers], [i for i, n in enumerate(numbers) if n in fast], matrix)
+
+
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The same, files that take longest first: a worker that got one of them last would work while the other waits."""
+    files: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.nodeid.partition("::")[0]].append(item)
+    ordered = sorted(files.values(), key=lambda tests: sum(map(_weight, tests)), reverse=True)
+    return [item for tests in ordered for item in tests]
+
+
+def _weight(item: pytest.Item) -> int:
+    if item.get_closest_marker("timeout"):
+        return _LONG
+    return _SLOW if item.get_closest_marker("slow") or item.get_closest_marker("browser") else 1
 
 
 def _divide_function(cases: Sequence[pytest.Function], fast: Sequence[int], matrix: bool) -> None:

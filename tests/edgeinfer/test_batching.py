@@ -94,7 +94,7 @@ class Arrivals:
         self.batch.add(work)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(data=st.data())
 def test_any_company_leaves_every_reply_as_it_is_alone(
     model: Model, alone: Callable[[int, int], Result], data: st.DataObject

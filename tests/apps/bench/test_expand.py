@@ -234,7 +234,8 @@ def test_gguf_holds_the_function_too(small: Path, tmp_path: Path) -> None:
         assert ended.index(stop) == len(ended) - 1
 
 
-@pytest.mark.slow
+# Half a billion weights take long to make; the function of small shapes is compared above.
+@pytest.mark.exhaustive
 def test_the_story_model_keeps_its_function_at_the_shape_of_a_half_billion(shared: Path, tmp_path: Path) -> None:
     source = shared / "models" / "tales"
     artifacts = TrainedArtifacts(tmp_path, source, SHAPES["qwen2.5-0.5b"])

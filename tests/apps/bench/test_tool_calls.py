@@ -76,7 +76,7 @@ def test_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_real_entries() -> None:
     total = CallOutcome()
     with edgeinfer.load(threads=1, context=1024) as model:
-        for entries in read_entries(DATA, 24).values():
+        for entries in read_entries(DATA, 8).values():
             for entry in entries:
                 total.add(run_entry(model, entry, max_tokens=300, temperature=1.0, seed=1, parallel_tool_calls=False))
     assert total.compiled.total() == total.read_back.total() == 3 * total.entries
