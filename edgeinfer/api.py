@@ -213,6 +213,7 @@ class Model(Replying):
         self._inter_token_latency = inter_token_latency
         self._turns = Turns()
         self._threads = SlotThreads()
+        self._context_models: dict[tuple[object, ...], ContextModel] = {}
 
     def unload(self) -> None:
         """Frees the model's memory; the next request loads it again, by the same plan, and goes on with the same text.
@@ -326,10 +327,10 @@ class Model(Replying):
         Raises:
             UsageError: there are no texts, or too many; an option is out of range.
         """
-        from edgeinfer.context_model import ContextModel  # of few programs
+        from edgeinfer.context_model import context_model  # of few programs
 
         reading = functools.partial(self._threads.idle, self._idle)
-        return ContextModel(self, self._start, reading, contexts, placement, temperature)
+        return context_model(self._context_models, self, self._start, reading, contexts, placement, temperature)
 
     def verify_draft(
         self,

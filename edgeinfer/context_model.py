@@ -32,7 +32,7 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile
 if TYPE_CHECKING:
     from edgeinfer.replying import Replying
 
-__all__ = ["ContextModel"]
+__all__ = ["ContextModel", "context_model"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 # Contexts of one request; their files are open one after the other.
 _MOST = 256
+# Selections of contexts that a model remembers; of each it holds the rows of the prefix alone.
+_REMEMBERED = 8
 _APART = "\n\n"
 
 
@@ -78,6 +80,7 @@ class ContextModel:
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
+        self._encoded: dict[str, tuple[int, ...]] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -118,20 +121,26 @@ class ContextModel:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        begun: str = "",
+        progress: Callable[[int], None] | None = None,
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
-        """Answers OpenAI-style messages, chunk by chunk; as `Model.stream_chat`."""
+        """Answers OpenAI-style messages, chunk by chunk; as `Model.stream_chat`.
+
+        Args:
+            progress: called with the tokens of each pass that evaluates contexts; what it raises ends the reply.
+        """
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
-        prefix, rest = self._model.split_chat(messages)
-        contexts = self._made(tuple(prefix), config.adapter)
+        prefix, rest = self._model.split_chat(messages, begun)
+        contexts = self._made(tuple(prefix), config.adapter, progress)
         return self._start(
             GenerationRequest(
                 prompt=[*contexts.tokens, *rest],
                 config=config,
                 started=started,
-                continues=False,
+                continues=bool(begun),
                 contexts=contexts,
                 on_finish=on_finish,
             )
@@ -151,7 +160,9 @@ class ContextModel:
         """Takes nothing over."""
         return False
 
-    def _made(self, prefix: tuple[int, ...], adapter: str | None) -> JoinedContexts:
+    def _made(
+        self, prefix: tuple[int, ...], adapter: str | None, progress: Callable[[int], None] | None = None
+    ) -> JoinedContexts:
         """The contexts behind a prefix, of which those are evaluated that no file keeps as they are now."""
         texts = [self._tokens(context) for context in self.contexts]
         known = self._joined.get((prefix, adapter))
@@ -161,7 +172,7 @@ class ContextModel:
             return known
         with self._reading() as parts:
             parts.engine.use_adapter(adapter)
-            reader = _Reader(parts, prefix, adapter)
+            reader = _Reader(parts, prefix, adapter, progress)
             rows = reader.read_all(list(zip(self.contexts, texts, strict=True)))
             reader.finish()
             edited = sum(each.edits > 0 for each in rows)
@@ -175,10 +186,36 @@ class ContextModel:
 
     def _tokens(self, context: Context) -> tuple[int, ...]:
         text = context.text() + _APART
-        ids = self._model.tokenize_data(text)
-        if not ids:
-            raise PromptError(f"{context.path} has no tokens.", "Leave it out.")
-        return tuple(ids)
+        known = self._encoded.get(text)
+        if known is None:
+            known = tuple(self._model.tokenize_data(text))
+            if not known:
+                raise PromptError(f"{context.path} has no tokens.", "Leave it out.")
+            if context.content is not None:  # it stays as it is
+                self._encoded[text] = known
+        return known
+
+
+def context_model(
+    known: dict[tuple[object, ...], ContextModel],
+    model: Replying,
+    start: Callable[[GenerationRequest], TokenStream],
+    reading: Callable[[], AbstractContextManager[ModelParts]],
+    contexts: Sequence[Context | str | Path],
+    placement: Placement,
+    temperature: float,
+) -> ContextModel:
+    """One that was made before of the same, behind whose rows a conversation then goes on, or a new one.
+
+    Args:
+        known: those that the model remembers, the latest last; the others are as `ContextModel` takes them.
+    """
+    made = ContextModel(model, start, reading, contexts, placement, temperature)
+    key = (made.contexts, placement, temperature)
+    known[key] = made = known.pop(key, made)
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]
+    return made
 
 
 class _Reader:
@@ -189,8 +226,14 @@ class _Reader:
         evaluated: tokens of contexts that were evaluated.
     """
 
-    def __init__(self, parts: ModelParts, prefix: tuple[int, ...], adapter: str | None) -> None:
-        self._maker = ContextMaker(parts.engine, parts.decoder, prefix)
+    def __init__(
+        self,
+        parts: ModelParts,
+        prefix: tuple[int, ...],
+        adapter: str | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._maker = ContextMaker(parts.engine, parts.decoder, prefix, progress)
         kind = parts.engine.backend.cache.snapshot(0, 0)
         origin = parts.origin.with_adapter(adapters_of(parts.engine.backend)[adapter] if adapter else "")
         self._making = Making(origin, parts.vocabulary_digest, prefix, kind.kv, kind.scales)
@@ -247,7 +290,7 @@ class _Reader:
             path = Path(context.rows)
             return path, read_rows(path, self._making)
         try:
-            path = kept_place(self._making, str(Path(context.path).resolve()))
+            path = kept_place(self._making, context.name_of_rows)
         except StorageError as error:
             _log.warning("Rows of contexts cannot be kept: %s", error.message)
             return None, None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from pathlib import Path
 from typing import Literal
 
-from edgeinfer.errors import PromptError
+from edgeinfer.errors import PromptError, StorageError
 from edgeinfer.options import require
 from edgeinfer.records import dataclass
+from edgeinfer.user_folders import user_cache
 
-__all__ = ["Context", "ContextUse", "Edits", "Placement"]
+__all__ = ["Context", "ContextUse", "Edits", "Placement", "rows_folder"]
 
 Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
@@ -17,15 +20,25 @@ Edits = Literal["evaluate", "turn"]
 _MOST_BYTES = 64 * 1000**2
 
 
+def rows_folder() -> Path:
+    """Where this user's rows of contexts are kept; it need not exist.
+
+    Raises:
+        StorageError: this user has no home folder.
+    """
+    return user_cache() / "edgeinfer" / "contexts"
+
+
 @dataclass(frozen=True)
 class Context:
-    """A text file that is evaluated once, and can then stand before any prompt, beside others in any order.
+    """A text that is evaluated once, and can then stand before any prompt, beside others in any order.
 
     Attributes:
-        path: of the text, in UTF-8.
+        path: of the text, in UTF-8; where `content` is given, what messages call it.
         edits: where the file was changed since it was evaluated, "evaluate" evaluates all of it again; "turn" what is
             new alone, and turns the keys behind it to where they are now (PIE), which is lossy.
         rows: the file that keys and values are kept in; None is one in the user's cache.
+        content: the text itself, where it is in no file.
 
     Raises:
         UsageError: `edits` is something else.
@@ -34,18 +47,58 @@ class Context:
     path: str | Path
     edits: Edits = "evaluate"
     rows: str | Path | None = None
+    content: str | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.path, str | Path), "path", self.path, "the path of a text file")
         require(self.edits in ("evaluate", "turn"), "edits", self.edits, '"evaluate" or "turn"')
         require(self.rows is None or isinstance(self.rows, str | Path), "rows", self.rows, "the path of a file")
+        require(self.content is None or isinstance(self.content, str), "content", self.content, "a text")
+
+    @property
+    def name_of_rows(self) -> str:
+        """What names of files with its rows in the user's cache begin with, whichever model they are of."""
+        source = f"file {Path(self.path).resolve()}" if self.content is None else f"text {self.content}"
+        return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def kept_bytes(self) -> int:
+        """Size of its rows in the user's cache, of all models that have read it; errors as `rows_folder`."""
+        sizes = []
+        for file in rows_folder().glob(f"{self.name_of_rows}-*"):
+            with contextlib.suppress(FileNotFoundError):  # it made room meanwhile
+                sizes.append(file.stat().st_size)
+        return sum(sizes)
+
+    def forget(self) -> None:
+        """Removes its rows from the user's cache, those of every model.
+
+        Raises:
+            StorageError: one cannot be removed, or as `rows_folder`.
+        """
+        for file in rows_folder().glob(f"{self.name_of_rows}-*"):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                message = f"{file} cannot be removed: {error.strerror}."
+                raise StorageError(message, "Close what uses it, and try again.") from error
 
     def text(self) -> str:
-        """What the file says now.
+        """What the file says now, or `content`.
 
         Raises:
             PromptError: it cannot be read, is empty, far too large or not UTF-8.
         """
+        if self.content is None:
+            text = self._read()
+        elif len(self.content) > _MOST_BYTES:
+            raise PromptError(f"{self.path} is far too large for a context.", "Cut it into several.")
+        else:
+            text = self.content.strip()
+        if not text:
+            raise PromptError(f"{self.path} is empty.", "Leave it out.")
+        return text
+
+    def _read(self) -> str:
         path = Path(self.path)
         try:
             if not path.is_file():
@@ -58,13 +111,10 @@ class Context:
         if len(data) > _MOST_BYTES:
             raise PromptError(f"{path} is far too large for a context.", "Cut it into several.")
         try:
-            text = data.decode("utf-8-sig").strip()
+            return data.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             hint = "Convert it, for example with iconv -t UTF-8."
             raise PromptError(f"{path} is not UTF-8 text (byte {error.start}).", hint) from error
-        if not text:
-            raise PromptError(f"{path} is empty.", "Leave it out.")
-        return text
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,17 @@ class LoadedModel(Tokenizing):
         """Names of the adapters that replies can be made with."""
         return self._lifecycle.facts.adapters
 
+    def require_contexts(self) -> None:
+        """Refuses where `with_contexts` would refuse this model, before any text is read.
+
+        Raises:
+            CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
+        """
+        from edgeinfer.runtime.decoding.contexts import require_contexts
+
+        with self._lifecycle.acquire(verified=False) as parts:
+            require_contexts(parts.engine, parts.decoder)
+
     @property
     def experts(self) -> ExpertUse | None:
         """How the tokens so far used experts, since the model was last loaded; None where it has none."""

@@ -143,8 +143,9 @@ class Tokenizing:
                 return parts.tokenizer.encode(text, add_special_tokens=False)
             return parts.literal_encoder.marked(pieces)
 
-    def split_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-        """Token ids of messages before and behind where the first user message's text begins.
+    def split_chat(self, messages: Sequence[Mapping[str, Any]], begun: str = "") -> tuple[list[int], list[int]]:
+        """Token ids of messages, and of the reply that was begun, before and behind where the first user message's text
+        begins.
 
         Raises:
             TemplateError: the template does not write that text as it is; else as `tokenize_chat`.
@@ -162,7 +163,7 @@ class Tokenizing:
             from edgeinfer.runtime.text.guarded_template import GuardedTemplate
 
             self._guarded = self._guarded or GuardedTemplate(template, parts.literal_encoder.marks)
-            pieces = self._guarded.parts(marked)
+            pieces = self._guarded.parts(marked, None, None, begun)
             require_fitting_text(parts, "".join(pieces))
             here = [place for place, piece in enumerate(pieces) if mark in piece]
             if len(here) != 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,21 @@ def _attached(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
         pages[0].goto(pages[1].url)
         _finished(pages[0])
         shoot(pages[0], "continue-dark")
+        for number, page in enumerate(pages):
+            page.evaluate("sessionStorage.clear()")
+            page.goto(address)
+            _ready(page)
+            text = f"{_NOTES}{number + 1} boats lie at the pier.\n" * 5
+            file: FilePayload = {"name": f"pier-{number + 1}.md", "mimeType": "text/markdown", "buffer": text.encode()}
+            page.get_by_label("Files to attach").set_input_files([file])
+            page.get_by_role("button", name=re.compile("for later conversations")).click()
+            expect(page.locator(".composer .chip .facts").last).to_contain_text("kept")
+        narrow = _page(browser, address, _NARROW)
+        _ready(narrow)
+        for page, ending in zip((*pages, narrow), ("-dark", "", "-narrow"), strict=True):
+            page.get_by_role("button", name="Kept files", exact=True).click()
+            expect(page.locator(".kept-list li")).to_have_count(2)
+            shoot(page, f"kept-files{ending}")
 
 
 def _own_model(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:

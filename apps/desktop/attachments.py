@@ -1,5 +1,5 @@
-"""The files of messages in the history's database: kept from the moment they are attached, so that a draft's files
-survive a restart, and handed over to the message when it is sent."""
+"""The files of messages in the history's database: there from the moment they are attached, so that a draft's files
+survive a restart, handed over to the message when it is sent, or kept for messages to come."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from edgeinfer.apps.desktop.database import Database
 from edgeinfer.apps.desktop.records import Attachment
 from edgeinfer.errors import UsageError
 
-__all__ = ["MOST_ATTACHMENTS", "MOST_CHARACTERS", "Attachments", "insert"]
+__all__ = ["MOST_ATTACHMENTS", "MOST_CHARACTERS", "MOST_KEPT", "Attachments", "insert"]
 
 MOST_ATTACHMENTS = 10
 # Of all files of a message together: some 100,000 tokens, more than models on a device hold.
 MOST_CHARACTERS = 400_000
 # Files that were never sent are kept for so long.
 _DRAFT_S = 7 * 24 * 3600.0
-_COLUMNS = "id, name, kind, bytes, content, pages"
+_COLUMNS = "id, name, kind, bytes, content, pages, document, tokens"
+# Files that are kept for messages to come.
+MOST_KEPT = 100
+_DRAFT = "message IS NULL AND document IS NOT id"
 
 
 class Attachments:
@@ -27,12 +30,12 @@ class Attachments:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        if database.rows("SELECT 1 FROM attachments WHERE message IS NULL AND created < ? LIMIT 1", (_oldest(),)):
+        if database.rows(f"SELECT 1 FROM attachments WHERE {_DRAFT} AND created < ? LIMIT 1", (_oldest(),)):
             with database.transaction() as connection:
-                connection.execute("DELETE FROM attachments WHERE message IS NULL AND created < ?", (_oldest(),))
+                connection.execute(f"DELETE FROM attachments WHERE {_DRAFT} AND created < ?", (_oldest(),))
 
-    def keep(self, attachment: Attachment) -> None:
-        """Keeps a file whose message has not been sent yet."""
+    def add(self, attachment: Attachment) -> None:
+        """Takes a file whose message has not been sent yet."""
         with self._database.transaction() as connection:
             insert(connection, None, attachment)
 
@@ -48,9 +51,57 @@ class Attachments:
         return Attachment(**dict(rows[0]))
 
     def discard(self, id: str) -> None:
-        """Forgets a file that was not sent; one that was, or is not there, is left as it is."""
+        """Forgets a file that was not sent; one that was, is kept, or is not there, is left as it is."""
         with self._database.transaction() as connection:
-            connection.execute("DELETE FROM attachments WHERE id = ? AND message IS NULL", (id,))
+            connection.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
+
+    def require_room(self) -> None:
+        """Checks that one more file can be kept for later.
+
+        Raises:
+            UsageError: there are too many.
+        """
+        if len(self.kept_ids()) >= MOST_KEPT:
+            raise UsageError(f"{MOST_KEPT} files are kept already.", "Remove one of them first.")
+
+    def keep(self, id: str, tokens: int) -> Attachment:
+        """Keeps a file that was not sent for messages to come.
+
+        Args:
+            tokens: that it has.
+
+        Raises:
+            NotFoundError: it is not there, or was sent.
+        """
+        with self._database.transaction() as connection:
+            done = connection.execute(
+                "UPDATE attachments SET document = id, tokens = ? WHERE id = ? AND message IS NULL", (tokens, id)
+            )
+        if done.rowcount == 0:
+            raise NotFoundError("The attached file is no longer there.", "Attach it again.")
+        return self.get(id)
+
+    def kept(self) -> list[Attachment]:
+        """The files that are kept for messages to come, in the order in which they were attached."""
+        rows = self._database.rows(f"SELECT {_COLUMNS} FROM attachments WHERE document = id ORDER BY number")
+        return [Attachment(**dict(row)) for row in rows]
+
+    def kept_ids(self) -> frozenset[str]:
+        """Their ids alone."""
+        return frozenset(row["id"] for row in self._database.rows("SELECT id FROM attachments WHERE document = id"))
+
+    def remove(self, id: str) -> Attachment:
+        """Keeps a file no longer; messages that were sent with it have their own copy. Returns what it was.
+
+        Raises:
+            NotFoundError: there is no kept file of that id.
+        """
+        if id not in self.kept_ids():
+            raise NotFoundError("There is no such kept file.", "It may already have been removed.")
+        found = self.get(id)
+        with self._database.transaction() as connection:
+            connection.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
+        return found
 
     def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
         """The files of a message that is about to be sent.
@@ -92,10 +143,10 @@ def insert(connection: sqlite3.Connection, message: str | None, attachment: Atta
     """
     a = attachment
     done = connection.execute(
-        "INSERT INTO attachments (id, message, name, kind, bytes, pages, content, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+        "INSERT INTO attachments (id, message, name, kind, bytes, pages, content, created, document, tokens)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET message = excluded.message WHERE message IS NULL",
-        (a.id, message, a.name, a.kind, a.bytes, a.pages, a.content, time.time()),
+        (a.id, message, a.name, a.kind, a.bytes, a.pages, a.content, time.time(), a.document, a.tokens),
     )
     if done.rowcount == 0:
         raise NotFoundError(f"{a.name} has been sent with another message.", "Attach it again.")

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from edgeinfer.apps.desktop.library import Library, Planner, canonical, id_of, name_of
+from edgeinfer.apps.desktop.reading import why_not_apart
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
 from edgeinfer.apps.desktop.words import error_view
@@ -57,6 +58,7 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: Mapping[str, Any] = {}
         self._most_context: int | None = None
+        self._not_apart: str | None = None
         # Loads are numbered, so that one which was cancelled before it began does not begin.
         self._number = 0
         self._wanted = ModelChoice()
@@ -126,6 +128,7 @@ class ModelControl:
             "name": name_of(state.model) if known else None,
             "choice": choice_view(self.choice),
             "most_context": self._most_context if state.status == "ready" else None,
+            "not_apart": self._not_apart if state.status == "ready" else None,
             "process_bytes": psutil.Process().memory_info().rss,
             "budget_bytes": self._settings.now.memory,
             "progress": progress if state.status == "loading" else None,
@@ -179,6 +182,7 @@ class ModelControl:
                 loaded = await self._host.load(model, options)
                 self._planner.loaded(loaded.plan)
                 self._sampling = {} if facts is None else facts.sampling
+                self._not_apart = why_not_apart(loaded)
                 self._most_context = None if facts is None else facts.context
                 await asyncio.to_thread(self._settings.used, model, default=default)
         except EdgeInferError as error:

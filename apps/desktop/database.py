@@ -290,7 +290,14 @@ _SECOND = (
     "CREATE INDEX attachments_message ON attachments (message)",
 )
 
-_STEPS = (_FIRST, _SECOND)
+_THIRD = (
+    # The kept file that one is a copy of, and its tokens. A file that is kept for later names itself.
+    "ALTER TABLE attachments ADD COLUMN document TEXT",
+    "ALTER TABLE attachments ADD COLUMN tokens INTEGER",
+    "CREATE INDEX attachments_kept ON attachments (id) WHERE document = id",
+)
+
+_STEPS = (_FIRST, _SECOND, _THIRD)
 VERSION = len(_STEPS)
 
 

@@ -193,7 +193,8 @@ class History:
             NotFoundError: there is no such conversation, parent or file.
             UsageError: the parent is a user's message, the message is empty, or there are too many files.
         """
-        return self._ask(self.conversation(id), parent, content, self.attachments.chosen(files), choice)
+        chosen = tuple(file.sent() for file in self.attachments.chosen(files))
+        return self._ask(self.conversation(id), parent, content, chosen, choice)
 
     def _ask(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast
 
@@ -63,6 +64,7 @@ class Figures:
     Attributes:
         context: tokens that the model's context holds.
         model: its name.
+        approximate: whether it is not quite what one text would give, as several files before it were read apart.
     """
 
     prompt_tokens: int
@@ -75,6 +77,7 @@ class Figures:
     context: int
     finish_reason: str
     model: str
+    approximate: bool = False
 
     @classmethod
     def of_result(cls, result: Result, context: int) -> Self:
@@ -90,6 +93,7 @@ class Figures:
             context=context,
             finish_reason=result.finish_reason,
             model=result.model.name,
+            approximate=result.contexts is not None and not result.contexts.lossless,
         )
 
     @classmethod
@@ -107,6 +111,8 @@ class Attachment:
         bytes: size of the file.
         content: the text in it, which the model reads.
         pages: of a PDF.
+        document: id of the kept file that it is a copy of; a file that is itself kept for later has its own.
+        tokens: of a kept file, as the model that it was kept with counts them.
     """
 
     id: str
@@ -115,6 +121,18 @@ class Attachment:
     bytes: int
     content: str
     pages: int | None = None
+    document: str | None = None
+    tokens: int | None = None
+
+    @property
+    def quoted(self) -> str:
+        """As it stands in a message: its name, then its text between two lines."""
+        pages = "" if self.pages is None else f" ({self.pages} page{'s' if self.pages > 1 else ''})"
+        return f"File: {self.name}{pages}\n---\n{self.content}\n---"
+
+    def sent(self) -> Attachment:
+        """As a message has it: of a kept file a copy."""
+        return dataclasses.replace(self, id=uuid.uuid4().hex) if self.document == self.id else self
 
 
 @dataclass(frozen=True)
@@ -154,10 +172,14 @@ class Message:
     figures: Figures | None = None
     attachments: tuple[Attachment, ...] = ()
 
-    @property
-    def prompt(self) -> str:
-        """What the model reads of it: the files first, so that what is asked of them stands last."""
-        return "\n\n".join([*map(_quoted, self.attachments), *([self.content] if self.content else [])])
+    def prompt(self, apart: Collection[str] = ()) -> str:
+        """What the model reads of it: the files first, so that what is asked of them stands last.
+
+        Args:
+            apart: ids of kept files that stand before the conversation, so that their names will do here.
+        """
+        files = [f"File: {f.name}" if f.document in apart else f.quoted for f in self.attachments]
+        return "\n\n".join([*files, *([self.content] if self.content else [])])
 
 
 @dataclass(frozen=True)
@@ -211,12 +233,6 @@ class Summary:
     snippet: str = ""
 
 
-def _quoted(attachment: Attachment) -> str:
-    """A file as it stands in a message: its name, then its text between two lines."""
-    pages = "" if attachment.pages is None else f" ({attachment.pages} page{'s' if attachment.pages > 1 else ''})"
-    return f"File: {attachment.name}{pages}\n---\n{attachment.content}\n---"
-
-
 def _from_json(kind: type[ReplyFailure | Figures], data: object) -> ReplyFailure | Figures:
     # As the field of an exported file is called.
     name = "error" if kind is ReplyFailure else "figures"
@@ -230,6 +246,7 @@ def _from_json(kind: type[ReplyFailure | Figures], data: object) -> ReplyFailure
                 raise UsageError(f"{name} lacks {field_name!r}.", "Leave it out as a whole.")
             continue
         value, wanted = data[field_name], types[field_name]
-        if isinstance(value, bool) or not isinstance(value, wanted | int if wanted is float else wanted):
+        sound = isinstance(value, wanted | int if wanted is float else wanted)
+        if not sound or isinstance(value, bool) != (wanted is bool):
             raise UsageError(f"{name}.{field_name} has a wrong type.", "Leave it out as a whole.")
     return kind(**data)

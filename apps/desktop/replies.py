@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.records import Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.desktop.reading import ReadingEndedError, files_apart, messages_for, stream_behind
+from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
 from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
@@ -202,12 +204,16 @@ class ConversationReplies:
     async def _make(self, whole: Conversation, running: RunningReply) -> Figures | None:
         """Makes the text; returns its figures, or None if it did not start."""
         begun, context = running.content, 0
+        kept = await asyncio.to_thread(self._history.attachments.kept_ids)
         messages = messages_for(whole, running.message)
         options = {**self._defaults(), **whole.options}
 
         def start(model: Any) -> Any:
             nonlocal context
             context = model.context
+            if apart := files_apart(model, whole, running.message.parent, kept):
+                asked = messages_for(whole, running.message, apart)
+                return stream_behind(model, apart, asked, lambda: self._ends(running), begun=begun, **options)
             given = tokens if model is tokenized_by else None
             return model.stream_chat(messages, begun=begun, tokens=given, **options)
 
@@ -217,23 +223,63 @@ class ConversationReplies:
         if self._host.state.status != "ready":
             raise NoModelError("No model is loaded.", "Choose one.")
         tokenized_by, tokens = self._host.model, None
-        if tokenized_by is not None and tokenized_by.tokenizes_beside:
+        apart = files_apart(tokenized_by, whole, running.message.parent, kept)
+        if tokenized_by is not None and tokenized_by.tokenizes_beside and not apart:
             # Not on the model's thread, where other replies would wait for it.
             tokens = await asyncio.to_thread(tokenized_by.tokenize_chat, messages, begun=begun, fitting=True)
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
-            kept = time.monotonic() - _KEEP_S
-            async for chunk in reply:
-                if chunk.text:
-                    running.add(chunk.text)
-                if time.monotonic() - kept >= _KEEP_S:
-                    await self._keep(running)
-                    kept = time.monotonic()
+            written = time.monotonic() - _KEEP_S
+            with contextlib.suppress(ReadingEndedError):
+                async for chunk in reply:
+                    if chunk.text:
+                        running.add(chunk.text)
+                    if time.monotonic() - written >= _KEEP_S:
+                        await self._keep(running)
+                        written = time.monotonic()
         try:
             result = reply.result
         except UsageError:  # cancelled before it began
             return None
         return Figures.of_result(result, context)
+
+    def _ends(self, running: RunningReply | None) -> bool:
+        """Whether a file is no longer to be read: the model is to go, or the reply was stopped."""
+        stopped = self._closing if running is None else running.stopped
+        return stopped or self._host.state.status != "ready"
+
+    async def read(self, file: Attachment, system: str, given_up: threading.Event) -> int:
+        """Has the model read a file that is to be kept for later; returns its tokens.
+
+        Args:
+            system: text of the system message of the conversations that it is first meant for.
+            given_up: set when nobody waits for it any more.
+
+        Raises:
+            NoModelError: no model is loaded.
+            CapabilityError: the model cannot read files apart from conversations.
+            ReadingEndedError: it was given up, or another model is being loaded.
+            EdgeInferError: as `ContextModel.stream_chat`.
+        """
+        if self._host.state.status != "ready":
+            raise NoModelError("No model is loaded.", "Choose one.")
+        turns = [{"role": "system", "content": system}] if system else []
+
+        def start(model: Any) -> Any:
+            model.require_contexts()
+            asked = [*turns, {"role": "user", "content": file.name}]
+            return stream_behind(model, [file], asked, lambda: given_up.is_set() or self._ends(None), max_tokens=1)
+
+        async with self._host.submit(start, file.id) as reply:
+            async for _ in reply:
+                pass
+        try:
+            use = reply.result.contexts
+        except UsageError:  # another model is being loaded
+            use = None
+        if use is None:
+            raise ReadingEndedError("The file was not read to its end.", "Try again.")
+        return use.tokens
 
     async def _keep(self, running: RunningReply) -> None:
         """Writes what there is; a disk that is full now may not be when the reply ends."""
@@ -241,17 +287,6 @@ class ConversationReplies:
             await asyncio.to_thread(self._history.write, running.message.id, running.content)
         except EdgeInferError as error:
             _log.warning("a reply could not be kept: %s", error)
-
-
-def messages_for(conversation: Conversation, reply: Message) -> list[dict[str, str]]:
-    """Returns the branch that leads to a reply, as messages for the model. A turn whose reply failed is left out."""
-    turns = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    path = conversation.path(reply.parent)
-    for message, after in zip(path, [*path[1:], None], strict=True):
-        failed = after is not None and after.role == "assistant" and not after.content
-        if message.prompt and not failed:
-            turns.append({"role": message.role, "content": message.prompt})
-    return turns
 
 
 def _failure(error: EdgeInferError) -> ReplyFailure:

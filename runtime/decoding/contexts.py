@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,37 +17,55 @@ from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
 from edgeinfer.runtime.kv_cache.contexts.joined import ContextRows, turn
 from edgeinfer.wording import Setting
 
-__all__ = ["ContextMaker"]
+__all__ = ["ContextMaker", "require_contexts"]
 
 # Parts of decoders whose keys cannot be turned, or are none of the layer's own.
 _UNKNOWN = ("norm_after_rope", "full_heads", "kv_sources")
+
+
+def require_contexts(engine: Engine, spec: DecoderSpec | None) -> tuple[PagedCache, DecoderSpec]:
+    """The cache and the decoder that contexts are put together with.
+
+    Args:
+        engine: of a model.
+        spec: of the model, where its bundle says it.
+
+    Raises:
+        CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
+    """
+    cache = engine.backend.cache
+    if not isinstance(cache, PagedCache) or spec is None:
+        hint = "Load a bundle where the native kernel works, or put the texts into the prompt."
+        raise CapabilityError(f"The {engine.backend.name} backend cannot put contexts together.", hint)
+    if odd := _odd(engine, spec):
+        message = f"This model has {odd}, so contexts cannot be evaluated apart."
+        raise CapabilityError(message, "Put the texts into the prompt.")
+    if engine.context_shift is not None:
+        message = "Contexts do not go with a context that forgets."
+        raise CapabilityError(message, "Load the model with " + Setting("overflow", "stop"))
+    return cache, spec
 
 
 class ContextMaker:
     """Evaluates contexts in the cache of an engine, whose text is forgotten.
 
     Args:
-        engine: of a model.
-        spec: of the model, where its bundle says it.
         prefix: that contexts are evaluated behind, one token at least.
+        progress: called with the tokens of each pass; what it raises ends the evaluation.
 
     Raises:
-        CapabilityError: contexts cannot be evaluated apart of this model, or by its backend.
+        CapabilityError: as `require_contexts`, which takes the same.
     """
 
-    def __init__(self, engine: Engine, spec: DecoderSpec | None, prefix: Sequence[int]) -> None:
-        cache = engine.backend.cache
-        if not isinstance(cache, PagedCache) or spec is None:
-            hint = "Load a bundle where the native kernel works, or put the texts into the prompt."
-            raise CapabilityError(f"The {engine.backend.name} backend cannot put contexts together.", hint)
-        if odd := _odd(engine, spec):
-            message = f"This model has {odd}, so contexts cannot be evaluated apart."
-            raise CapabilityError(message, "Put the texts into the prompt.")
-        if engine.context_shift is not None:
-            message = "Contexts do not go with a context that forgets."
-            raise CapabilityError(message, "Load the model with " + Setting("overflow", "stop"))
-        self._engine, self._cache, self._spec = engine, cache, spec
-        self._prefix = tuple(prefix)
+    def __init__(
+        self,
+        engine: Engine,
+        spec: DecoderSpec | None,
+        prefix: Sequence[int],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._cache, self._spec = require_contexts(engine, spec)
+        self._engine, self._prefix, self._progress = engine, tuple(prefix), progress
 
     def prefix(self) -> CacheSnapshot:
         """Rows of the prefix."""
@@ -97,7 +115,10 @@ class ContextMaker:
 
     def _feed(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._engine.chunk):
-            self._engine.feed(tokens[start : start + self._engine.chunk], np.zeros(0, np.int64))
+            piece = tokens[start : start + self._engine.chunk]
+            self._engine.feed(piece, np.zeros(0, np.int64))
+            if self._progress is not None:
+                self._progress(len(piece))
 
     def _made(self) -> CacheSnapshot:
         return self._cache.snapshot(len(self._prefix))

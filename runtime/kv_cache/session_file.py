@@ -160,9 +160,8 @@ class Stamp(NamedTuple):
     written_ns: int
 
     @classmethod
-    def of(cls, file: BufferedReader) -> Stamp:
-        """That of an open file."""
-        status = os.fstat(file.fileno())
+    def of(cls, status: os.stat_result) -> Stamp:
+        """That of a file with this status."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -180,7 +179,7 @@ class SessionFile:
     def __init__(self, path: Path, file: BufferedReader, known: Stamp | None = None) -> None:
         self.path = path
         self._file = file
-        self.stamp = Stamp.of(file)
+        self.stamp = Stamp.of(os.fstat(file.fileno()))
         index = self._read_index(os.fstat(file.fileno()).st_size)
         metadata, self._tensors = self._checked(index)
         self.origin = Origin(metadata["model"], metadata["run"])

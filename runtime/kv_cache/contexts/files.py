@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.contexts import rows_folder
 from edgeinfer.errors import ModelError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.kv_cache.session_file import Origin, SessionFile, Stamp, open_session, write_session
-from edgeinfer.user_folders import make_private, user_cache, written
+from edgeinfer.user_folders import make_private, written
 
 __all__ = ["KeptRows", "Making", "keep_rows", "kept_place", "read_rows"]
 
@@ -45,9 +46,9 @@ class Making:
     kv: str
     scales: str
 
-    def digest(self, *further: str) -> str:
-        """Of all that, and of what is given besides."""
-        parts = [self.origin.model, self.origin.run, self.tokenizer, self.prefix, self.kv, self.scales, further]
+    def digest(self) -> str:
+        """Of all that."""
+        parts = [self.origin.model, self.origin.run, self.tokenizer, self.prefix, self.kv, self.scales]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -57,19 +58,22 @@ class KeptRows:
 
     Attributes:
         edits: how often rows were made of an earlier version by its edits.
-        stamp: of the file when all of it was checked; None where it has not been.
+        stamp: of the file when it was written or all of it was checked.
     """
 
     path: Path
     making: Making
     tokens: tuple[int, ...]
     edits: int
-    stamp: Stamp | None = None
+    stamp: Stamp
 
     @property
     def there(self) -> bool:
-        """Whether there still is a file."""
-        return self.path.is_file()
+        """Whether the file is still there, as it was."""
+        try:
+            return Stamp.of(self.path.stat()) == self.stamp
+        except OSError:
+            return False
 
     def pieces(self) -> Iterator[CacheSnapshot]:
         """The rows, a few megabytes at a time."""
@@ -77,16 +81,16 @@ class KeptRows:
             yield from file.pieces()
 
 
-def kept_place(making: Making, source: str) -> Path:
-    """Where this user's rows of a text are kept, by where the text is; the file need not exist.
+def kept_place(making: Making, name: str) -> Path:
+    """Where this user's rows of a text are kept, by `Context.name_of_rows`; the file need not exist.
 
     Raises:
         StorageError: there is no place.
     """
-    folder = user_cache() / "edgeinfer" / "contexts"
+    folder = rows_folder()
     with storage_errors(folder):
         make_private(folder)
-    return folder / f"{making.digest(source)[:40]}.session"
+    return folder / f"{name}-{making.digest()[:32]}.session"
 
 
 def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSnapshot, edits: int = 0) -> KeptRows:
@@ -97,9 +101,10 @@ def keep_rows(path: Path, making: Making, tokens: tuple[int, ...], rows: CacheSn
     """
     told = {"format": _FORMAT, "version": _VERSION, "tokenizer": making.tokenizer, "edits": edits}
     write_session(path, making.origin, tokens, rows.part, json.dumps(told | {"prefix": making.prefix}))
-    if path.parent == user_cache() / "edgeinfer" / "contexts":
+    if path.parent == rows_folder():
         _make_room(path)
-    return KeptRows(path, making, tokens, edits)
+    with storage_errors(path):
+        return KeptRows(path, making, tokens, edits, Stamp.of(path.stat()))
 
 
 def read_rows(path: Path, making: Making) -> KeptRows | None:

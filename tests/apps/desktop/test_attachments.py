@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+import edgeinfer
 from edgeinfer.apps.desktop import attachments, documents, transfer
 from edgeinfer.apps.desktop.attachments import MOST_ATTACHMENTS, MOST_CHARACTERS
 from edgeinfer.apps.desktop.checks import NotFoundError, TooLargeError
 from edgeinfer.apps.desktop.documents import MOST_FILE_BYTES, Documents, decode
 from edgeinfer.apps.desktop.history import History
+from edgeinfer.apps.desktop.reading import context_of
 from edgeinfer.apps.desktop.records import Attachment
-from edgeinfer.errors import UsageError
+from edgeinfer.errors import CapabilityError, UsageError
 from tests.apps.desktop.documents import pdf
 from tests.apps.desktop.served import Window, served
 from tests.speculation import needs_builtin
@@ -48,9 +50,9 @@ def attach(window: Window, data: bytes, name: str = "note.txt", *, status: int =
     return answer.json()
 
 
-def kept(history: History, content: str = NOTE, id: str = "a") -> Attachment:
+def draft(history: History, content: str = NOTE, id: str = "a") -> Attachment:
     made = Attachment(id, f"{id}.txt", "text", len(content), content)
-    history.attachments.keep(made)
+    history.attachments.add(made)
     return made
 
 
@@ -108,6 +110,64 @@ def test_the_model_reads_a_file_that_is_kept_with_its_message(window: Window) ->
     window.refused("POST", f"/conversations/{other}/messages", body, status=404, code="not_found")
 
 
+def send(window: Window, id: str, content: str, *files: str, parent: str | None = None) -> Any:
+    """A question about files and its finished reply."""
+    body = {"parent": parent, "content": content, "attachments": list(files)}
+    window.call("POST", f"/conversations/{id}/messages", body, status=202)
+    return window.end(id)
+
+
+def raise_refusal() -> None:
+    raise CapabilityError("Odd layers.", "Put the texts into the prompt.")
+
+
+@needs_builtin
+@pytest.mark.slow
+def test_kept_files_are_read_once_for_all_conversations_and_removed(
+    window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{name} had a red ball. It fell into the river and swam away. " * 8 for name in ("Tom", "Anna")]
+    tom, anna = (attach(window, text.encode(), f"{number}.txt")["id"] for number, text in enumerate(texts))
+    plain = window.call("POST", "/tokens", {"content": "Who?", "attachments": [tom, anna]})
+    for id in (tom, anna):
+        kept = window.call("POST", f"/attachments/{id}/keep", {"conversation": None}, status=201)
+        assert (kept["id"], kept["document"]) == (id, id)
+        assert kept["kept_bytes"] > 100 * kept["tokens"] > 0
+    assert [file["id"] for file in window.call("GET", "/kept")["kept"]] == [tom, anna]
+    counted = window.call("POST", "/tokens", {"content": "Who?", "attachments": [tom, anna]})
+    assert plain["tokens"] < counted["tokens"] < plain["tokens"] + 30
+    window.call("POST", "/model/load", {"model": None, "default": False}, status=202)
+    first = window.new()
+    asked = send(window, first, "Who?", tom, anna)
+    more = send(window, first, "And?", parent=asked["id"])["figures"]
+    replies = [asked["figures"], send(window, window.new(), "Who?", tom)["figures"]]
+    assert [each["approximate"] for each in (*replies, more)] == [True, False, True]
+    assert replies[0]["prompt_tokens"] == counted["tokens"]
+    assert all(each["cached_tokens"] > 0.8 * each["prompt_tokens"] for each in replies)
+    assert more["cached_tokens"] >= replies[0]["prompt_tokens"]
+    with monkeypatch.context() as patch:
+        patch.setattr(attachments, "MOST_KEPT", 2)
+        says = window.refused("POST", f"/attachments/{tom}/keep", status=400, code="invalid")
+        assert "2 files are kept already" in says
+        patch.setattr(attachments, "MOST_KEPT", 3)
+        patch.setattr(edgeinfer.Model, "require_contexts", lambda model: raise_refusal())
+        assert "Odd" in window.refused("POST", f"/attachments/{tom}/keep", status=400, code="invalid")
+        assert window.call("POST", "/tokens", {"content": "Who?", "attachments": [tom, anna]}) == plain
+    window.refused("DELETE", "/kept/history.sqlite3", status=404, code="not_found")
+    # The messages have their own copies.
+    window.call("DELETE", f"/attachments/{anna}", status=204)
+    rows = [context_of(file) for file in window.services.history.attachments.kept()]
+    assert all(each.kept_bytes() for each in rows)
+    for id in (anna, tom):
+        window.call("DELETE", f"/kept/{id}", status=204)
+    assert window.call("GET", "/kept") == {"kept": []}
+    assert not any(each.kept_bytes() for each in rows)
+    again = window.call("POST", f"/conversations/{first}/messages/{asked['id']}/regenerate", status=202)
+    assert window.end(first)["id"] == again["assistant"]["id"]
+    whole = window.call("GET", f"/conversations/{first}")["messages"][-1]["figures"]
+    assert (whole["approximate"], whole["prompt_tokens"]) == (False, plain["tokens"])
+
+
 @needs_builtin
 def test_text_of_files_never_becomes_control_tokens(window: Window) -> None:
     model = window.services.host.model
@@ -144,10 +204,11 @@ def test_what_cannot_be_attached_says_why(window: Window) -> None:
 
 def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     id = history.create().id
-    names = [kept(history, id=str(number)).id for number in range(MOST_ATTACHMENTS + 1)]
+    names = [draft(history, id=str(number)).id for number in range(MOST_ATTACHMENTS + 1)]
+    kept = history.attachments.keep(names[2], 9)
     with pytest.raises(UsageError, match="at most 10 files, and these are 11"):
         history.ask(id, None, "Hi", names)
-    long = [kept(history, "x" * (MOST_CHARACTERS // 2 + 1), name).id for name in ("long", "longer")]
+    long = [draft(history, "x" * (MOST_CHARACTERS // 2 + 1), name).id for name in ("long", "longer")]
     with pytest.raises(UsageError, match=r"400,002 characters together"):
         history.ask(id, None, "Hi", long)
     with pytest.raises(UsageError, match="message is empty"):
@@ -156,6 +217,10 @@ def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, mo
     monkeypatch.setattr(attachments, "_DRAFT_S", -1.0)
     attachments.Attachments(history._database)
     assert history.attachments.get(names[0]).content == NOTE
+    assert history.attachments.kept() == [kept]
+    assert (kept.document, kept.tokens) == (kept.id, 9)
+    with pytest.raises(NotFoundError, match="no longer there"):
+        history.attachments.keep(names[0], 9)
     with pytest.raises(NotFoundError, match="no longer there"):
         history.attachments.get(names[1])
     history.delete(id)
@@ -165,10 +230,10 @@ def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, mo
 
 def test_files_travel_with_an_exported_conversation(history: History) -> None:
     id = history.create().id
-    kept(history)
+    draft(history)
     history.ask(id, None, "Read this", ["a"])
     whole = history.conversation(id)
-    assert whole.messages[0].prompt == f"File: a.txt\n---\n{NOTE}\n---\n\nRead this"
+    assert whole.messages[0].prompt() == f"File: a.txt\n---\n{NOTE}\n---\n\nRead this"
     assert "Attached: `a.txt`" in transfer.write_markdown(whole)
     text = transfer.write_json(whole)
     read = transfer.read_json(text.encode())

@@ -261,7 +261,7 @@ def test_a_file_of_the_first_version_keeps_everything(tmp_path: Path) -> None:
     )
     assert [(m.content, m.attachments) for m in old.messages] == [("hello world", ()), ("good day", ())]
     assert old.messages[1].figures is not None
-    history.attachments.keep(Attachment("a", "a.txt", "text", 4, "text"))
+    history.attachments.add(Attachment("a", "a.txt", "text", 4, "text"))
     history.ask("c", "r", "And?", ["a"], ModelChoice("org/name", None, 512))
     history.close()
     assert sound(path)

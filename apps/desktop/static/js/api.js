@@ -80,6 +80,11 @@ export const attach = (file, signal) =>
   call("POST", `/attachments?name=${encodeURIComponent(file.name)}`, { body: file, signal });
 export const getAttachment = (id) => call("GET", `/attachments/${encodeURIComponent(id)}`);
 export const discardAttachment = (id) => call("DELETE", `/attachments/${encodeURIComponent(id)}`);
+/** Has the model read a file now; it is kept once that is done. */
+export const keepAttachment = (id, conversation, signal) =>
+  call("POST", `/attachments/${encodeURIComponent(id)}/keep`, { body: { conversation }, signal });
+export const listKept = () => call("GET", "/kept");
+export const removeKept = (id) => call("DELETE", `/kept/${encodeURIComponent(id)}`);
 export const countTokens = (draft, signal) => call("POST", "/tokens", { body: draft, signal });
 export const regenerate = (id, which) => call("POST", `${message(id, which)}/regenerate`);
 export const editMessage = (id, which, content) => call("POST", `${message(id, which)}/edit`, { body: { content } });

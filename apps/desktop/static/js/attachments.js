@@ -2,8 +2,9 @@
 
 import * as api from "./api.js";
 import { announce, h, icon, iconButton } from "./dom.js";
-import { chip } from "./files.js";
+import { chip, isKept } from "./files.js";
 import { count, size } from "./format.js";
+import { createKept, refreshKept } from "./kept.js";
 import { openModels } from "./models.js";
 import { follow, get } from "./store.js";
 import { report, toast } from "./toast.js";
@@ -11,11 +12,15 @@ import { report, toast } from "./toast.js";
 const MOST = 10;
 const MOST_BYTES = 16e6;
 const COUNT_WAIT_MS = 300;
+// Shorter files are read again as quickly.
+const WORTH_KEEPING_TOKENS = 256;
 const KINDS = ".txt,.md,.markdown,.csv,.tsv,.json,.xml,.html,.log,.py,.js,.ts,.c,.h,.cpp,.java,.rs,.go,.sh,.yaml,.yml,.toml,.ini,.tex,.srt,.pdf,text/*,application/pdf";
 
 // Of the draft on show: {name, bytes} while a file is read, what the server says of it afterwards.
 let files = [];
 let reading = new Map();
+// Files that the model is reading, to keep them: what ends that, by id.
+const keeping = new Map();
 let use = null;
 let wait = 0;
 let counting = null;
@@ -38,7 +43,11 @@ export function createAttachments({ onchange, text }) {
   parts = { chips, note };
   enableDropping();
   follow(["model"], countSoon);
-  return { chips, note, button, input };
+  follow(["kept"], ({ kept }) => {
+    if (kept) setFiles(files.filter((file) => !file.document || isKept(file)));
+  });
+  const keptButton = createKept({ attach: attachKept, holds: (id) => files.some((file) => file.id === id) });
+  return { chips, note, button, input, kept: keptButton };
 }
 
 let parts = null;
@@ -74,6 +83,33 @@ async function read(file) {
   show();
 }
 
+/** Attaches a file that is kept, which need not be sent again. */
+function attachKept(file) {
+  if (files.length + reading.size >= MOST) {
+    toast(`A message takes at most ${MOST} files.`);
+    return;
+  }
+  setFiles([...files, file]);
+  announce(`${file.name} is attached.`);
+}
+
+/** Has the model read a file now, and keeps it for later conversations. */
+async function keepForLater(file) {
+  const stop = new AbortController();
+  keeping.set(file.id, stop);
+  show({ recount: false });
+  try {
+    const made = await api.keepAttachment(file.id, get().conversation?.id ?? null, stop.signal);
+    await refreshKept();
+    files = files.map((other) => (other.id === made.id ? made : other));
+    announce(`${file.name} is kept.`);
+  } catch (failure) {
+    if (failure.name !== "AbortError") report(failure);
+  }
+  keeping.delete(file.id);
+  show();
+}
+
 function remove(file) {
   files = files.filter(({ id }) => id !== file.id);
   api.discardAttachment(file.id).catch(report);
@@ -84,7 +120,7 @@ function remove(file) {
 
 /** The files to send; null while one of them is still being read. */
 export function attached() {
-  return reading.size ? null : files;
+  return reading.size || files.some(({ id }) => keeping.has(id)) ? null : files;
 }
 
 /** Whether the message fits into the context, as far as that is known. */
@@ -152,7 +188,7 @@ function show({ recount = true } = {}) {
   const waiting = [...reading.values()].filter((own) => own.key === key);
   chips.hidden = !files.length && !waiting.length;
   chips.replaceChildren(
-    ...files.map((file) => chip(file, { tokens: use?.each[file.id], remove: () => remove(file) })),
+    ...files.map(draftChip),
     ...waiting.map((own) =>
       chip({ name: own.file.name }, { state: "Reading…", remove: () => own.stop.abort() }),
     ),
@@ -162,6 +198,20 @@ function show({ recount = true } = {}) {
   note.classList.toggle("full", !fits());
   note.replaceChildren(...said);
   changed();
+}
+
+function draftChip(file) {
+  const stop = keeping.get(file.id);
+  if (stop) return chip(file, { state: "The model reads it…", remove: () => stop.abort() });
+  const tokens = file.tokens ?? use?.each[file.id];
+  const worth = !file.document && tokens >= WORTH_KEEPING_TOKENS;
+  const why = worth && get().model?.not_apart;
+  return chip(file, {
+    tokens,
+    remove: () => remove(file),
+    keep: worth && !why && (() => keepForLater(file)),
+    note: why && `It cannot be kept for later conversations. ${why}`,
+  });
 }
 
 function noteOf({ tokens, context }) {

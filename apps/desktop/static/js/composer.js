@@ -37,7 +37,7 @@ export function createComposer() {
     if (waiting && !isConnecting()) submit();
   };
   const files = draft.createAttachments({ onchange: showAll, text: () => field.value.trim() });
-  const row = h("div", { class: "row" }, files.button, files.input, meter.element, h("span", { class: "spacer" }), button);
+  const row = h("div", { class: "row" }, files.button, files.input, files.kept, meter.element, h("span", { class: "spacer" }), button);
   const form = h("form", { class: "composer" }, files.chips, field, files.note, row);
   form.addEventListener("submit", (event) => {
     event.preventDefault();

@@ -23,6 +23,12 @@ export function figuresOf(message) {
       "Tokens that were guessed ahead and that the model confirmed; without guessing the text is the same, but slower",
     ]);
   }
+  if (figures.approximate) {
+    told.push([
+      "approximate: the kept files were read apart from each other",
+      "Not quite the reply to one text with all of these files in it",
+    ]);
+  }
   return told;
 }
 

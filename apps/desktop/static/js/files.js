@@ -3,13 +3,15 @@
 import * as api from "./api.js";
 import { h, icon, iconButton } from "./dom.js";
 import { count, counted, size } from "./format.js";
+import { get } from "./store.js";
 import { report } from "./toast.js";
 
-/** A file with its name and what is known of it; `remove` makes a button of it. */
-export function chip(file, { remove, state = "", tokens } = {}) {
-  const facts = state || factsOf(file, tokens).join(" · ");
+/** A file with its name and what is known of it; `remove` and `keep` make buttons of it, `note` is part of its tooltip. */
+export function chip(file, { remove, keep, note, state = "", tokens } = {}) {
+  const kept = isKept(file);
+  const facts = state || factsOf(file, tokens, kept).join(" · ");
   const inner = [
-    icon("file"),
+    icon(kept ? "keep" : "file"),
     h("span", { class: "text" }, h("span", { class: "name" }, file.name), h("span", { class: "facts" }, facts)),
   ];
   const opener = file.id
@@ -26,15 +28,19 @@ export function chip(file, { remove, state = "", tokens } = {}) {
     : h("span", { class: "open" }, inner);
   return h(
     "li",
-    { class: state ? "chip busy" : "chip", title: file.name },
+    { class: state ? "chip busy" : "chip", title: [file.name, note].filter(Boolean).join("\n") },
     opener,
+    keep && iconButton("keep", `Keep ${file.name} for later conversations`, keep, { class: "small" }),
     remove && iconButton("close", `Remove ${file.name}`, remove, { class: "small" }),
   );
 }
 
+/** Whether a file is one that is kept for later, or a copy of one. */
+export const isKept = (file) => Boolean(file.document && get().kept?.some(({ id }) => id === file.document));
+
 /** What is known of a file. */
-function factsOf(file, tokens) {
-  const known = [];
+export function factsOf(file, tokens, kept = false) {
+  const known = kept ? ["kept"] : [];
   if (file.bytes !== undefined) known.push(size(file.bytes));
   if (file.pages) known.push(counted(file.pages, "page"));
   if (tokens !== undefined) known.push(counted(tokens, "token"));

@@ -11,18 +11,19 @@ let line = null;
 // What the server had to say about its start, which is said once.
 const told = new Set();
 
-/** Opens the line and keeps it open; `refresh` is called with the state whenever it has been (re)opened. */
-export function connect(refresh, conversationsChanged) {
-  open(refresh, conversationsChanged);
+/** Opens the line and keeps it open; `refresh` is called with the state whenever it has been (re)opened, and of `changed`
+ * what is named as a list, when that has changed. */
+export function connect(refresh, changed) {
+  open(refresh, changed);
   // A sleeping laptop may leave a line that is open in name only.
   window.addEventListener("online", () => {
-    if (get().link !== "open") open(refresh, conversationsChanged);
+    if (get().link !== "open") open(refresh, changed);
   });
 }
 
-async function open(refresh, conversationsChanged) {
+async function open(refresh, changed) {
   line?.close();
-  const again = () => setTimeout(() => open(refresh, conversationsChanged), RETRY_MS);
+  const again = () => setTimeout(() => open(refresh, changed), RETRY_MS);
   try {
     const { version, model, settings, defaults, machine, notices = [] } = await api.getState();
     change({ version, model, settings, defaults, machine });
@@ -48,7 +49,7 @@ async function open(refresh, conversationsChanged) {
   });
   own.addEventListener("model", (event) => noteModel(JSON.parse(event.data)));
   own.addEventListener("download", (event) => noteDownload(JSON.parse(event.data)));
-  own.addEventListener("conversations", conversationsChanged);
+  for (const [list, read] of Object.entries(changed)) own.addEventListener(list, read);
 }
 
 function noteModel(model) {

@@ -4,6 +4,7 @@ import { refreshCatalog } from "./catalog.js";
 import { followAddress, refreshList, refreshShown } from "./chats.js";
 import { createComposer, focusComposer } from "./composer.js";
 import { loadIcons } from "./icons.js";
+import { refreshKept } from "./kept.js";
 import { connect } from "./live.js";
 import { createModels } from "./models.js";
 import { createNotices } from "./notices.js";
@@ -23,9 +24,13 @@ createPanel();
 createModels();
 enableShortcuts();
 window.addEventListener("hashchange", followAddress);
-connect(() => {
-  refreshList();
-  refreshShown();
-  refreshCatalog();
-}, refreshList);
+connect(
+  () => {
+    refreshList();
+    refreshKept();
+    refreshShown();
+    refreshCatalog();
+  },
+  { conversations: refreshList, kept: refreshKept },
+);
 focusComposer();

@@ -10,6 +10,7 @@ const state = {
   downloads: [],
   catalog: null, // models that can be had, and what this machine has room for; null until it is known
   conversations: null, // those listed; null until they are known
+  kept: null, // files that are kept for later; null until they are known
   search: "",
   removed: new Set(), // deleted, but can still be brought back
   conversation: null, // the one shown; null is a new chat

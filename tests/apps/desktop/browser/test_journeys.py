@@ -27,6 +27,11 @@ HARBOUR: FilePayload = {
     "mimeType": "application/pdf",
     "buffer": pdf(["Open from nine.", "To five."]),
 }
+STORY: FilePayload = {
+    "name": "story.txt",
+    "mimeType": "text/plain",
+    "buffer": b"Tom had a red ball. It fell into the river and swam away.\n" * 24,
+}
 # Dropping and pasting differ only in the event that brings the files.
 GIVE = """([selector, kind, name, text]) => {
     const data = new DataTransfer();
@@ -76,6 +81,24 @@ def test_files_are_attached_counted_asked_about_and_kept(window: Window) -> None
     expect(window.questions.last.locator(".branches")).to_have_text("2/2")
     expect(window.questions.last.locator(".chip")).to_have_count(2)
     assert window.finished()
+    # One that is long enough is kept for other conversations.
+    window.new_chat()
+    expect(window.button("Kept files")).to_be_hidden()
+    attach(window, STORY)
+    window.button("Keep story.txt for later conversations").click()
+    expect(chips.first).to_contain_text("kept · ")
+    window.button("Remove story.txt").click()
+    window.button("Kept files").click()
+    shelf = window.page.get_by_role("dialog", name="Kept files")
+    expect(shelf).to_contain_text(re.compile(r"story\.txt\s*1\.4 KB · \d{3} tokens · [\d.]+ [KM]B on the disk"))
+    window.button("Attach story.txt", shelf).click()
+    window.ask("Who has a ball?")
+    expect(window.questions.last.locator(".chip")).to_contain_text("kept")
+    window.button("Kept files").click()
+    window.button("Remove story.txt", shelf).click()
+    window.button("Remove?", shelf).click()
+    expect(shelf).to_be_hidden()
+    expect(window.button("Kept files")).to_be_hidden()
 
 
 def test_files_that_do_not_fit_or_are_no_text_say_so(window: Window) -> None:
