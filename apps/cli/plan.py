@@ -94,6 +94,8 @@ def _print_plan(plan: MemoryPlan) -> None:
     print()
     for line in _bounds(plan):
         print(line)
+    if plan.disk is not None:
+        print(_from_disk(plan))
     print(_basis(plan))
 
 
@@ -144,6 +146,17 @@ def _bounds(plan: MemoryPlan) -> Iterator[str]:
         yield f"Drafting is faster than plain decoding from {format_size(pays, up=True)} on."
     if plan.curve.best_speed_bytes < plan.planned_bytes:
         yield f"95% of the best speed needs {format_size(plan.curve.best_speed_bytes, up=True)}."
+
+
+def _from_disk(plan: MemoryPlan) -> str:
+    """What it means that not all weights stay in memory."""
+    disk = plan.disk
+    assert disk is not None, "only then is there something to say"
+    size, room = format_size(disk.weights), format_size(round(disk.room))
+    begin = f"Of {size} of weights this system can keep {room}, and tokens wait for its disk"
+    if disk.rate is None:
+        return f"{begin}, which no speed here counts: it is measured when the model first runs."
+    return f"{begin}, which gave {format_size(round(disk.rate))} a second."
 
 
 def _print_curve(plan: MemoryPlan) -> None:

@@ -12,7 +12,7 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.curve import SpeedCurve
 from edgeinfer.runtime.planning.memory_model import OUTSIDE
-from edgeinfer.runtime.planning.speed_model import Speed
+from edgeinfer.runtime.planning.speed_model import DiskReads, Speed
 
 __all__ = ["NOTHING_GIVEN_UP", "Alternative", "MemoryPlan"]
 
@@ -70,6 +70,7 @@ class MemoryPlan:
         tuned: names of what runs otherwise than usual because it was measured to be faster here.
         device: that runs the model, as users write it.
         device_note: why it is not the one that was asked for; empty where it is.
+        disk: what passes read from the disk; None where all weights stay in memory.
     """
 
     configuration: Configuration
@@ -90,6 +91,7 @@ class MemoryPlan:
     device: str = "cpu"
     device_note: str = ""
     parallel: int = 1
+    disk: DiskReads | None = None
 
     @property
     def context(self) -> int:
@@ -115,6 +117,12 @@ class MemoryPlan:
     def planned_bytes(self) -> int:
         """Upper bound of the pages that count against the budget."""
         return self.footprint.total(self.counted)
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes that the model and the libraries take beside its weights' file and what the process had before."""
+        weights = ("weights_mapped", "experts")
+        return sum(size for name, size in self.terms.items() if name not in ("interpreter", *weights))
 
     @property
     def fits(self) -> bool:
@@ -183,7 +191,8 @@ class MemoryPlan:
             | {"prefix_cache": self.prefix_cache, "parallel": self.parallel}
             | {"threads": self.threads, "tuned": list(self.tuned)},
             "device": {"name": self.device, "note": self.device_note, "terms": dict(self.footprint.device)},
-            "speed": dataclasses.asdict(self.speed),
+            "speed": dataclasses.asdict(self.speed)
+            | {"disk_bytes_per_second": None if self.disk is None else self.disk.rate},
             "given_up": list(self.given_up),
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
             "speculation_bytes": None if self.curve is None else self.curve.speculation_bytes,

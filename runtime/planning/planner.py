@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
@@ -23,6 +24,7 @@ from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import (
     LEAST_MS,
     ROUND_MS,
+    DiskReads,
     Pace,
     SpeedModel,
     cache_ms,
@@ -33,10 +35,11 @@ from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.drafting import DRAFTED, TunedDrafting, drafter_records
-from edgeinfer.runtime.system.machine import machine_memory
+from edgeinfer.runtime.system.machine import free_memory, machine_memory
 from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
+from edgeinfer.runtime.weights.disk_rate import kept_rate
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
-from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_ms
+from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms
 
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
@@ -65,8 +68,6 @@ class Profiles(Protocol):
 
 # Of parsing a byte of tokenizer.json (docs/LOG.md, 2026-11-21).
 _PARSING_MS_PER_BYTE = 6e-5
-# Bytes per second at which dropped pages come back from the system's cache of the file.
-_RELEASED_PER_S = 1e10
 # Terms that grow while the model is used, and which are not alive between two turns.
 _KNOWN = ("kv", "prefix_cache")
 _TRANSIENT = ("activations", "loading")
@@ -101,16 +102,28 @@ def make_plan(
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
     measured = process or process_before_loading(plan_input)
-    plan = search(plan_input, config, MemoryModel(plan_input, config, measured), speed, all_ways=all_ways)
+    find = functools.partial(_plan, plan_input, config, speed, all_ways=all_ways)
+    plan = find(MemoryModel(plan_input, config, measured))
     if process is None and not plan.fits:
         # Planning itself takes memory that stays, and the smallest budget that is named has to hold it.
         measured = process_before_loading(plan_input)
-        plan = search(plan_input, config, MemoryModel(plan_input, config, measured), speed, all_ways=all_ways)
+        plan = find(MemoryModel(plan_input, config, measured))
     if plan.fits or not loading or (config.memory or 0) < plan.minimum_bytes - RESERVE_BYTES:
         return plan
     # The process may have grown into the reserve of an earlier plan, whose smallest budget was promised to do.
-    tight = search(plan_input, config, MemoryModel(plan_input, config, measured, reserve=0), speed, all_ways=all_ways)
+    tight = find(MemoryModel(plan_input, config, measured, reserve=0))
     return tight if tight.fits else plan
+
+
+def _plan(
+    plan_input: PlanInput, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool
+) -> MemoryPlan:
+    """A plan; where the system has no room for all weights beside it, the one to which the disk's rate matters."""
+    plan = search(plan_input, config, memory, speed, all_ways=all_ways)
+    if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
+        return plan
+    reading = speed.within(free_memory() - plan.beside_weights)
+    return plan if reading.disk is None else search(plan_input, config, memory, reading, all_ways=all_ways)
 
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
@@ -128,6 +141,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
     geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
     head = pass_bytes(t for t in tensors if t.name == "head")
+    arrays = sum(find_expert(t.name) is None for t in tensors)
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
@@ -141,13 +155,12 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         """What reading weights again adds to a pass over so many rows."""
         window, kept, needed = configuration.window_layers, configuration.expert_bytes, experts.needed(rows)
         if window >= geometry.num_layers:
-            return streamed_ms(0.0, head, _RELEASED_PER_S, 0)
+            return reread_ms(head)
         if window:
             # The embedding and the head are windows of their own.
-            return streamed_ms(
-                0.0, pages - experts.total + round(needed), _RELEASED_PER_S, 2 + -(-geometry.num_layers // window)
-            )
-        return streamed_ms(0.0, round((1 - kept / experts.total) * needed), _RELEASED_PER_S, 0) if kept else 0.0
+            windows = 2 + -(-geometry.num_layers // window)
+            return reread_ms(pages - experts.total + needed, arrays, windows * geometry.num_layers)
+        return reread_ms((1 - kept / experts.total) * needed) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
         key = plan_input.variant(configuration), configuration.draft_model
@@ -169,7 +182,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             known[key] = dataclasses.replace(own, measured=near == key)
         return known[key]
 
-    return SpeedModel(pace_of)
+    return SpeedModel(pace_of, DiskReads(kept_rate(plan_input.bundle.path), pages - experts.total, experts))
 
 
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
@@ -254,7 +267,8 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
         process = dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE))
         memory = MemoryModel(plan_input, fixed, process, reserve=plan.terms.get("reserve", 0))
-        found = search(plan_input, fixed, memory, speed, all_ways=False, among=changeable)
+        paced = speed if plan.disk is None else speed.within(round(plan.disk.room))
+        found = search(plan_input, fixed, memory, paced, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits or grammars else plan
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.kv_types import FLOAT32
@@ -10,12 +12,14 @@ from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 
 __all__ = [
     "LEAST_MS",
     "REPLY_TOKENS",
     "ROUND_MS",
     "TURN_TOKENS",
+    "DiskReads",
     "Pace",
     "Speed",
     "SpeedModel",
@@ -35,6 +39,9 @@ _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
+# Bytes that the system drops too early, and reads again, for each that it has no room for (docs/LOG.md, 2026-11-26,
+# fifth).
+_DROPPED_EARLY = 1.4
 # Milliseconds that nothing takes less than.
 LEAST_MS = 0.2
 # Nanoseconds of a value of the cache by its type: when it is written, and when a row attends to it (docs/LOG.md,
@@ -80,6 +87,37 @@ class Pace:
     beside_ms: float = 0.0
 
 
+@dataclass(frozen=True)
+class DiskReads:
+    """What passes read from the disk, as the system has no room to keep all weights in memory.
+
+    Attributes:
+        rate: bytes a second that it gives; None where it has not been measured.
+        always: bytes of weights that every pass reads.
+        experts: of which it reads some.
+        room: bytes of weights that the system can keep.
+    """
+
+    rate: float | None
+    always: int
+    experts: ExpertBytes
+    room: float = math.inf
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all of them."""
+        return self.always + self.experts.total
+
+    def pass_ms(self, configuration: Configuration, rows: int) -> float:
+        """Milliseconds that a pass over so many rows takes for it, at a rate that is known."""
+        assert self.rate is not None, "only who knows the rate asks"
+        experts = self.experts.needed(rows)
+        if configuration.expert_bytes:
+            experts *= 1 - configuration.expert_bytes / self.experts.total
+        share = min(1.0, _DROPPED_EARLY * (1 - self.room / self.weights))
+        return 1e3 * share * (self.always + experts) / self.rate
+
+
 def token_beside_ms(vocabulary: int) -> float:
     """Milliseconds that a token of so large a vocabulary takes besides its round."""
     return _TOKEN_MS + _CHOICE_MS * vocabulary
@@ -111,11 +149,13 @@ class SpeedModel:
     """Predicts the pace of configurations of one model.
 
     Args:
-        pace_of: what is known of a configuration.
+        pace_of: what is known of a configuration whose weights stay in memory.
+        disk: what passes read where they do not; None where nobody asks.
     """
 
-    def __init__(self, pace_of: Callable[[Configuration], Pace]) -> None:
-        self._pace_of = pace_of
+    def __init__(self, pace_of: Callable[[Configuration], Pace], disk: DiskReads | None = None) -> None:
+        self._pace_in_memory = pace_of
+        self._disk = disk
         self._rates: dict[Hashable, float] = {}
 
     def speed(self, configuration: Configuration) -> Speed:
@@ -126,6 +166,26 @@ class SpeedModel:
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
         return Speed(1e3 / token_ms, making_ms + prompt_ms + REPLY_TOKENS * token_ms, pace.measured)
+
+    @property
+    def disk(self) -> DiskReads | None:
+        """What passes read from the disk; None where all weights stay in memory."""
+        return self._disk if self._disk is not None and self._disk.room < self._disk.weights else None
+
+    def within(self, room: int) -> SpeedModel:
+        """The same where the system can keep so many bytes of weights."""
+        return self if self._disk is None else SpeedModel(self._pace_in_memory, replace(self._disk, room=max(0, room)))
+
+    def _pace_of(self, configuration: Configuration) -> Pace:
+        pace, disk = self._pace_in_memory(configuration), self.disk
+        if disk is None or disk.rate is None:
+            return pace
+        points = []
+        for rows, ms in pace.passes.points:
+            disk_ms = disk.pass_ms(configuration, rows)
+            # Passes that were timed here may have read as much.
+            points.append((rows, max(ms, disk_ms) if pace.measured else ms + disk_ms))
+        return replace(pace, passes=PassCosts(tuple(points), pace.passes.step))
 
     def _token_ms(self, pace: Pace, configuration: Configuration) -> float:
         """Milliseconds per token where the governor drafts wherever that pays."""

@@ -5,13 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
-__all__ = ["load_average", "machine_memory", "physical_cores", "pinning", "processor_name", "usable_processors"]
+__all__ = [
+    "free_memory",
+    "load_average",
+    "machine_memory",
+    "physical_cores",
+    "pinning",
+    "processor_name",
+    "usable_processors",
+]
 
 # The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# What the group's processes have of their own, by the file beside the limit: of cgroup 2, and of cgroup 1.
+_USED = re.compile(r"^(?:anon|total_rss) (\d+)$", re.MULTILINE)
+_AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
+_MEMINFO = Path("/proc/meminfo")
 _CPUS = Path("/sys/devices/system/cpu")
 # What tells processors of different speed apart: relative capacity (Arm), else the highest frequency.
 _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
@@ -20,6 +33,12 @@ _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 def machine_memory() -> int:
     """Bytes: what is built in, or what the container allows."""
     return min([_built_in(), *(limit for path in _LIMITS if (limit := _limit(path)))])
+
+
+def free_memory() -> int:
+    """Bytes that programs can still have, those included that only pages of files take: of what `machine_memory` is."""
+    groups = [limit - _number(_USED, path.with_name("memory.stat")) for path in _LIMITS if (limit := _limit(path))]
+    return max(0, min([_available(), *groups]))
 
 
 def physical_cores() -> int:
@@ -66,6 +85,22 @@ def _built_in() -> int:
     import psutil
 
     return int(psutil.virtual_memory().total)
+
+
+def _available() -> int:
+    if sys.platform == "linux":
+        return 1024 * _number(_AVAILABLE, _MEMINFO)
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _number(pattern: re.Pattern[str], path: Path) -> int:
+    """The number in a file; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        found = pattern.search(path.read_text("ascii"))
+        return int(found[1]) if found else 0
+    return 0
 
 
 def _limit(path: Path) -> int | None:

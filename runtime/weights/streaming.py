@@ -21,8 +21,8 @@ __all__ = [
     "mapped_bytes",
     "packed_bytes",
     "pass_bytes",
+    "reread_ms",
     "streamed_bytes",
-    "streamed_ms",
 ]
 
 _PER_LAYER = "per_layer."
@@ -38,8 +38,11 @@ _JOBS = 64
 _PIECE_BYTES = 2 << 20
 # Smaller arrays, as a head's scales, are not dropped while they are read: the system maps them 64 KB at a time again.
 WORTH_DROPPING = 2 * _PIECE_BYTES
-# Milliseconds of a pass that runs no layer, besides what its weights take: 0.3 with 24 layers on 2.4 GHz.
-_WINDOW_MS = 0.3
+# Milliseconds that a window takes for each layer of the model, which all its graph decides about, and that a page fault
+# takes to map a piece of the system's cache and drop it again (docs/LOG.md, 2026-11-26, fifth).
+_DECIDED_MS, _FAULT_MS = 0.014, 0.006
+# What a fault maps of a file; every array begins and ends in the middle of such a piece.
+_FAULT_BYTES = 64 << 10
 
 
 def mapped_bytes(tensors: Iterable[TensorEntry]) -> int:
@@ -97,15 +100,15 @@ def pass_bytes(tensors: Iterable[TensorEntry]) -> int:
     return sum(_read_bytes(t) for t in tensors if not is_looked_up(t.name))
 
 
-def streamed_ms(plain_ms: float, weight_bytes: int, rate: float, windows: int) -> float:
-    """Milliseconds of a pass whose weights come back to memory at `rate` bytes per second.
+def reread_ms(weight_bytes: float, arrays: int = 0, layers_decided: int = 0) -> float:
+    """Milliseconds that a pass takes besides where weights come back to memory from the system's cache of their file.
 
     Args:
-        plain_ms: of the same pass with weights that stay.
-        weight_bytes: `pass_bytes`.
-        windows: into which it is cut, those of embedding and head included.
+        weight_bytes: that come back.
+        arrays: that these are of, each in a mapping of its own.
+        layers_decided: of all windows together, each of which decides about every layer whether it runs.
     """
-    return plain_ms + 1e3 * weight_bytes / rate + _WINDOW_MS * windows
+    return _FAULT_MS * (weight_bytes / _FAULT_BYTES + 2 * arrays) + _DECIDED_MS * layers_decided
 
 
 def packed_bytes(tensor: TensorEntry) -> int:

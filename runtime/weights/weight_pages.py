@@ -71,10 +71,14 @@ class WeightPages:
     Args:
         path: of the file, which must be mapped by now.
         runs: the runs of bytes that running reads, by weight; canonical names, or those with a suffix.
+
+    Attributes:
+        path: as given.
     """
 
     def __init__(self, path: Path, runs: Mapping[str, tuple[Run, ...]]) -> None:
         self._runs = runs
+        self.path = path
         self._file = MappedFile(path)
         self._handle = os.open(path, os.O_RDONLY) if hasattr(os, "posix_fadvise") else -1
         self._close = weakref.finalize(self, os.close, self._handle) if self._handle >= 0 else None

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
-from edgeinfer.runtime.weights.streaming import pass_bytes, streamed_bytes, streamed_ms
+from edgeinfer.runtime.weights import disk_rate
+from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms, streamed_bytes
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
@@ -296,6 +298,33 @@ def test_converted_weights_are_found_where_they_lie() -> None:
     inner.close()
 
 
+def test_what_the_disk_gives_is_measured_by_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of passes that read little nothing is kept; of others what they waited for, once there were enough."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Nothing from the disk, slowly while libraries come, and four times as it is.
+    passes = [(0, 0.1), (200_000_000, 2.0), *[(200_000_000, 0.5)] * 4]
+    sums = np.cumsum(passes, axis=0)
+    counted, clock = (iter(np.stack([sums[:, i] - np.array(passes)[:, i], sums[:, i]], 1).ravel()) for i in (0, 1))
+    monkeypatch.setattr(disk_rate, "_read_bytes", lambda: next(counted))
+    monkeypatch.setattr(disk_rate, "_busy_seconds", lambda: 0.0)
+    monkeypatch.setattr(disk_rate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    inner = make_graph_backend(small(PORTABLE), CAPACITY, weights="mapped")
+    assert inner.pages is not None
+    path = inner.pages.path
+    for keeps, rate in ((False, None), (True, 400_000_000)):
+        streamed = StreamedBackend(inner, 2, disk_rate.DiskMeter(path, keeps=keeps))
+        assert disk_rate.kept_rate(path) is None
+        for _ in passes:
+            streamed.cache.trim(0)
+            streamed.forward(ForwardInput(np.array([5]), np.arange(1), np.array([0])))
+        assert disk_rate.kept_rate(path) == rate
+    inner.close()
+    for damaged in ("{", "[]", '{"bytes_per_second": -1}', "9" * 400):
+        (place,) = (tmp_path / "edgeinfer" / "disks").iterdir()
+        place.write_text(damaged)
+        assert disk_rate.kept_rate(path) is None, damaged
+
+
 def test_what_the_plan_reckons_with() -> None:
     tensors = tensors_in(small(NATIVE).manifest, NATIVE)
     layer = sum(t.nbytes for t in tensors if t.name.startswith("layers.1."))
@@ -306,5 +335,6 @@ def test_what_the_plan_reckons_with() -> None:
     sizes = [streamed_bytes(tensors, window) - margin for window in (1, 2, LAYERS, 2 * LAYERS)]
     assert sizes == [layer, 2 * layer, LAYERS * layer, LAYERS * layer]
     assert pass_bytes(tensors) == sum(t.nbytes for t in tensors) - embedding
-    assert streamed_ms(10.0, 2_000_000_000, 1e9, 0) == 2010.0
-    assert streamed_ms(10.0, 0, 1e9, 5) > 10.0
+    # A window of six layers takes a quarter of what one of 24 does, and small arrays take faults of their own.
+    assert 4 * reread_ms(0, layers_decided=6) == pytest.approx(reread_ms(0, layers_decided=24))
+    assert reread_ms(2 * embedding, arrays=9) > 2 * reread_ms(embedding) > 0

@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.wording import Setting
 
 __all__ = ["CachedExpertsBackend"]
@@ -34,6 +35,7 @@ class CachedExpertsBackend(WindowedBackend):
         inner: whose passes can skip layers and resume from hidden states; this closes it.
         decoder: of the model.
         limit: bytes of experts that may be in memory at once.
+        meter: as of `WindowedBackend`.
 
     Attributes:
         expert_cache: of the experts.
@@ -43,13 +45,13 @@ class CachedExpertsBackend(WindowedBackend):
             less than the experts that one layer may need.
     """
 
-    def __init__(self, inner: GraphBackend, decoder: DecoderSpec, limit: int) -> None:
+    def __init__(self, inner: GraphBackend, decoder: DecoderSpec, limit: int, meter: DiskMeter | None = None) -> None:
         can = inner.capabilities
         parts = None if inner.pages is None else inner.pages.experts()
         if not parts or not (can.layer_skip and can.hidden):
             hint = "Export it in the native layout with quantized experts, or load it with other weights."
             raise CapabilityError("The experts of this model cannot be loaded on demand.", hint)
-        super().__init__(inner)
+        super().__init__(inner, meter)
         assert decoder.moe is not None and inner.pages is not None, "there are experts"
         self._pages = inner.pages
         sizes = np.zeros((decoder.num_layers, decoder.moe.experts), np.int64)

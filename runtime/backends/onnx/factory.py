@@ -26,6 +26,7 @@ from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
+from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of
 
 if TYPE_CHECKING:
@@ -93,15 +94,16 @@ class OnnxFactory(BackendFactory):
             adapters=order.config.adapters,
         )
         decoder = bundle.manifest.decoder
+        meter = None if backend.pages is None else DiskMeter(backend.pages.path, keeps=order.config.remember)
         if decoder is not None and plan.expert_bytes:
             from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
 
-            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes)
+            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes, meter)
             return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
         if plan.window_layers:
             from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
-            return counting_experts(bundle, StreamedBackend(backend, plan.window_layers), backend.cache)
+            return counting_experts(bundle, StreamedBackend(backend, plan.window_layers, meter), backend.cache)
         return counting_experts(bundle, backend, backend.cache)
 
 

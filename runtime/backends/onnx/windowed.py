@@ -24,6 +24,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, Pas
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
+from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.runtime.weights.streaming import WORTH_DROPPING
 from edgeinfer.runtime.weights.weight_pages import WeightPart
 
@@ -55,10 +56,16 @@ class Window:
 
 class WindowedBackend(WrappedBackend[GraphBackend]):
     """A backend whose passes are cut into windows of consecutive layers, each a pass of the backend inside: the hidden
-    states of one enter the next. Every row of the result is the same bits as without."""
+    states of one enter the next. Every row of the result is the same bits as without.
 
-    def __init__(self, inner: GraphBackend) -> None:
+    Args:
+        inner: whose passes can skip layers and resume from hidden states; this closes it.
+        meter: of the disk that the weights come from.
+    """
+
+    def __init__(self, inner: GraphBackend, meter: DiskMeter | None) -> None:
         super().__init__(inner)
+        self._watching = nullcontext if meter is None else meter.watching
         self._cancelled = False
         self._run_ns = 0
 
@@ -84,7 +91,7 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         windows, hidden = self._windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
         try:
-            with self._inner.divided(batch):
+            with self._watching(), self._inner.divided(batch):
                 for window in windows:
                     if self._cancelled:
                         raise PassCancelledError("The pass was cancelled.")
@@ -145,17 +152,18 @@ class StreamedBackend(WindowedBackend):
         inner: whose passes can skip layers and resume from hidden states; this closes it.
         window_layers: layers whose weights are in memory together; all of them stay there, where operators of `inner`
             drop what they read of embedding and head.
+        meter: as of `WindowedBackend`.
 
     Raises:
         CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
     """
 
-    def __init__(self, inner: GraphBackend, window_layers: int) -> None:
+    def __init__(self, inner: GraphBackend, window_layers: int, meter: DiskMeter | None = None) -> None:
         can = inner.capabilities
         if inner.pages is None or not (can.layer_skip and can.hidden):
             hint = "Load it with mapped weights, or export it natively."
             raise CapabilityError("The weights of this model cannot be streamed.", hint)
-        super().__init__(inner)
+        super().__init__(inner, meter)
         self._pages = inner.pages
         layers = self.geometry.num_layers
         self._layers: list[_Part] = []

@@ -17,6 +17,7 @@ from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
+from edgeinfer.runtime.planning import planner as planner_module
 from edgeinfer.runtime.planning import search as search_module
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
@@ -25,7 +26,7 @@ from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.planning.planner import speed_model
+from edgeinfer.runtime.planning.planner import make_plan, speed_model
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import (
     REPLY_TOKENS,
@@ -42,6 +43,7 @@ from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.recorded import check_recorded
 from tests.runtime.models import bundle_of
+from tests.tables import each_row
 
 PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
 # A device on which four rows cost what one does, and reading the weights again ten times as much.
@@ -465,6 +467,40 @@ def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanIn
     # A mode that this backend does not have is not taken.
     other = dataclasses.replace(plan_input, settings=TunedSettings(weights="packed"))
     assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()
+
+
+@each_row("known", [True, False])
+def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
+    plan_input: PlanInput, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """In part where the system keeps a part, all of them where it keeps little; not where nobody knows the rate."""
+    weights = plan_input.manifest.weight_bytes
+    rate = weights / 2 if known else None
+
+    def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
+        return DeviceProfile(None) if variant else Measured(1.0)
+
+    monkeypatch.setattr(planner_module, "kept_rate", lambda path: rate)
+    speed = speed_model(plan_input, profiles)
+
+    def planned(free: int) -> MemoryPlan:
+        monkeypatch.setattr(planner_module, "free_memory", lambda: free)
+        config = LoadConfig(speculation="off", weights="mapped")
+        return make_plan(plan_input, config, speed, process=PROCESS)
+
+    whole = planned(10**9)
+    assert whole.disk is None and whole.beside_weights + weights < 10**9
+    part, none = planned(whole.beside_weights + round(0.9 * weights)), planned(0)
+    assert part.disk is not None and none.disk is not None
+    assert part.disk.room < part.disk.weights and none.disk.room == 0
+    assert none.to_dict()["speed"]["disk_bytes_per_second"] == rate
+    token_ms = [1e3 / plan.speed.tokens_per_second for plan in (whole, part, none)]
+    if rate is None:
+        assert token_ms[0] == token_ms[1] == token_ms[2]
+    else:
+        # Passes that were timed may have read from the disk already, so the disk alone bounds them.
+        assert token_ms[0] < token_ms[1] < token_ms[2]
+        assert token_ms[2] == pytest.approx(1e3 * none.disk.weights / rate, rel=0.1)
 
 
 def test_tokens_take_time_besides_their_rounds() -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from edgeinfer.runtime.system import machine
-from edgeinfer.runtime.system.machine import machine_memory, physical_cores
+from edgeinfer.runtime.system.machine import free_memory, machine_memory, physical_cores
 from tests.cli import TIME_LIMIT
 
 
@@ -20,6 +20,18 @@ def test_cores_are_those_of_psutil() -> None:
 
 def test_memory_is_what_is_built_in_or_less() -> None:
     assert 0 < machine_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has control groups")
+def test_memory_that_is_free_is_the_machines_and_the_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pages of files do not count as taken, whichever kind the group is of."""
+    assert 0 < free_memory() <= machine_memory()
+    limit = tmp_path / "memory.max"
+    limit.write_text("300000000\n")
+    monkeypatch.setattr(machine, "_LIMITS", (limit,))
+    for statistics, taken in (("anon 100\nfile 200\n", 100), ("rss 7\ntotal_rss 90\n", 90), ("", 0)):
+        (tmp_path / "memory.stat").write_text(statistics)
+        assert free_memory() == 300_000_000 - taken
 
 
 def test_where_the_system_says_nothing_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
