@@ -1,4 +1,8 @@
-"""What drafting may risk in a reply, so that no reply ends up slower than plain decoding."""
+"""What drafting may risk in a reply, so that no reply ends up slower than plain decoding.
+
+Savings pay for drafts. Where tables were right about the latest plain steps, a draft of theirs is lent what it may
+lose, so that replies which repeat something draft after a few tokens; what is lost has to be saved again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,13 @@ __all__ = ["LossAccount"]
 _LOSS_BUDGET = 0.01
 # What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
 _FIRST_LOSS_BUDGET = 0.05
+# Guesses in a row that have to be right at plain steps before a draft of the same drafters is lent what it may lose,
+# and how many wrong ones of the reply ask for one more. In stories two are enough; where most are wrong two are chance.
+_RIGHT, _WRONG_FOR_ONE = 2, 3
+# What is lent, as a share of a pass: the risk of a draft of three tokens, by the c(m) of a small model on two cores.
+_LOAN = 0.2
+# Wrong guesses of a reply before no more are looked at, which costs a quarter of a percent.
+_MOST_WRONG = 8
 # Plain steps at most that are saved up before drafters are asked: where a row costs most of a pass, only drafts that
 # are certain pay, and those risk nothing.
 _LONGEST_SAVING = 64
@@ -32,11 +43,26 @@ class LossAccount:
         self._reserve = min(max(self.risk(shortest_ms), 0.0), _LONGEST_SAVING * _LOSS_BUDGET * plain_ms)
         self._saved = _FIRST_LOSS_BUDGET * plain_ms
         self._said, self._unpaid = 0, list(_UNPAID)
+        self._right = self._wrong = 0  # guesses for plain steps that proved so: in a row since the last round; in all
+
+    @property
+    def lends(self) -> bool:
+        """Whether a draft may lose more than what is saved, as guesses for the latest plain steps were right."""
+        return self._right >= _RIGHT + self._wrong // _WRONG_FOR_ONE
 
     @property
     def free(self) -> float:
         """Milliseconds that may be lost now."""
-        return max(self._saved, 0.0)
+        return max(self._saved + (_LOAN * self._plain_ms if self.lends else 0.0), 0.0)
+
+    def may_lend(self, asking_ms: float) -> bool:
+        """Whether a loan would pay for asking drafters and the shortest draft, so that it is worth judging them."""
+        return self._wrong < _MOST_WRONG and self._saved + _LOAN * self._plain_ms >= asking_ms + self._reserve
+
+    def judge(self, right: bool) -> None:
+        """Learns whether the surest guess for a plain step was the token that came."""
+        self._right = self._right + 1 if right else 0
+        self._wrong += not right
 
     def risk(self, ms: float, sure: int = 1) -> float:
         """What a reply would lose by a round that takes so long and gives no more than these tokens."""
@@ -62,7 +88,12 @@ class LossAccount:
         if self._unpaid and self._said >= self._unpaid[0]:
             del self._unpaid[0]
 
+    def book_round(self, tokens: int, ms: float) -> None:
+        """Enters what a round gave and took; nothing is lent for another before further guesses proved right."""
+        self._right = 0
+        self.book(tokens, ms)
+
     def book(self, tokens: int, ms: float) -> None:
-        """Enters what a round gave and took, or some plain steps."""
+        """Enters what plain steps gave and took."""
         self._saved += tokens * self._plain_ms * (1 + _LOSS_BUDGET) - ms
         self._said += tokens

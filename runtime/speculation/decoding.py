@@ -112,9 +112,8 @@ class SpeculativeDecoding(DecodingStrategy):
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
         self._lost = 0
-        self._context = DraftContext(
-            [], self._draw, sampler.forced, self._draw_further, lambda: self._lost, self._chance
-        )
+        further, lost = self._draw_further, lambda: self._lost
+        self._context = DraftContext([], self._draw, sampler.forced, further, lost, self._chance)
 
     def first(self, prompt: Sequence[int], logits: Floats, room: int) -> Sequence[int]:  # (V,)
         """The token after a prompt, of which no more is drafted."""
@@ -147,19 +146,30 @@ class SpeculativeDecoding(DecodingStrategy):
             self._count_plain_steps()
             self._plain_left = self._governor.rest if self._drafters else _UNASKED
         if not self._drafters or (self._plain_left and not self._sampler.forced(())):
-            started = time.perf_counter_ns()
-            self._backend.cache.hold(None)
-            tokens = self._plain_step(lost)
-            self._context.tokens.extend(tokens)
-            self._plain_left -= 1
-            self._other_ns += time.perf_counter_ns() - started - self._pass_ns[-1]
-            return tokens
+            return self._plain(lost)
         try:
             return self._round(base, room)
         except BaseException:
             if self._backend.cache.length > base:
                 self._backend.cache.trim(base)
             raise
+
+    def _plain(self, lost: int) -> Sequence[int]:
+        """One plain step, by which tables are judged where that may pay."""
+        started, watches = time.perf_counter_ns(), bool(self._drafters) and self._governor.watches
+        if watches:
+            self._catch_up()
+            self._governor.watch(self._context)
+            self.statistics.draft_ms += (time.perf_counter_ns() - started) / 1e6
+            started = time.perf_counter_ns()
+        self._backend.cache.hold(None)
+        tokens = self._plain_step(lost)
+        self._context.tokens.extend(tokens)
+        self._plain_left = 0 if watches else self._plain_left - 1
+        if watches:
+            self._governor.watched(tokens[0])
+        self._other_ns += time.perf_counter_ns() - started - self._pass_ns[-1]
+        return tokens
 
     def _round(self, base: int, room: int) -> Sequence[int]:
         """Proposes, verifies and commits: one to `room` tokens.
@@ -198,7 +208,7 @@ class SpeculativeDecoding(DecodingStrategy):
         # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         round = self._round_of(draft, verdict, (*accepted, verdict.token), passed, logits)
-        for row, token in zip((0, *(node + 1 for node in verdict.accepted)), round.committed, strict=True):
+        for row, token in zip(rows, round.committed, strict=False):
             self._accept(token, logits[row])
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
@@ -213,8 +223,7 @@ class SpeculativeDecoding(DecodingStrategy):
         resumption = self._resume(draft, base)
         probes = () if resumption is not None else self._probe_rows(draft, base)
         states = self._probe_states(probes, fed, base) if probes else None
-        started = time.perf_counter_ns()
-        size = len(fed)
+        started, size = time.perf_counter_ns(), len(fed)
         rows = np.arange(size if states is None else len(states))
         gains = (1.0, *draft.likely) if draft.likely and states is None else None
         if resumption is not None:
@@ -246,8 +255,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
     def _probe_rows(self, draft: Draft, base: int) -> tuple[int, ...]:
         """Probe rows of a pass over a draft, behind the root and behind each node; empty where there is none."""
-        probing = self._probing
-        if probing is None:
+        if (probing := self._probing) is None:
             return ()
         most = min(probing.most_probes, self._backend.cache.capacity - base - 1 - len(draft))
         # Where attention reads no pages, rows of side branches would round otherwise than a chain's.
@@ -312,17 +320,15 @@ class SpeculativeDecoding(DecodingStrategy):
         tokens = tuple(self._context.tokens[-self._unobserved :])
         self._unobserved = 0
         nothing = np.zeros((0, self._backend.geometry.vocab_size), np.float32)
-        round = Round(
-            Draft(), Verdict((), tokens[-1], True), tokens, np.zeros(0, np.int64), nothing, self._plain_hidden
-        )
+        verdict, no_rows = Verdict((), tokens[-1], True), np.zeros(0, np.int64)
+        round = Round(Draft(), verdict, tokens, no_rows, nothing, self._plain_hidden)
         for drafter in self._drafters.values():
             drafter.observe(round)
 
     def _count_plain_steps(self) -> None:
         """Enters the plain steps since the last round in the statistics."""
-        steps = len(self._pass_ns)
         self._plain_left = 0
-        if steps:
+        if steps := len(self._pass_ns):
             other = self._other_ns / steps
             self._governor.rested(steps)
             self.statistics.add_plain([ns / 1e6 for ns in self._pass_ns], other / 1e6)
@@ -366,8 +372,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._context = DraftContext([], _over, lambda _: ())
 
     def _draw(self, logits: Floats, drafted: Sequence[int]) -> tuple[int, Probabilities | None]:
-        position = len(self._context.tokens) + len(drafted)
-        path = drafted if self._sampler.follows_paths else ()
+        position, path = len(self._context.tokens) + len(drafted), drafted if self._sampler.follows_paths else ()
         if not self._verification.stochastic:
             return self._sampler.sample(logits, position, path), None
         probabilities = self._sampler.probabilities(logits, path)

@@ -79,6 +79,7 @@ class Governor:
 
     Attributes:
         width: as given.
+        watched_ms: what it cost to watch the last plain steps.
         timed_guesses: drafter and milliseconds of each guess of the last draft that was paid for.
     """
 
@@ -102,7 +103,9 @@ class Governor:
         self._mixtures: dict[tuple[int, ...], Mixture] = {}  # of the places in `_asked` where several may be asked
         self._at_work: Drafter | None = None
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
-        self._spent = self._least_ms = 0.0
+        self._asked_drafters: Sequence[Drafter] = self._drafters
+        self._watched: int | None = None  # the surest guess for a plain step
+        self._spent = self._least_ms = self._watching_ms = self.watched_ms = 0.0
         self.timed_guesses: list[tuple[str, float]] = []
         self._tries = _TRIES
         self._probe_tries = _TRIES
@@ -118,6 +121,7 @@ class Governor:
         self._prices = known + [min(ms, _HOPED * known[-1]) for ms in hoped] + self._pass_ms[2 * self._confirmed :]
         self._cheap_ms = CHEAP * self._pass_ms[0]
         self._asking_ms = self._round_ms + sum(ms for ms in self._guess_ms.values() if ms <= self._cheap_ms)
+        self._tables = [d for d in self._drafters if self._guess_ms[d.name] <= self._cheap_ms and not d.draws]
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
         self._rest, self._next_rest = 0, _FIRST_REST
 
@@ -136,9 +140,27 @@ class Governor:
         """What the last draft's guesses cost."""
         return self._spent
 
+    @property
+    def watches(self) -> bool:
+        """Whether tables are to be judged by the next plain step: a few right guesses pay for an early draft."""
+        return bool(self._tables) and not self._rest and self._account.may_lend(self._asking_ms) and self.asks
+
+    def watch(self, context: DraftContext) -> None:
+        """Has tables guess the token of a plain step, which is not drafted."""
+        self._forget_draft()
+        self._asked_drafters = self._tables
+        asked = self._ask(context, [], 1.0, 0, True)
+        self._watched = max(asked, key=attrgetter("estimate")).guess.token if asked else None
+
+    def watched(self, token: int) -> None:
+        """Learns the token of that step."""
+        self._account.judge(token == self._watched)
+        self._watching_ms += self._spent
+
     def rested(self, steps: int) -> None:
-        """Learns that so many plain steps were taken."""
-        ms, kept = self._pass_ms[0] * steps, (1 - 1 / _ROUNDS) ** steps
+        """Learns that so many plain steps were taken, of which some may have been watched."""
+        self.watched_ms, self._watching_ms = self._watching_ms, 0.0
+        ms, kept = self._pass_ms[0] * steps + self.watched_ms, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
         self._account.book(steps, ms)
         self._rest = max(0, self._rest - steps)
@@ -208,14 +230,15 @@ class Governor:
         """Learns from what became of the last draft."""
         committed = round.committed
         for depth, token in enumerate(committed):
-            for asked in self._asked.get(committed[:depth], ()):
+            if not (here := self._asked.get(committed[:depth])):
+                continue
+            for asked in here:
                 came, sign = asked.guess.token == token, asked.guess.sign
                 self._acceptance.observe(asked.drafter, sign, depth, came, asked.rank)
+            top = max(here, key=attrgetter("estimate"))
+            self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
             if mixture := self._mixtures.get(committed[:depth]):
                 self._mixer.observe(mixture, token)
-            if here := self._asked.get(committed[:depth]):
-                top = max(here, key=lambda asked: asked.estimate)
-                self._acceptance.observe_taken(top.drafter, top.raw, top.guess.token == token)
         asked_now = {asked.drafter for every in self._asked.values() for asked in every}
         for name, estimate in self._estimates.items():
             target = self._acceptance.mean(name) if name in asked_now else self._first_estimates[name]
@@ -225,7 +248,7 @@ class Governor:
         pass_ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
         ms = pass_ms + self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
-        self._account.book(len(committed), ms)
+        self._account.book_round(len(committed), ms)
         self._try(len(committed), ms)
 
     def _try(self, tokens: int, ms: float) -> None:
@@ -242,9 +265,14 @@ class Governor:
 
     def _begin(self) -> None:
         self._account.begin_round()
-        self._asked, self._mixtures, self._at_work, self._spent = {}, {}, None, 0.0
+        self._forget_draft()
         # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
         self._least_ms = self._pass_ms[min(1, self._most)]
+        # Money is lent for what was right, so nobody else is asked.
+        self._asked_drafters = self._tables if self._account.lends else self._drafters
+
+    def _forget_draft(self) -> None:
+        self._asked, self._mixtures, self._at_work, self._spent = {}, {}, None, 0.0
         self._paid.clear()
         self.timed_guesses = []
 
@@ -307,7 +335,7 @@ class Governor:
     def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[Answer] = []
         mixture = self._mixer.mix(())
-        for drafter in self._drafters:
+        for drafter in self._asked_drafters:
             name, ms = drafter.name, self._price(drafter.name)
             if ms > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.

@@ -74,6 +74,11 @@ class StochasticGovernor(Governor):
         ranks = range(1, width)
         self._siblings = {d.name: [acceptance.mean(d.name, rank) for rank in ranks] for d in drafters}
 
+    @property
+    def watches(self) -> bool:
+        """Plain steps tell nothing of how tokens are drawn."""
+        return False
+
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
         self._begin()

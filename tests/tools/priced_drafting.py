@@ -69,8 +69,8 @@ class Pricing:
         _OBSERVE(governor, round)
 
     def rested(self, governor: Governor, steps: int) -> None:
-        self._count(steps, steps, steps * CURVE.ms(1))
         _RESTED(governor, steps)
+        self._count(steps, steps, steps * CURVE.ms(1) + governor.watched_ms)
 
     def _count(self, tokens: int, passes: int, ms: float) -> None:
         self.now.tokens, self.now.passes, self.now.ms = (

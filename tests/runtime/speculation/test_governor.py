@@ -166,9 +166,13 @@ def decode(
     run = Run(governor, [], 0.0, [], [])
     while len(context.tokens) < len(text):
         steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
+        if steps and governor.watches:
+            steps = 1
+            governor.watch(context)
+            governor.watched(text[len(context.tokens)])
         if steps:
             governor.rested(steps)
-            run.ms += steps * prices.pass_ms(1)
+            run.ms += steps * prices.pass_ms(1) + governor.watched_ms
             context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
             run.sizes += [1] * steps
             run.passes += [(1, prices.pass_ms(1))] * steps
@@ -356,6 +360,23 @@ def test_what_a_good_draft_risks_is_saved_up_for_and_not_spent_on_asking() -> No
     wrong = Prophet("copy", text, 0.0)
     wrong.priors = (0.9, 0.9)
     assert decode([wrong], text, steep, rests=True).ms <= 1.0101 * 10.0 * (len(text) - 1)
+
+
+def test_tables_that_were_right_about_plain_steps_draft_early_and_lose_little() -> None:
+    text = text_of(40)
+    prices = Prices({rows: 10.0 if rows == 1 else 10.8 + rows / 10 for rows in range(1, 17)}, {"copy": 0.01}, 0.3)
+    for right, early in ((1.0, True), (0.0, False)):
+        table, model = Prophet("copy", text, right), Prophet("model", text, 0.0, seed=1)
+        table.priors = model.priors = (0.9, 0.9)
+        run = decode([table, model], text, Prices(prices.passes, prices.guesses | {"model": 0.3}, 0.3), rests=True)
+        assert (max(run.sizes[:4]) > 2) == early
+        assert run.ms <= 1.0151 * run.plain_ms
+    # A reply that goes on otherwise than two right guesses promised loses what they were lent, and not much more.
+    turning = Prophet("copy", [*text[:4], *text_of(36, 1)], 1.0)
+    turning.priors = (0.9, 0.9)
+    run = decode([turning], text, prices, rests=True)
+    assert len(run.drafts[0]) > 2
+    assert run.ms <= run.plain_ms + 0.25 * 10.0
 
 
 def test_asking_a_drafter_that_knows_nothing_leaves_what_its_first_draft_will_risk() -> None:
