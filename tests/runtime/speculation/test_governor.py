@@ -364,11 +364,12 @@ def test_what_a_good_draft_risks_is_saved_up_for_and_not_spent_on_asking() -> No
 
 def test_tables_that_were_right_about_plain_steps_draft_early_and_lose_little() -> None:
     text = text_of(40)
-    prices = Prices({rows: 10.0 if rows == 1 else 10.8 + rows / 10 for rows in range(1, 17)}, {"copy": 0.01}, 0.3)
+    passes = {rows: 10.0 if rows == 1 else 10.8 + rows / 10 for rows in range(1, 17)}
+    prices = Prices(passes, {"copy": 0.01, "model": 0.3}, 0.3)
     for right, early in ((1.0, True), (0.0, False)):
         table, model = Prophet("copy", text, right), Prophet("model", text, 0.0, seed=1)
         table.priors = model.priors = (0.9, 0.9)
-        run = decode([table, model], text, Prices(prices.passes, prices.guesses | {"model": 0.3}, 0.3), rests=True)
+        run = decode([table, model], text, prices, rests=True)
         assert (max(run.sizes[:4]) > 2) == early
         assert run.ms <= 1.0151 * run.plain_ms
     # A reply that goes on otherwise than two right guesses promised loses what they were lent, and not much more.
