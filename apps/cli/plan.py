@@ -33,7 +33,7 @@ example:
 _PLANNED = (*MEMORY, "parallel", *CONVERTING, "native", "device", "gpu_layers", "rpc", "rpc_public", *DRAFTING)
 # Terms of a plan as people group them; the rest has a row of its own.
 _ROWS = {
-    "weights": ("weights_packed", "weights_mapped", "experts"),
+    "weights": ("weights_packed", "weights_mapped", "experts", "routers"),
     "KV cache": ("kv", "overflow"),
     "other conversations": ("prefix_cache",),
     "replies side by side": ("sequences",),

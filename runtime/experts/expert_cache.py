@@ -121,10 +121,11 @@ class ExpertCache:
                 if not self.cached[neighbour]:
                     self._parts[neighbour].release()
 
-    def fetch(self, layer: int) -> None:
-        """Has the system read a layer's experts that are not in memory; returns at once."""
-        for expert in np.flatnonzero(~self.cached[layer]).tolist():
-            self._parts[layer, expert].prefetch()
+    def fetch(self, layer: int, experts: Ints | None = None) -> None:  # (n,)
+        """Has the system read those of a layer's experts that are not in memory, or of these; returns at once."""
+        for expert in (np.arange(self.cached.shape[1]) if experts is None else experts).tolist():
+            if not self.cached[layer, expert] and (layer, expert) in self._parts:
+                self._parts[layer, expert].prefetch()
 
     def forget(self) -> None:
         """All pages were dropped."""

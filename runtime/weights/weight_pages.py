@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import PER_LAYER_TABLE
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import RunnableGraph
 
@@ -113,6 +116,11 @@ class WeightPages:
                 runs.setdefault((expert.layer, expert.expert), []).extend(own)
         ordered = sorted(runs, key=lambda each: min(runs[each]))
         return {each: WeightPart(self._file, _merged(runs[each]), self._handle) for each in ordered}
+
+    def floats(self, name: str) -> Floats:
+        """A copy of a weight that is stored as one array of floats."""
+        ((offset, length),) = self._runs[name]
+        return np.fromfile(self.path, np.float32, length // 4, offset=offset)
 
     def large_pages(self) -> None:
         """Has the system read what every pass reads in pieces of 2 MB and map them at once, where it can: passes take a

@@ -18,6 +18,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import Window, WindowedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.runtime.experts.router_guess import RouterGuess
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
 from edgeinfer.wording import Setting
 
@@ -36,6 +37,7 @@ class CachedExpertsBackend(WindowedBackend):
         decoder: of the model.
         limit: bytes of experts that may be in memory at once.
         meter: as of `WindowedBackend`.
+        guess: what the layers of the next window will choose, so that it is read while they begin.
 
     Attributes:
         expert_cache: of the experts.
@@ -45,7 +47,14 @@ class CachedExpertsBackend(WindowedBackend):
             less than the experts that one layer may need.
     """
 
-    def __init__(self, inner: GraphBackend, decoder: DecoderSpec, limit: int, meter: DiskMeter | None = None) -> None:
+    def __init__(
+        self,
+        inner: GraphBackend,
+        decoder: DecoderSpec,
+        limit: int,
+        meter: DiskMeter | None = None,
+        guess: RouterGuess | None = None,
+    ) -> None:
         can = inner.capabilities
         parts = None if inner.pages is None else inner.pages.experts()
         if not parts or not (can.layer_skip and can.hidden):
@@ -58,7 +67,7 @@ class CachedExpertsBackend(WindowedBackend):
         for (layer, expert), part in parts.items():
             sizes[layer, expert] = part.nbytes
         self.expert_cache = ExpertCache(parts, sizes, limit)
-        self._moe = decoder.moe
+        self._moe, self._guess = decoder.moe, guess
         least = max(self.expert_cache.need(layer, decoder.moe.experts) for layer in range(decoder.num_layers))
         if limit < least:
             message = f"The experts of one layer take {least} bytes, only {limit} may be in memory."
@@ -83,14 +92,14 @@ class CachedExpertsBackend(WindowedBackend):
                 size = 0
             size += need
         bounds = [*starts, layers, layers]
-        # A prompt's tokens need nearly all experts; those of a few tokens are not known before they are chosen.
+        # A prompt's tokens need nearly all experts; those of a few tokens can be guessed from what enters their layers.
         ahead = most >= self._moe.experts
         found = []
         for first, stop, after in zip(bounds, bounds[1:], bounds[2:], strict=False):
             mask = np.zeros(2 * layers, np.bool_)  # (2 L,)
             mask[2 * first : 2 * stop] = True
             prepare = partial(self._prepare, range(first, stop), most, range(stop, after) if ahead else ())
-            found.append(Window(mask, prepare, self._ran))
+            found.append(Window(mask, prepare, partial(self._ran, () if ahead else range(stop, after))))
         return found
 
     def _prepare(self, layers: range, most: int, ahead: Iterable[int]) -> None:
@@ -98,9 +107,12 @@ class CachedExpertsBackend(WindowedBackend):
         for layer in ahead:
             self.expert_cache.fetch(layer)
 
-    def _ran(self, output: ForwardOutput) -> None:
+    def _ran(self, following: Iterable[int], output: ForwardOutput) -> None:
         assert output.experts is not None, "a model with experts tells which it used"
         self.expert_cache.used(output.experts)
+        if self._guess is not None and output.hidden is not None:
+            for layer in following:
+                self.expert_cache.fetch(layer, self._guess.experts(layer, output.hidden))
 
     def drop_pages(self) -> None:
         """Lets go of pages of the weights' file, of all experts too."""

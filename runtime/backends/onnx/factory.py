@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
+from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import MERGING, LoadConfig
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import Backend
@@ -97,8 +98,11 @@ class OnnxFactory(BackendFactory):
         meter = None if backend.pages is None else DiskMeter(backend.pages.path, keeps=order.config.remember)
         if decoder is not None and plan.expert_bytes:
             from edgeinfer.runtime.backends.onnx.cached_experts import CachedExpertsBackend
+            from edgeinfer.runtime.experts.router_guess import RouterGuess
 
-            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes, meter)
+            assert backend.pages is not None and decoder.moe is not None, "experts are left in a file that is mapped"
+            guess = RouterGuess.of(backend.pages, tensors_in(bundle.manifest, order.layout), decoder.moe.top_k)
+            cached = CachedExpertsBackend(backend, decoder, plan.expert_bytes, meter, guess)
             return ExpertCountingBackend(cached, backend.cache, decoder, cached.expert_cache)
         if plan.window_layers:
             from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend

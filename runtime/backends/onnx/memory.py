@@ -214,7 +214,9 @@ def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, t
         return _WEIGHTS[layout](tensors, mode, window, threads)
     others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
     cached = experts or sum(t.nbytes for t in apart)
-    return _WEIGHTS[layout](others, mode, window, threads) + Footprint({}, {"experts": cached})
+    # Copies of routers guess which experts come next.
+    routers = {"routers": sum(t.nbytes for t in others if t.name.endswith(".mlp.router"))} if experts else {}
+    return _WEIGHTS[layout](others, mode, window, threads) + Footprint(routers, {"experts": cached})
 
 
 def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int, threads: int) -> Footprint:

@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.experts.expert_cache import ExpertCache
+from edgeinfer.runtime.experts.router_guess import RouterGuess
 from edgeinfer.runtime.system.memory import process_memory
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from tests.kernel import require_kernel
@@ -137,6 +138,39 @@ def test_what_ran_is_resident_within_the_limit(bundle: Bundle) -> None:
     backend.drop_pages()
     assert backend.expert_cache.cached_bytes == 0
     backend.close()
+
+
+def test_experts_are_asked_for_before_they_are_chosen(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of random weights change hidden states little, so routers guess well; logits are those without guesses."""
+    whole, inner = takes(bundle), make_graph_backend(bundle, CAPACITY)
+    moe = decoder_of(bundle).moe
+    assert inner.pages is not None and moe is not None
+    top_k = moe.top_k
+    guess = RouterGuess.of(inner.pages, tensors_in(bundle.manifest, NATIVE), top_k)
+    backend = CachedExpertsBackend(inner, decoder_of(bundle), whole.least, guess=guess)
+    plain = make_graph_backend(bundle, CAPACITY)
+    asked: list[tuple[int, list[int]]] = []
+    fetch = ExpertCache.fetch
+
+    def watched(cache: ExpertCache, layer: int, experts: Any = None) -> None:
+        asked.append((layer, [] if experts is None else experts.tolist()))
+        fetch(cache, layer, experts)
+
+    monkeypatch.setattr(ExpertCache, "fetch", watched)
+    right = 0
+    for start in range(30):
+        asked.clear()
+        mine, theirs = (
+            b.forward(ForwardInput(np.array([start]), np.array([start]), np.array([0]))) for b in (backend, plain)
+        )
+        np.testing.assert_array_equal(mine.logits, theirs.logits)
+        assert mine.experts is not None
+        assert [layer for layer, _ in asked] == list(range(1, LAYERS))
+        right += sum(len(set(experts) & set(mine.experts[layer, 0].tolist())) for layer, experts in asked)
+    # By chance it would be a third of them.
+    assert right / (30 * (LAYERS - 1) * top_k) > 0.6
+    backend.close()
+    plain.close()
 
 
 @pytest.mark.slow
