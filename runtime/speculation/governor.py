@@ -334,18 +334,18 @@ class Governor:
 
     def _ask(self, context: DraftContext, path: list[int], likely: float, size: int, main_branch: bool) -> list[Asked]:
         answers: list[Answer] = []
-        mixture = self._mixer.mix(())
+        mixture, asked = self._mixed(answers)
         for drafter in self._asked_drafters:
             name, ms = drafter.name, self._price(drafter.name)
             if ms > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
-                barred = drafter.uses_target and self._at_work not in (None, drafter)
-                if len(mixture.answers) < len(answers):
-                    mixture = self._mixer.mix(tuple(answers))
-                best, whose = self._best(mixture)
+                if drafter.uses_target and self._at_work not in (None, drafter):
+                    continue
+                if len(asked) < len(answers):
+                    mixture, asked = self._mixed(answers)
+                best, whose = self._best(mixture, asked)
                 without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
-                promised = self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once)
-                if barred or promised <= without:
+                if self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once) <= without:
                     continue
                 if not self._account.affords(self._least_ms + self._spent + ms):
                     if not self._tries or not main_branch:
@@ -354,18 +354,22 @@ class Governor:
             for rank, guess in enumerate(self._paid_guesses(drafter, context, path, self.width)):
                 estimate = self._acceptance.estimate(name, guess.sign, len(path), rank)
                 answers.append(Answer(name, rank, guess, estimate))
-        if len(mixture.answers) < len(answers):
-            mixture = self._mixer.mix(answers)
+        if len(asked) < len(answers):
+            mixture, asked = self._mixed(answers)
         self._mixtures[tuple(path)] = mixture
-        return [self._mixed(answer, mixture) for answer in answers]
+        return asked
 
-    def _best(self, mixture: Mixture) -> tuple[float, str | None]:
+    def _best(self, mixture: Mixture, asked: Sequence[Asked]) -> tuple[float, str | None]:
         """The highest probability of a guess so far, as it stands beside what is yet to be asked, and whose it is."""
-        if not mixture.answers:
+        if not asked:
             return 0.0, None
-        best = max((self._mixed(answer, mixture) for answer in mixture.answers), key=attrgetter("estimate"))
+        best = max(asked, key=attrgetter("estimate"))
         return self._mixer.beside_tables(mixture, best.estimate), best.drafter
 
-    def _mixed(self, answer: Answer, mixture: Mixture) -> Asked:
-        raw = min(mixture.probabilities[answer.guess.token], SUREST)
-        return Asked(answer.drafter, answer.guess, answer.rank, raw, self._acceptance.reliable(answer.drafter, raw))
+    def _mixed(self, answers: Sequence[Answer]) -> tuple[Mixture, list[Asked]]:
+        """What the answers for a place say together, and what each is worth then."""
+        mixture, asked = self._mixer.mix(tuple(answers)), []
+        for drafter, rank, guess, _ in answers:
+            raw = min(mixture.probabilities[guess.token], SUREST)
+            asked.append(Asked(drafter, guess, rank, raw, self._acceptance.reliable(drafter, raw)))
+        return mixture, asked

@@ -123,20 +123,17 @@ class Mixer:
         self._terms: defaultdict[str, float] = defaultdict(float)
         self._right = [0.0, 0.0]
         self._copied = _FIRST_SHARE
-        self._observed = False
+        self._advantage = 0.0  # of a reply of which nothing was seen
 
     @property
     def _state(self) -> int:
         return sum(self._copied > edge for edge in _EDGES)
 
-    @property
-    def _advantage(self) -> float:
+    def _advantage_now(self) -> float:
         """Logarithm of the odds that a drafter with logits is right where it and the surest table differ.
 
-        A reply of which nothing was seen is not judged by others: a wrong first draft costs dozens of plain steps.
+        Of a reply of which nothing was seen it is 0: a wrong first draft costs dozens of plain steps.
         """
-        if not self._observed:
-            return 0.0
         ours, theirs = self._learnt.differences[self._state]
         share = (ours + 1) / (ours + theirs + 2)
         ours, theirs = self._right[0] + _KNOWN * share, self._right[1] + _KNOWN * (1 - share)
@@ -146,12 +143,18 @@ class Mixer:
         """Probabilities of the tokens that were guessed for a place."""
         if not answers:
             return _NOTHING
-        agreeing = defaultdict[int, list[Answer]](list)
+        agreeing = _agreeing(answers)
+        advantage = self._advantage if len({answer.drafter in self._with_logits for answer in answers}) == 2 else 0.0
+        scores = dict.fromkeys(agreeing, 0.0)
         for answer in answers:
-            agreeing[answer.guess.token].append(answer)
-        kinds = {answer.drafter in self._with_logits for answer in answers}
-        advantage = self._advantage if len(kinds) == 2 else 0.0
-        scores = {token: self._score(said, advantage) for token, said in agreeing.items()}
+            token = answer.guess.token
+            bias, weight = self._weights(answer, agreeing[token])
+            scores[token] += bias + weight * _log_odds(answer.estimate) + self._terms[answer.drafter]
+        if advantage:
+            for token in scores:
+                kinds = {answer.drafter in self._with_logits for answer in answers if answer.guess.token == token}
+                if len(kinds) == 1:
+                    scores[token] += _SHARE * advantage if kinds == {True} else -_SHARE * advantage
         # Of any other token the score is 0.
         highest = max((0.0, *scores.values()))
         total = math.exp(-highest) + sum(math.exp(score - highest) for score in scores.values())
@@ -160,17 +163,14 @@ class Mixer:
     def beside_tables(self, mixture: Mixture, probability: float) -> float:
         """What a token of tables is worth where it is decided whether to ask a drafter with logits, too: less than its
         probability where such drafters win the differences."""
-        if any(answer.drafter in self._with_logits for answer in mixture.answers):
+        if self._advantage <= 0 or any(answer.drafter in self._with_logits for answer in mixture.answers):
             return probability
         odds = probability / (1 - probability)
-        return odds / (odds + math.exp(_HUMILITY * max(self._advantage, 0.0)))
+        return odds / (odds + math.exp(_HUMILITY * self._advantage))
 
     def observe(self, mixture: Mixture, token: int) -> None:
         """Learns which token came at a place."""
-        self._observed = True
-        agreeing = defaultdict[int, int](int)
-        for answer in mixture.answers:
-            agreeing[answer.guess.token] += 1
+        agreeing = _agreeing(mixture.answers)
         for answer in mixture.answers:
             guessed = answer.guess.token
             error = (guessed == token) - mixture.probabilities[guessed]
@@ -179,18 +179,7 @@ class Mixer:
                 weights[index] = max(-_HEAVIEST, min(_HEAVIEST, weights[index] + _RATE * error * value))
             self._terms[answer.drafter] += _REPLY_RATE * error
         self._compare([answer for answer in mixture.answers if answer.rank == 0], token)
-
-    def _score(self, agreeing: Sequence[Answer], advantage: float) -> float:
-        score = 0.0
-        for answer in agreeing:
-            bias, weight = self._weights(answer, len(agreeing))
-            score += bias + weight * _log_odds(answer.estimate) + self._terms[answer.drafter]
-        ours = sum(answer.drafter in self._with_logits for answer in agreeing)
-        if ours == len(agreeing):
-            score += _SHARE * advantage
-        elif ours == 0:
-            score -= _SHARE * advantage
-        return score
+        self._advantage = self._advantage_now()
 
     def _weights(self, answer: Answer, agreeing: int) -> list[float]:
         return self._learnt.of[answer.drafter][min(answer.rank, 1)][min(agreeing, _AGREEING) - 1]
@@ -215,5 +204,14 @@ def _first_weights() -> list[list[list[float]]]:
     return [[[0.0, weight] for weight in weights] for _ in range(2)]
 
 
+def _agreeing(answers: Sequence[Answer]) -> dict[int, int]:
+    """How many guessed each token."""
+    counts: dict[int, int] = {}
+    for answer in answers:
+        counts[answer.guess.token] = counts.get(answer.guess.token, 0) + 1
+    return counts
+
+
 def _log_odds(probability: float) -> float:
-    return max(-_FARTHEST, min(_FARTHEST, math.log(max(probability, 1e-9) / (1 - probability))))
+    odds = math.log(max(probability, 1e-9) / (1 - probability))
+    return odds if -_FARTHEST < odds < _FARTHEST else math.copysign(_FARTHEST, odds)
