@@ -10,8 +10,9 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ class _Session:
         right, seen: drafted tokens that were right, of those that were compared; older ones count less.
         heard: seconds of the clock when it last was asked for, or had an answer.
         over: whether the reply has come to its end.
-        made: the latest round.
+        made: the latest round, while somebody else holds it: a stream holds its model.
     """
 
     model: str
@@ -69,7 +70,7 @@ class _Session:
     seen: float = _PRIOR_TOKENS
     heard: float = 0.0
     over: bool = False
-    made: VerificationStream | None = None
+    made: Callable[[], VerificationStream | None] = lambda: None
 
     @property
     def acceptance(self) -> float:
@@ -92,8 +93,8 @@ class _Session:
 
     def leave_round(self) -> None:
         """Ends the round before: the device has left its stream, or lost the connection."""
-        if self.made is not None:
-            self.made.give_up()
+        if (made := self.made()) is not None:
+            made.give_up()
 
 
 class VerifySessions:
@@ -216,7 +217,7 @@ class VerifyCompletion:
         session, draft = self._session, self._draft
         wanted = {"further": self._further, "acceptance": session.acceptance}
         self._made = model.verify_draft(session.prompt, self._reply, draft, **wanted, **session.options)
-        session.made = self._made
+        session.made = weakref.ref(self._made)
         return self._made
 
     def opening(self) -> list[Event]:

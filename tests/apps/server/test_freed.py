@@ -64,6 +64,7 @@ ENDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "an answer": ("/v1/chat/completions", chat_body(max_tokens=4, stop=["zzz"]), 200),
     "a stream": ("/v1/chat/completions", chat_body(max_tokens=4, stop=["zzz"], stream=True), 200),
     "several": ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 3, "stop": "zzz"}, 200),
+    "a round of a reply that is drafted elsewhere": ("/v1/verify", {"prompt": [5, 6], "draft": [7]}, 200),
     "a schema": ("/v1/chat/completions", chat_body(max_tokens=4, response_format={"type": "json_object"}), 200),
     "a wrong field": ("/v1/chat/completions", chat_body(max_tokens=4, stop=["a" * 2000]), 400),
     "a prompt too long": ("/v1/chat/completions", chat_body("dog " * 3000, stop=["zzz"]), 400),
