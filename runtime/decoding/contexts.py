@@ -92,17 +92,21 @@ class ContextMaker:
         """
         self._check(tokens)
         self._begin()
-        evaluated, rows = 0, _Reading(before)
-        for part in parts_of_edit(before.tokens, tokens):
-            if part.before is None:
-                self._feed(tokens[part.start : part.stop])
-                evaluated += part.stop - part.start
-                continue
-            first, behind = self._cache.length, len(self._prefix)
-            self._engine.append(tokens, rows.of(part), of=-behind)
-            if part.before != part.start:
-                turn(self._cache, self._spec, first, behind + part.before, behind + part.start)
-        return self._made(), evaluated
+        evaluated, rows, behind = 0, _Reading(before), len(self._prefix)
+        try:
+            for part in parts_of_edit(before.tokens, tokens):
+                if part.before is None:
+                    self._feed(tokens[part.start : part.stop])
+                    evaluated += part.stop - part.start
+                    continue
+                first = self._cache.length
+                self._engine.append(tokens, rows.of(part), of=-behind)
+                if part.before != part.start:
+                    turn(self._cache, self._spec, first, behind + part.before, behind + part.start)
+            return self._made(), evaluated
+        finally:
+            # They are not quite those of the text, so no other reply may go on from them.
+            self._engine.truncate(min(behind, self._cache.length))
 
     def _begin(self) -> None:
         """Empties the cache of all but the prefix."""

@@ -18,6 +18,7 @@ from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, Pr
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
+from edgeinfer.runtime.kv_cache.prefix_cache import shared_length
 from tests.edgeinfer.conftest import TEMPLATE
 from tests.speculation import load_eager, random_bundle
 
@@ -197,6 +198,17 @@ def test_an_edit_evaluates_what_is_new_and_turns_the_rest(model: edgeinfer.Model
     assert plain is not None
     assert plain.lossless
     assert plain.evaluated == plain.tokens
+
+
+def test_rows_that_were_turned_are_no_prefix_of_other_texts(small_bundle: Path, files: list[Path]) -> None:
+    with load_eager(small_bundle, prefix_cache="20MB") as model:
+        contexts = model.with_contexts([edgeinfer.Context(files[0], edits="turn")])
+        contexts.generate("And then", **OPTIONS)
+        files[0].write_text(EDITED, "utf-8")
+        contexts.generate("And then", **OPTIONS)
+        before, tokens = (whole(model, [text], "And then") for text in (TEXTS[0], EDITED))
+        same = shared_length(np.array(before), np.array(tokens))
+        assert model.generate(tokens, **OPTIONS).timings.cached_prompt_tokens <= same
 
 
 def test_parts_of_an_edit_make_the_new_text() -> None:
