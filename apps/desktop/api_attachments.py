@@ -109,9 +109,11 @@ class _Attachments:
         return JSONResponse({"kept": await asyncio.to_thread(listed)})
 
     async def remove(self, request: Request) -> Response:
-        removed = await asyncio.to_thread(self._attachments.remove, request.path_params["id"])
+        def forget(file: Attachment) -> None:
+            context_of(file).forget()
+
+        await asyncio.to_thread(self._attachments.remove, request.path_params["id"], forget)
         self._services.feed.publish("kept", {})
-        await asyncio.to_thread(context_of(removed).forget)
         return Response(status_code=204)
 
     async def tokens(self, request: Request) -> Response:

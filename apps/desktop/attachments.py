@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edgeinfer.apps.desktop.checks import NotFoundError
 from edgeinfer.apps.desktop.database import Database
@@ -90,18 +90,20 @@ class Attachments:
         """Their ids alone."""
         return frozenset(row["id"] for row in self._database.rows("SELECT id FROM attachments WHERE document = id"))
 
-    def remove(self, id: str) -> Attachment:
-        """Keeps a file no longer; messages that were sent with it have their own copy. Returns what it was.
+    def remove(self, id: str, forget: Callable[[Attachment], None]) -> None:
+        """Keeps a file no longer; messages that were sent with it have their own copy.
+
+        Args:
+            forget: removes what models made of it. Where that fails, the file stays, and can be removed again.
 
         Raises:
             NotFoundError: there is no kept file of that id.
         """
         if id not in self.kept_ids():
             raise NotFoundError("There is no such kept file.", "It may already have been removed.")
-        found = self.get(id)
+        forget(self.get(id))
         with self._database.transaction() as connection:
             connection.execute("DELETE FROM attachments WHERE document = id AND id = ?", (id,))
-        return found
 
     def chosen(self, ids: Sequence[str]) -> tuple[Attachment, ...]:
         """The files of a message that is about to be sent.

@@ -221,6 +221,9 @@ def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, mo
     assert (kept.document, kept.tokens) == (kept.id, 9)
     with pytest.raises(NotFoundError, match="no longer there"):
         history.attachments.keep(names[0], 9)
+    with pytest.raises(ZeroDivisionError):
+        history.attachments.remove(kept.id, lambda file: 1 // 0)  # type: ignore[arg-type]
+    assert history.attachments.kept() == [kept]
     with pytest.raises(NotFoundError, match="no longer there"):
         history.attachments.get(names[1])
     history.delete(id)
