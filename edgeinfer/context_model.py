@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 # Contexts of one request; their files are open one after the other.
 _MOST = 256
-# Selections of contexts that a model remembers; of each it holds the rows of the prefix alone.
-_REMEMBERED = 8
+# Selections of contexts that a model remembers, and prefixes of each, whose rows it holds.
+_REMEMBERED, _PREFIXES = 8, 4
 _APART = "\n\n"
 
 
@@ -81,6 +81,7 @@ class ContextModel:
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
         self._encoded: dict[str, tuple[int, ...]] = {}
+        self._holds_rows = False  # of contexts, as no file could be written
 
     @property
     def info(self) -> ModelInfo:
@@ -181,7 +182,10 @@ class ContextModel:
             use = ContextUse(len(rows), tokens, reader.evaluated, edited, self._placement, self._temperature, lossless)
             assert parts.decoder is not None, "the reader has looked"
             joined = JoinedContexts(parts.decoder, reader.prefix, rows, use)
+        self._holds_rows = self._holds_rows or any(isinstance(each, RowsInMemory) for each in rows)
         self._joined[prefix, adapter] = joined
+        while len(self._joined) > _PREFIXES:
+            self._joined.pop(next(iter(self._joined)), None)
         return joined
 
     def _tokens(self, context: Context) -> tuple[int, ...]:
@@ -213,8 +217,11 @@ def context_model(
     made = ContextModel(model, start, reading, contexts, placement, temperature)
     key = (made.contexts, placement, temperature)
     known[key] = made = known.pop(key, made)
+    # No plan counts what is held in memory.
+    for other in [each for each, earlier in known.items() if earlier is not made and earlier._holds_rows]:
+        known.pop(other, None)
     while len(known) > _REMEMBERED:
-        del known[next(iter(known))]
+        known.pop(next(iter(known)), None)
     return made
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import edgeinfer
 from edgeinfer.contexts import Placement
-from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, UsageError
+from edgeinfer.errors import CapabilityError, ContextLengthError, ModelError, PromptError, StorageError, UsageError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.contexts.edits import EditPart, parts_of_edit
@@ -248,6 +248,23 @@ def test_a_conversation_goes_on_behind_contexts(model: edgeinfer.Model, files: l
     assert second.timings.cached_prompt_tokens >= first.usage.prompt_tokens
     with pytest.raises(UsageError, match="without its cache"):
         chat.save(files[0].with_suffix(".session"))
+
+
+def test_where_no_file_can_be_written_one_selection_is_in_memory(
+    model: edgeinfer.Model, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("The disk is full.", "Make room.")
+
+    monkeypatch.setattr("edgeinfer.context_model.keep_rows", refuse)
+    for selected in (files[:1], files[1:2]):
+        evaluated = []
+        for _ in range(2):
+            used = model.with_contexts(selected).generate("And then", **OPTIONS).contexts
+            assert used is not None
+            evaluated.append(used.evaluated / used.tokens)
+        assert evaluated == [1, 0]
+    assert sum(each._holds_rows for each in model._context_models.values()) == 1
 
 
 def test_texts_write_no_control_tokens(model: edgeinfer.Model, files: list[Path]) -> None:
