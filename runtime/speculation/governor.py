@@ -121,7 +121,9 @@ class Governor:
         self._prices = known + [min(ms, _HOPED * known[-1]) for ms in hoped] + self._pass_ms[2 * self._confirmed :]
         self._cheap_ms = CHEAP * self._pass_ms[0]
         self._asking_ms = self._round_ms + sum(ms for ms in self._guess_ms.values() if ms <= self._cheap_ms)
-        self._tables = [d for d in self._drafters if self._guess_ms[d.name] <= self._cheap_ms and not d.draws]
+        cheap = [d for d in self._drafters if self._guess_ms[d.name] <= self._cheap_ms]
+        # Plain steps keep no rows but their own.
+        self._tables = [d for d in cheap if not (d.draws or d.uses_target)]
         self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
         self._rest, self._next_rest = 0, _FIRST_REST
 
