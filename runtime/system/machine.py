@@ -88,8 +88,8 @@ def _built_in() -> int:
 
 
 def _available() -> int:
-    if sys.platform == "linux":
-        return 1024 * _number(_AVAILABLE, _MEMINFO)
+    if sys.platform == "linux" and (kilobytes := _number(_AVAILABLE, _MEMINFO)):
+        return 1024 * kilobytes
     import psutil
 
     return int(psutil.virtual_memory().available)
