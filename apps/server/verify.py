@@ -181,15 +181,15 @@ class VerifyCompletion:
         name = fields.text("session")
         if name is None or body.get("prompt") is not None:
             self._session = _opened(fields, model)
-            former = fields.text("replaces")
-            self._name = sessions.open(self._session, _checked_name(fields, name), former)
-            self._reply = self._session.reply
+            name, former = _checked_name(fields, name), fields.text("replaces")
             self._vocabulary = fields.text("vocabulary")
+            fields.end()  # before a session is lost to a request that is refused
+            self._name, self._reply = sessions.open(self._session, name, former), self._session.reply
             self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
         else:
             self._session, self._name = sessions.find(name, model), name
             self._reply = _cut(self._session, fields)
-        fields.end()
+            fields.end()
         self._session.leave_round()
         self._sessions, self._session.heard = sessions, self._came
         self._made: VerificationStream | None = None

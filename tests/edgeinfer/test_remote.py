@@ -159,6 +159,7 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
         ({"prompt": prompt, "search": "beam"}, 400, "search"),
         ({"prompt": [10**8]}, 400, None),
         ({"prompt": prompt, "session": "easily guessed"}, 400, "session"),
+        ({"prompt": prompt, "replaces": opened["session"], "n": 2}, 400, "n"),
         ({"prompt": [1] * (alone.context + 1)}, 400, "prompt"),
         ({**session, "draft": []}, 400, "base"),
         ({**session, "base": 1}, 400, "base"),
