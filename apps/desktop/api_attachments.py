@@ -85,7 +85,7 @@ class _Attachments:
         """Has the model read a file now, and keeps both the file and what the model made of it for later."""
         body = await fields(request, self._security, conversation=str | None)
         file = await asyncio.to_thread(self._attachments.get, request.path_params["id"])
-        await asyncio.to_thread(self._attachments.require_room)
+        await asyncio.to_thread(self._attachments.require_room, file.id)
         whole = await asyncio.to_thread(self._conversation, body.get("conversation"))
         given_up, made = threading.Event(), list[Attachment]()
 

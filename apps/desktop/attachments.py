@@ -55,12 +55,15 @@ class Attachments:
         with self._database.transaction() as connection:
             connection.execute(f"DELETE FROM attachments WHERE id = ? AND {_DRAFT}", (id,))
 
-    def require_room(self) -> None:
-        """Checks that one more file can be kept for later.
+    def require_room(self, id: str) -> None:
+        """Checks that a file can be kept for later.
 
         Raises:
             UsageError: there are too many.
+            NotFoundError: it is not there, or was sent.
         """
+        if not self._database.rows("SELECT 1 FROM attachments WHERE id = ? AND message IS NULL", (id,)):
+            raise NotFoundError("The attached file is no longer there.", "Attach it again.")
         if len(self.kept_ids()) >= MOST_KEPT:
             raise UsageError(f"{MOST_KEPT} files are kept already.", "Remove one of them first.")
 

@@ -219,8 +219,9 @@ def test_files_are_bounded_and_drafts_are_forgotten_in_time(history: History, mo
     assert history.attachments.get(names[0]).content == NOTE
     assert history.attachments.kept() == [kept]
     assert (kept.document, kept.tokens) == (kept.id, 9)
-    with pytest.raises(NotFoundError, match="no longer there"):
-        history.attachments.keep(names[0], 9)
+    for refused in (history.attachments.require_room, lambda id: history.attachments.keep(id, 9)):
+        with pytest.raises(NotFoundError, match="no longer there"):
+            refused(names[0])
     with pytest.raises(ZeroDivisionError):
         history.attachments.remove(kept.id, lambda file: 1 // 0)  # type: ignore[arg-type]
     assert history.attachments.kept() == [kept]
