@@ -93,7 +93,7 @@ class EdgeInferReply(RetriedReply):
             yield decided
 
     def _decided(self, event: Mapping[str, Any]) -> Decided:
-        tokens, company = tokens_in(event["tokens"]), _company(event)
+        tokens, company, server_ms = tokens_in(event["tokens"]), _company(event), _number(event.get("server_ms"))
         self._check_model(event)
         if "base" not in event:
             return Decided(tokens, last=False, company=company)
@@ -101,7 +101,7 @@ class EdgeInferReply(RetriedReply):
         return Decided(
             tokens,
             ending=ending if ending in ("stop", "length") else None,
-            server_ms=_number(event.get("server_ms")) or 0.0,
+            server_ms=server_ms or 0.0,
             verified=None if (verified := _number(event.get("verified"))) is None else int(verified),
             company=company,
         )
