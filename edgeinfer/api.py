@@ -327,10 +327,10 @@ class Model(Replying):
         Raises:
             UsageError: there are no texts, or too many; an option is out of range.
         """
-        from edgeinfer.context_model import context_model  # of few programs
+        from edgeinfer.context_model import ContextModel, remembered  # of few programs
 
-        reading = functools.partial(self._threads.idle, self._idle)
-        return context_model(self._context_models, self, self._start, reading, contexts, placement, temperature)
+        idle = functools.partial(self._threads.idle, self._idle)
+        return remembered(self._context_models, ContextModel(self, self._start, idle, contexts, placement, temperature))
 
     def verify_draft(
         self,

@@ -32,7 +32,7 @@ from edgeinfer.runtime.kv_cache.session_file import SessionFile
 if TYPE_CHECKING:
     from edgeinfer.replying import Replying
 
-__all__ = ["ContextModel", "context_model"]
+__all__ = ["ContextModel", "remembered"]
 
 _log = logging.getLogger("edgeinfer")
 
@@ -200,22 +200,13 @@ class ContextModel:
         return known
 
 
-def context_model(
-    known: dict[tuple[object, ...], ContextModel],
-    model: Replying,
-    start: Callable[[GenerationRequest], TokenStream],
-    reading: Callable[[], AbstractContextManager[ModelParts]],
-    contexts: Sequence[Context | str | Path],
-    placement: Placement,
-    temperature: float,
-) -> ContextModel:
-    """One that was made before of the same, behind whose rows a conversation then goes on, or a new one.
+def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel) -> ContextModel:
+    """One that was made before of the same, behind whose rows a conversation then goes on, or this new one.
 
     Args:
-        known: those that the model remembers, the latest last; the others are as `ContextModel` takes them.
+        known: those that the model remembers, the latest last.
     """
-    made = ContextModel(model, start, reading, contexts, placement, temperature)
-    key = (made.contexts, placement, temperature)
+    key = (made.contexts, made._placement, made._temperature)
     known[key] = made = known.pop(key, made)
     # No plan counts what is held in memory.
     for other in [each for each, earlier in known.items() if earlier is not made and earlier._holds_rows]:
