@@ -75,7 +75,7 @@ class VerificationStream(TokenStream):
         return "stop" if self.tokens[-1] in self._stop_ids else None
 
     def give_up(self) -> None:
-        """Ends the round within its current pass, with what was decided, as nobody waits for more. Safe from any
+        """Ends the round within its current pass, with what was decided, as the client wants no more. Safe from any
         thread."""
         self._given_up = True
         self.cancel()

@@ -96,7 +96,7 @@ class _Attachments:
         try:
             await while_connected(request.receive, read())
         except ClientGoneError:
-            return Response(status_code=204)  # nobody reads it
+            return Response(status_code=204)  # the client has gone
         finally:
             given_up.set()
         self._services.feed.publish("kept", {})

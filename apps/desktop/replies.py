@@ -253,7 +253,7 @@ class ConversationReplies:
 
         Args:
             system: text of the system message of the conversations that it is first meant for.
-            given_up: set when nobody waits for it any more.
+            given_up: set when the client has gone.
 
         Raises:
             NoModelError: no model is loaded.

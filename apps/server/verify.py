@@ -88,7 +88,7 @@ class _Session:
             self.reply = reply
 
     def go_on_from(self, former: _Session) -> None:
-        """Takes over what is known of the device, whose next reply this is, or the same one from anew."""
+        """Takes over what is known of the device, whose next reply this is, or the same reply sent again."""
         self.right, self.seen, self.made = former.right, former.seen, former.made
 
     def leave_round(self) -> None:

@@ -150,7 +150,7 @@ class SpeedModel:
 
     Args:
         pace_of: what is known of a configuration whose weights stay in memory.
-        disk: what passes read where they do not; None where nobody asks.
+        disk: what passes read where they do not; None where that does not matter.
     """
 
     def __init__(self, pace_of: Callable[[Configuration], Pace], disk: DiskReads | None = None) -> None:

@@ -270,7 +270,7 @@ class Governor:
         self._forget_draft()
         # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
         self._least_ms = self._pass_ms[min(1, self._most)]
-        # Money is lent for what was right, so nobody else is asked.
+        # The loan is for drafters that were right, so no others are asked.
         self._asked_drafters = self._tables if self._account.lends else self._drafters
 
     def _forget_draft(self) -> None:
