@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_drafts import SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
@@ -45,6 +46,7 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
 )
 _OUTERMOST = 10**18  # bounds of 64-bit integers are taken for this, up to which the engine writes ranges
 _WIDEST = 2**63 + 192  # the bound of such integers, also as JavaScript writes it
+_BESIDE = "By this draft nothing else counts there: put what it means under definitions."
 _DIGITS, _PLACES = 15, 22
 _SPACING = 128  # at most, between doubles below 10**18
 _NEXT_TO_ZERO = Decimal("1e-22")
@@ -100,13 +102,15 @@ class _Document:
         self._waiting: list[Any] = [root]
         self._multiple = Fraction(0)
         self._refers = self._moves_base = False
-        self._ids = ("$id", "id") if "draft-04" in str(root.get("$schema")) else ("$id",)
+        self._draft = draft_of(root)
 
     def mended(self) -> dict[str, Any]:
         while self._waiting:
             schema = self._waiting.pop()
             if isinstance(schema, dict) and id(schema) not in self._seen:
                 self._seen.add(id(schema))
+                for keyword in [each for each in schema if self._draft.overrides(schema, each)]:
+                    del schema[keyword]
                 decide_alternatives(schema)
                 self._waiting.extend(_inner(schema))
                 self._mend(schema)
@@ -128,7 +132,7 @@ class _Document:
             _bound_integers(schema)
         self._check_multiple(schema.get("multipleOf"))
         _check_properties(schema)
-        _mend_texts(schema)
+        _mend_texts(schema, self._draft)
         _add_short_decimals(schema)
         names = schema.get("patternProperties")
         if isinstance(names, dict):
@@ -138,39 +142,44 @@ class _Document:
         schema.update(ordered)
 
     def _check_base(self, schema: dict[str, Any]) -> None:
+        draft = draft_of(schema)
+        if isinstance(schema.get("$schema"), str):
+            schema["$schema"] = draft.uri
         if schema is self._root:
             return
-        bases = [schema.get(name) for name in self._ids]
+        bases = [schema.get(name) for name in self._draft.ids if not self._draft.overrides(schema, name)]
         self._moves_base = self._moves_base or any(isinstance(b, str) and not b.startswith("#") for b in bases)
-        draft = schema.get("$schema")
-        if isinstance(draft, str) and draft.rstrip("#") != str(self._root.get("$schema", draft)).rstrip("#"):
+        if isinstance(schema.get("$schema"), str) and "$schema" in self._root and draft is not self._draft:
             _refuse("$schema: there is a second one", "Write all of the schema by one draft.")
 
     def _follow(self, reference: str) -> None:
         """Mends what a reference leads to, wherever that is."""
         base, _, fragment = reference.partition("#")
         self._refers = self._refers or bool(fragment)
-        own = next((str(self._root[name]) for name in self._ids if name in self._root), "")
+        own = next((str(self._root[name]) for name in self._draft.ids if name in self._root), "")
         if base and base != own.partition("#")[0]:
             _refuse(f"$ref: {reference[:80]!r} is elsewhere", "Put that under $defs, and refer to '#/$defs/...'.")
         if not fragment.startswith("/"):
-            self._waiting.extend(_called(self._root, fragment))
+            self._waiting.extend(_called(self._root, fragment, self._draft))
             return
         value: Any = self._root
-        above = ""
+        is_map = False
         for part in unquote(fragment).split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and name in (*_DATA, "patternProperties") and above not in _MAPS:
-                _refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
+            if isinstance(value, dict) and not is_map:
+                if name in (*_DATA, "patternProperties"):
+                    _refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
+                if self._draft.overrides(value, name):
+                    _refuse(f"$ref: {reference[:80]!r} leads through {name} beside another $ref", _BESIDE)
             if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             elif isinstance(value, dict) and name in value:
                 value = value[name]
             else:
                 _refuse(f"$ref: {reference[:80]!r} is not there", "Refer to a part of the schema.")
-            if isinstance(value, dict) and above not in _MAPS:
+            is_map = name in _MAPS and not is_map
+            if isinstance(value, dict) and not is_map:
                 self._check_base(value)
-            above = name
         self._waiting.append(value)
 
     def _check_multiple(self, value: Any) -> None:
@@ -205,17 +214,19 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
             yield from value.values()
 
 
-def _called(root: Any, name: str) -> Iterator[Any]:
+def _called(root: Any, name: str, draft: SchemaDraft) -> Iterator[Any]:
     """The parts of a document that have a name."""
-    waiting = [root] if name else []
+    waiting = [(root, False)] if name else []
     while waiting:
-        value = waiting.pop()
+        value, is_map = waiting.pop()
         if isinstance(value, dict):
-            if name in (value.get("$anchor"), value.get("$dynamicAnchor")) or value.get("$id") == f"#{name}":
+            anchors = (value.get("$anchor"), value.get("$dynamicAnchor"))
+            if not is_map and (name in anchors or f"#{name}" in map(value.get, draft.ids)):
                 yield value
-            waiting.extend(value.values())
+            below = [keyword for keyword in value if is_map or keyword not in _DATA]
+            waiting.extend((value[keyword], keyword in _MAPS and not is_map) for keyword in below)
         elif isinstance(value, list):
-            waiting.extend(value)
+            waiting.extend((each, False) for each in value)
 
 
 def _mend_numbers(schema: dict[str, Any]) -> None:
@@ -310,21 +321,20 @@ def _check_properties(schema: dict[str, Any]) -> None:
         _refuse(f"minProperties: {least} of names that are open cannot be told apart", hint)
 
 
-def _mend_texts(schema: dict[str, Any]) -> None:
-    """Expressions and formats in the engine's notation."""
+def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:
+    """Expressions, formats and encodings in the engine's notation."""
     pattern, kind = schema.get("pattern"), schema.get("format")
     if isinstance(pattern, str):
         schema["pattern"] = translated(pattern, "pattern")
-    if not isinstance(kind, str) or kind in _FOLLOWED:
-        return
-    del schema["format"]
-    if kind not in FORMATS:
-        if kind in _FORMATS:
+    encoded = content_pattern(schema, draft)
+    further = [] if encoded is None else [encoded]
+    if isinstance(kind, str) and kind not in _FOLLOWED:
+        del schema["format"]
+        if kind in _FORMATS and kind not in FORMATS:
             _refuse(f"format: {kind} is not supported", "Leave it out, or give a pattern.")
-        return
-    first, *further = FORMATS[kind]
-    further += [first] if "pattern" in schema else []
-    schema.setdefault("pattern", first)
+        further.extend(FORMATS.get(kind, ()))
+    if further and "pattern" not in schema:
+        schema["pattern"] = further.pop(0)
     if further and isinstance(schema.setdefault("allOf", []), list):
         schema["allOf"].extend({"pattern": each} for each in further)
 
