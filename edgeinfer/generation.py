@@ -54,6 +54,7 @@ class TokenStream:
         self._prompt, self._config, self._contexts = request.prompt, request.config, request.contexts
         self._turns = turns
         self._step_ms: list[float] = []
+        self._beside_ms: list[float] = []  # of tokens between two plain steps, besides the pass and their reader
         self._waited_ms = 0.0  # for the model's files to be verified
         self._result: Result | None = None
         self._thread = threading.current_thread()
@@ -246,9 +247,14 @@ class TokenStream:
     def _run(self) -> Generator[Chunk]:
         reason: FinishReason = "length"
         started = (time.perf_counter() - self._request.started) * 1e3
+        plain, read_ms = False, 0.0
         try:
             while (step := self._ahead.popleft() if self._ahead else self._step()) is not None:
                 self._step_ms.append(step.ms if self._step_ms else step.ms + started + self._waited_ms)
+                # Behind another step there is more to do than a token's share.
+                if plain and step.pass_ms:
+                    self._beside_ms.append(step.ms - step.pass_ms - read_ms)
+                plain = step.pass_ms > 0
                 self._parts.ledger.check()
                 text = self._text.push(step.token)
                 if self._text.ended:
@@ -259,7 +265,9 @@ class TokenStream:
                 if self._logprobs is not None:
                     self._logprobs.push(step.token, self._text.decoded)
                     logprobs = self._logprobs.show(text)
-                yield Chunk(text, (step.token,), logprobs=logprobs)
+                chunk, told = Chunk(text, (step.token,), logprobs=logprobs), time.perf_counter()
+                yield chunk
+                read_ms = (time.perf_counter() - told) * 1e3
                 if self._text.ended:
                     break
             else:
@@ -373,7 +381,7 @@ class TokenStream:
             stop_string=self._text.stop_string,
             contexts=None if self._contexts is None else self._contexts.use,
         )
-        parts.speculator.finished(strategy)
+        parts.speculator.finished(strategy, self._beside_ms)
         self._turns.leave(self)
         if self._request.on_finish is not None:
             self._request.on_finish(self._result)

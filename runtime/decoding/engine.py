@@ -147,7 +147,8 @@ class Engine:
                     for place, token in enumerate(tokens):
                         if place and self._cancelled.is_set():
                             return
-                        yield Step(token, 0.0 if place else (now - started) * 1e3, place == len(tokens) - 1)
+                        ms, last = 0.0 if place else (now - started) * 1e3, place == len(tokens) - 1
+                        yield Step(token, ms, last, strategy.pass_ns / 1e6)
                     left -= len(tokens)
                     if left == 0 or tokens[-1] in stop_ids or self._cancelled.is_set():
                         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import field
@@ -50,11 +51,13 @@ class Step:
 
     Attributes:
         last: of its pass. Behind it the generation can be closed and another, of the text with it, goes on alike.
+        pass_ms: of a plain step, what its pass took; 0 of any other.
     """
 
     token: int
     ms: float
     last: bool = True
+    pass_ms: float = 0.0
 
 
 @dataclass
@@ -233,6 +236,7 @@ class DecodingStrategy:
 
     Attributes:
         searches: the cache holds more than the reply while it is decoded, so that the reply cannot be paused.
+        pass_ns: of the latest step, nanoseconds of its pass where it was plain; 0 where it was another.
     """
 
     searches = False
@@ -240,6 +244,7 @@ class DecodingStrategy:
     def __init__(self, backend: Backend, sampler: Sampler) -> None:
         self._backend = backend
         self._sampler = sampler
+        self.pass_ns = 0
         self._root = 0  # the reply's last token, which the cache does not hold yet
         self._plain_hidden: Floats | None = None  # of the last plain step; a view until the next pass
         self._tokens_fed, self._position = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -256,6 +261,7 @@ class DecodingStrategy:
         Args:
             logits: after the prompt's last token; a view that the next pass overwrites.
         """
+        self.pass_ns = 0
         return self._accept(self._sampler.sample(logits, len(prompt)), logits)
 
     def next(self, room: int, lost: int) -> Sequence[int]:
@@ -286,7 +292,9 @@ class DecodingStrategy:
 
     def _plain_step(self, lost: int = 0) -> tuple[int]:
         """Makes one token as plain decoding does: forward one row, sample, accept."""
+        started = time.perf_counter_ns()
         logits = self._forward(self._root)
+        self.pass_ns = time.perf_counter_ns() - started
         return self._accept(self._sampler.sample(logits, self._backend.cache.length + lost), logits)
 
     def _forward(self, token: int) -> Floats:  # (V,)

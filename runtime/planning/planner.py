@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from edgeinfer.bundle.experts import find_expert
@@ -179,7 +179,10 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             elif best.measured:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
                 own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
-            known[key] = dataclasses.replace(own, measured=near == key)
+            # A token is chosen and told alike whatever the variant, so one of them decides for all that it can.
+            telling = [profiles(name, draft_model=beside) for name, beside in (reference, near or reference)]
+            beside_ms = _beside_ms(plan_input, telling)
+            known[key] = dataclasses.replace(own, measured=near == key, beside_ms=beside_ms)
         return known[key]
 
     return SpeedModel(pace_of, DiskReads(kept_rate(plan_input.bundle.path), pages - experts.total, experts))
@@ -218,6 +221,15 @@ def process_before_loading(plan_input: PlanInput) -> ProcessMemory:
     return process_memory()
 
 
+def _beside_ms(plan_input: PlanInput, profiles: Sequence[DeviceProfile]) -> float:
+    """What a token takes besides its round, by the first of these profiles that tells, or a guess."""
+    for profile in profiles:
+        costs = profile.costs()
+        if costs is not None and costs.drafts.token_ms is not None:
+            return costs.drafts.token_ms
+    return token_beside_ms(plan_input.manifest.geometry.vocab_size)
+
+
 def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -> Pace:
     costs = profile.costs()
     tokenizer = plan_input.manifest.files.get(TOKENIZER)
@@ -229,7 +241,6 @@ def _pace(plan_input: PlanInput, profile: DeviceProfile, experts: ExpertBytes) -
         round_ms=costs.round_ms if costs else ROUND_MS,
         prospects=_prospects(plan_input, profile, passes),
         tokenizer_ms=_PARSING_MS_PER_BYTE * tokenizer.bytes if tokenizer else 0.0,
-        beside_ms=token_beside_ms(plan_input.manifest.geometry.vocab_size),
     )
 
 

@@ -32,8 +32,8 @@ __all__ = [
 TURN_TOKENS, REPLY_TOKENS = 64, 128
 # Of a round that drafts, besides its pass (docs/LOG.md, 2026-11-21).
 ROUND_MS = 0.3
-# Of a token besides its round: choosing it, its text and its figures; and of each token of the vocabulary it is chosen
-# from (docs/LOG.md, 2026-11-26).
+# Of a token besides its round, until a reply told: choosing it, its text and its figures; and of each token of the
+# vocabulary it is chosen from (docs/LOG.md, 2026-11-26).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
@@ -119,7 +119,7 @@ class DiskReads:
 
 
 def token_beside_ms(vocabulary: int) -> float:
-    """Milliseconds that a token of so large a vocabulary takes besides its round."""
+    """Guesses the milliseconds that a token of so large a vocabulary takes besides its round."""
     return _TOKEN_MS + _CHOICE_MS * vocabulary
 
 

@@ -127,11 +127,13 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """What drafting costs.
+    """What drafting costs, and tokens besides.
 
     Attributes:
         guess_ms: milliseconds of one guess, by the drafter's name.
-        round_ms: milliseconds of a round besides its pass and its guesses.
+        round_ms: milliseconds of a round besides its pass, its guesses and what its tokens take.
+        token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None until a reply
+            told.
 
     Raises:
         StorageError: impossible values.
@@ -139,22 +141,24 @@ class DraftCosts:
 
     guess_ms: Mapping[str, float]
     round_ms: float
+    token_ms: float | None = None
 
     def __post_init__(self) -> None:
         named = all(isinstance(name, str) and _is_time(ms) for name, ms in self.guess_ms.items())
         _require(named, "a guess's cost is impossible")
         _require(_is_time(self.round_ms), f"a round of {self.round_ms} ms")
+        _require(self.token_ms is None or _is_time(self.token_ms), f"a token of {self.token_ms} ms")
 
     def to_dict(self) -> dict[str, Any]:
         """Converts it to JSON's types."""
-        return {"guess_ms": dict(self.guess_ms), "round_ms": self.round_ms}
+        return {"guess_ms": dict(self.guess_ms), "round_ms": self.round_ms, "token_ms": self.token_ms}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Takes back what `to_dict` gave; errors as `PassCosts.from_dict`."""
-        fields = _fields(data, ("guess_ms", "round_ms"))
+        fields = _fields(data, ("guess_ms", "round_ms", "token_ms"))
         _require(isinstance(fields["guess_ms"], dict), "guess_ms must be an object")
-        return cls(fields["guess_ms"], fields["round_ms"])
+        return cls(fields["guess_ms"], fields["round_ms"], fields["token_ms"])
 
 
 @dataclass(frozen=True)

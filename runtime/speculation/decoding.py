@@ -164,11 +164,12 @@ class SpeculativeDecoding(DecodingStrategy):
             started = time.perf_counter_ns()
         self._backend.cache.hold(None)
         tokens = self._plain_step(lost)
+        self._pass_ns.append(self.pass_ns)
         self._context.tokens.extend(tokens)
         self._plain_left = 0 if watches else self._plain_left - 1
         if watches:
             self._governor.watched(tokens[0])
-        self._other_ns += time.perf_counter_ns() - started - self._pass_ns[-1]
+        self._other_ns += time.perf_counter_ns() - started - self.pass_ns
         return tokens
 
     def _round(self, base: int, room: int) -> Sequence[int]:
@@ -177,7 +178,7 @@ class SpeculativeDecoding(DecodingStrategy):
         Args:
             base: rows of the cache, which holds all of the text but the root.
         """
-        started = time.perf_counter_ns()
+        started, self.pass_ns = time.perf_counter_ns(), 0
         self._backend.cache.hold(base)
         self._catch_up()
 
@@ -303,12 +304,6 @@ class SpeculativeDecoding(DecodingStrategy):
             hidden = probed = None
         rows = passed.fed, logits, hidden, len(passed.probed), probed
         return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1)
-
-    def _forward(self, token: int) -> Floats:  # (V,)
-        started = time.perf_counter_ns()
-        logits = super()._forward(token)
-        self._pass_ns.append(time.perf_counter_ns() - started)
-        return logits
 
     def _catch_up(self) -> None:
         """Tells drafters of the plain steps since the last round."""

@@ -36,9 +36,10 @@ _log = logging.getLogger("edgeinfer")
 _PLAIN = 3
 # Tokens of the made-up conversation behind which guesses are timed.
 _FILLER = 48
-# What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known; and
-# how far one reply moves it.
-_ROUND_MS, _ROUND_PULL = 0.12, 0.4
+# What a round in which drafters are asked takes more than a plain step besides pass and guesses, until it is known.
+_ROUND_MS = 0.12
+# How far one reply moves what rounds and tokens are known to take besides passes.
+_PULL = 0.4
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
 _MOST_PROBES = 8
@@ -102,6 +103,7 @@ class DeviceCosts:
         self._kept: tuple[PassCosts, DraftCosts] | None = None  # as the profile has them
         self._guess_ms: dict[str, float] = {}
         self._round_ms = _ROUND_MS
+        self._token_ms: float | None = None
         self._overhead_ms = 0.0  # of a plain step, once there were some
         self._shared: deque[TimedPass] = deque(maxlen=_SHARED)
         self._ran_passes = RanPasses()
@@ -118,7 +120,7 @@ class DeviceCosts:
         if kept is not None and self._reaches(kept.passes):
             self._kept = kept.passes, kept.drafts
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
-            self._round_ms = kept.drafts.round_ms
+            self._round_ms, self._token_ms = kept.drafts.round_ms, kept.drafts.token_ms
             self.exact = _check_from(self._profile.arrays(_EXACT))
         if self._passes is None or (self._check and self.exact is None):
             # Passes read the weights' pages in. What loading ran through of all libraries must have gone by then.
@@ -187,7 +189,14 @@ class DeviceCosts:
         if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
             # Choosing a token takes its time in plain decoding too.
             extra = median(max(0.0, ms - tokens * self._overhead_ms) for ms, tokens in statistics.asking)
-            self._round_ms += _ROUND_PULL * (extra - self._round_ms)
+            self._round_ms += _PULL * (extra - self._round_ms)
+
+    def learn_beside(self, times: Sequence[float]) -> None:
+        """Follows what tokens of a reply took besides their passes; kept with the next `save`."""
+        if len(times) < _ENOUGH:
+            return
+        ms = max(0.0, median(times))
+        self._token_ms = ms if self._token_ms is None else self._token_ms + _PULL * (ms - self._token_ms)
 
     def plain_step_ms(self, statistics: SpeculationStatistics) -> float | None:
         """What a plain step takes at the pace of a reply's passes; None where none of them tells."""
@@ -254,7 +263,7 @@ class DeviceCosts:
 
     def _save(self) -> None:
         assert self._passes is not None
-        drafts = DraftCosts(dict(self._guess_ms), self._round_ms)
+        drafts = DraftCosts(dict(self._guess_ms), self._round_ms, self._token_ms)
         if self._kept != (self._passes, drafts):
             self._profile.save_costs(stamped(self._passes, drafts))
             self._kept = self._passes, drafts

@@ -226,8 +226,7 @@ class Speculator:
 
     def plan_for(self, drafters: tuple[str, ...], most: int) -> None:
         """Sets the drafters, of those it was loaded with, and how far they draft, from the next reply on."""
-        self._planned = drafters
-        self._most = self._limit = most
+        self._planned, self._most, self._limit = drafters, most, most
         self._close(self._drafters.keys() - set(drafters))
 
     def _close(self, names: Collection[str]) -> None:
@@ -346,10 +345,9 @@ class Speculator:
 
     def state(self) -> dict[str, State]:
         """Copies of all that was learnt."""
-        state: dict[str, State] = {_ACCEPTANCE: self._acceptance.state()}
-        for name, drafter in self._drafters.items():
-            state[name] = {key: array.copy() for key, array in drafter.state().items()}
-        return state
+        kept = {name: drafter.state() for name, drafter in self._drafters.items()}
+        state: dict[str, State] = {name: {key: a.copy() for key, a in each.items()} for name, each in kept.items()}
+        return {_ACCEPTANCE: self._acceptance.state()} | state
 
     def restore(self, state: Mapping[str, State]) -> None:
         """Puts back what `state` gave, in place of what was learnt since; without anything, all is forgotten."""
@@ -362,8 +360,10 @@ class Speculator:
             self._drafters[name] = self._made(name)
             self._drafters[name].restore(state.get(name, {}))
 
-    def finished(self, strategy: DecodingStrategy) -> None:
-        """A reply is over: costs follow its passes, and what was learnt is kept, not more often than once a minute."""
+    def finished(self, strategy: DecodingStrategy, beside_ms: Sequence[float] = ()) -> None:
+        """A reply is over: costs follow its passes, and what plain tokens took besides theirs in milliseconds; what was
+        learnt is kept, not more often than once a minute."""
+        self._costs.learn_beside(beside_ms)
         if isinstance(strategy, SpeculativeDecoding):
             self._live.discard(strategy)
             self._costs.learn(strategy.statistics)

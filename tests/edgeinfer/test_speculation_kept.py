@@ -98,6 +98,17 @@ def test_what_was_measured_and_learnt_is_kept(
     assert len(folders(cache)) == 4
 
 
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_what_a_token_takes_besides_its_pass_is_kept(small_bundle: Path, cache: Path, speculation: str) -> None:
+    """Also of replies that draft nothing, and without what their reader takes."""
+    with edgeinfer.load(small_bundle, threads=1) as model:
+        for _ in model.stream(PROMPT, max_tokens=30, ignore_eos=True, speculation=speculation):
+            pass
+    (folder,) = folders(cache)
+    costs = device_profile.DeviceProfile(folder).costs()
+    assert costs is not None and costs.drafts.token_ms is not None and costs.drafts.token_ms > 0
+
+
 def test_nothing_is_kept_unless_it_may(small_bundle: Path, cache: Path) -> None:
     learn(small_bundle, remember=False)
     assert not cache.exists()

@@ -297,10 +297,10 @@ def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
 class Measured(DeviceProfile):
     """A profile whose passes took so many times what `PACE` says."""
 
-    def __init__(self, times: float) -> None:
+    def __init__(self, times: float, token_ms: float | None = None) -> None:
         super().__init__(None)
         self._costs = stamped(
-            PassCosts(tuple((rows, ms * times) for rows, ms in PACE.passes.points)), DraftCosts({}, 0.3)
+            PassCosts(tuple((rows, ms * times) for rows, ms in PACE.passes.points)), DraftCosts({}, 0.3, token_ms)
         )
 
     def costs(self) -> Costs | None:
@@ -511,3 +511,24 @@ def test_tokens_take_time_besides_their_rounds() -> None:
     assert 1e3 / found.tokens_per_second == pytest.approx(1e3 / without.tokens_per_second + 0.5)
     assert found.turn_ms == pytest.approx(without.turn_ms + REPLY_TOKENS * 0.5)
     assert token_beside_ms(150_000) > 2 * token_beside_ms(4_000)
+
+
+@pytest.mark.parametrize(
+    ("usual", "own", "expected"),
+    [(0.05, 0.5, 0.05), (0.05, None, 0.05), (None, 0.5, 0.5), (None, None, None)],
+    ids=["both told", "the usual variant told", "the variant itself told", "none told"],
+)
+def test_tokens_take_what_replies_told(
+    plan_input: PlanInput, usual: float | None, own: float | None, expected: float | None
+) -> None:
+    """A variant's own replies tell only where those of the usual one do not; where none do, a guess is left."""
+    told = {"": usual, "int8": own}
+
+    def token_ms(kv: str, pace: Callable[[float | None], DeviceProfile]) -> float:
+        speed = speed_model(plan_input, lambda variant, **_: pace(told[variant]))
+        return 1e3 / speed.speed(_configuration(kv=kv, draft_max=0, drafters=())).tokens_per_second
+
+    passes = token_ms("int8", lambda _: Measured(1.0, 0.0))
+    guess = token_beside_ms(plan_input.manifest.geometry.vocab_size)
+    found = token_ms("int8", functools.partial(Measured, 1.0)) - passes
+    assert found == pytest.approx(guess if expected is None else expected)

@@ -254,6 +254,15 @@ def test_costs_with_unknown_fields_are_dropped(kept: Path) -> None:
     assert DeviceProfile.open(kept).costs() is None
 
 
+def test_costs_that_do_not_know_what_tokens_take_are_measured_again(kept: Path) -> None:
+    data = COSTS.to_dict()
+    (kept / "costs.json").write_text(json.dumps(data), "utf-8")
+    assert DeviceProfile.open(kept).costs() == COSTS
+    del data["drafts"]["token_ms"]
+    (kept / "costs.json").write_text(json.dumps(data), "utf-8")
+    assert DeviceProfile.open(kept).costs() is None and not (kept / "costs.json").exists()
+
+
 def test_costs_of_another_device_are_not_used(kept: Path) -> None:
     profile = DeviceProfile.open(kept)
     profile.save_costs(replace(COSTS, processor="another"))

@@ -33,7 +33,7 @@ CURVES = st.builds(
     st.lists(st.floats(0.01, 1000), min_size=13, max_size=13),
     st.sampled_from([1, 2, 4]),
 )
-COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05), "a processor", "today")
+COSTS = Costs(PassCosts(((1, 2.0), (2, 2.5)), 2), DraftCosts({"copy": 0.01}, 0.05, 0.2), "a processor", "today")
 
 
 @settings(deadline=None)
@@ -146,7 +146,8 @@ def test_impossible_pass_costs_are_refused() -> None:
 
 
 def test_impossible_draft_costs_are_refused() -> None:
-    for field, value in (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1])):
+    impossible = (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1]))
+    for field, value in (*impossible, ("token_ms", -1), ("token_ms", True), ("token_ms", math.inf)):
         with pytest.raises(StorageError, match="Measure"):
             DraftCosts.from_dict(COSTS.drafts.to_dict() | {field: value})
             pytest.fail(f"{field} of {value} was taken")

@@ -430,6 +430,28 @@ def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
     assert costs.of([]).guess_ms("model") < 1.0
 
 
+def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
+    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
+    saved: list[Costs] = []
+    kept.save_costs = saved.append  # type: ignore[attr-defined]
+    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    costs.prepare()
+    costs.learn_beside([0.1] * 4)
+    costs.save()
+    assert not saved, "so few tokens tell nothing"
+    costs.learn_beside([0.1, 0.1, 30.0, 0.1, 0.1])
+    costs.save()
+    assert saved[-1].drafts.token_ms == 0.1
+    costs.learn_beside([0.2] * 9)
+    costs.save()
+    assert 0.1 < (saved[-1].drafts.token_ms or 0.0) < 0.2
+    kept.kept = saved[-1]
+    again = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    again.prepare()
+    again.save()
+    assert len(saved) == 2, "what was kept is known again"
+
+
 @pytest.mark.slow
 def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> None:
     """By what was kept every row costs a pass, and no draft pays; in truth few rows cost hardly more than one."""
