@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, KVScales, Layout
@@ -104,6 +105,10 @@ class BackendFactory(ABC):
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Where the weights may be, the fastest first."""
         return ("packed",)
+
+    def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
+        """As `planning.plan_input.PlanInput` has it."""
+        return None
 
     @abstractmethod
     def kernel(self, bundle: Bundle, layout: Layout) -> str:

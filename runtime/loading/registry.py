@@ -133,6 +133,7 @@ def plan_input_of(
         settings=settings,
         device=device,
         offload=factory.offload(choice, config),
+        weights_place=factory.weights_place(bundle, layout),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
 from edgeinfer.bundle.kv_types import find_kv_type
@@ -83,6 +84,8 @@ class PlanInput:
         device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
         offload: how many layers run on a graphics processor; None where none do.
+        weights_place: the file that passes read the weights from, which may still have to be made; None where
+            that is the bundle itself.
         option_bytes: what options take beside the model; None for a draft model, which is planned with its target.
     """
 
@@ -102,6 +105,7 @@ class PlanInput:
     device: Device = CPU
     device_note: str = ""
     offload: Callable[[Configuration], int] | None = None
+    weights_place: Path | None = None
     option_bytes: OptionBytes | None = None
 
     @property

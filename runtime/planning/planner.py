@@ -185,7 +185,8 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             known[key] = dataclasses.replace(own, measured=near == key, beside_ms=beside_ms)
         return known[key]
 
-    return SpeedModel(pace_of, DiskReads(kept_rate(plan_input.bundle.path), pages - experts.total, experts))
+    rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
+    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts))
 
 
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:

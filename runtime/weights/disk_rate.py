@@ -63,7 +63,7 @@ class DiskMeter:
 
 
 def kept_rate(path: Path) -> float | None:
-    """Bytes a second that the disk of a file gave passes; None where none read from it yet."""
+    """Bytes a second that the disk of a file, there or still to be made, gave passes; None where none read from it."""
     try:
         data = json.loads(_place(path).read_bytes()[:_MOST_FILE_BYTES])
         rate = float(data["bytes_per_second"])
@@ -84,7 +84,9 @@ def keep_rate(path: Path, rate: float) -> None:
 
 
 def _place(path: Path) -> Path:
-    return user_cache() / "edgeinfer" / "disks" / f"{path.stat().st_dev}.json"
+    # A file that is still to be made will lie on the disk of the nearest folder that is there.
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    return user_cache() / "edgeinfer" / "disks" / f"{there.stat().st_dev}.json"
 
 
 def _read_bytes() -> int:

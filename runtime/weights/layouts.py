@@ -27,7 +27,7 @@ from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 from edgeinfer.user_folders import user_cache
 
-__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare", "runs_native"]
+__all__ = ["Progress", "RunnableGraph", "choose_layout", "kernel_of", "prepare", "runs_native", "weights_place"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -159,6 +159,17 @@ def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return RunnableGraph(layout, graph.model, graph.weights, temporary)
+
+
+def weights_place(bundle: Bundle, layout: Layout) -> Path:
+    """Where `prepare` has the weights of a layout lie, which need not be there yet."""
+    weights = bundle.weights_file(layout)
+    if layout == bundle.manifest.layout or not bundle.quantized or is_converted(bundle, layout, weights):
+        return weights
+    try:
+        return _cache_folder(bundle, layout) / weights_name(bundle.manifest.layout, layout)
+    except (StorageError, KeyError):  # there is no place, or nothing to convert
+        return weights
 
 
 def _is_sound(bundle: Bundle, layout: Layout, weights: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -17,12 +18,18 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.bundle.tables import tensors_in
+from edgeinfer.config import LoadConfig
 from edgeinfer.errors import BackendError, CapabilityError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput, PassCancelledError
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
+from edgeinfer.runtime.loading.registry import plan_input_of
+from edgeinfer.runtime.planning import planner
+from edgeinfer.runtime.planning.plan_input import BackendChoice
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.speculation.registry import OPTION_BYTES
 from edgeinfer.runtime.system.memory import process_memory, releases_pages
 from edgeinfer.runtime.weights import disk_rate
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms, streamed_bytes
@@ -338,3 +345,31 @@ def test_what_the_plan_reckons_with() -> None:
     # A window of six layers takes a quarter of what one of 24 does, and small arrays take faults of their own.
     assert 4 * reread_ms(0, layers_decided=6) == pytest.approx(reread_ms(0, layers_decided=24))
     assert reread_ms(2 * embedding, arrays=9) > 2 * reread_ms(embedding) > 0
+
+
+@pytest.mark.parametrize(("stored", "runs"), [(NATIVE, NATIVE), (PORTABLE, NATIVE), (PORTABLE, PORTABLE)])
+def test_plans_ask_for_the_disk_that_passes_are_timed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: Layout, runs: Layout
+) -> None:
+    """Weights that were converted or packed lie in the user's cache, which may be another disk than the bundle's."""
+    if runs == NATIVE:
+        require_kernel()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bundle, asked = small(stored), list[Path]()
+
+    def planned() -> Path:
+        subject = plan_input_of(BackendChoice("onnx", bundle, runs), LoadConfig())
+        subject = dataclasses.replace(subject, option_bytes=OPTION_BYTES)
+        planner.speed_model(subject, lambda variant, **_: DeviceProfile(None))
+        return asked[-1]
+
+    def kept_rate(path: Path) -> None:
+        assert disk_rate.kept_rate(path) is None  # also of a file that is still to be made
+        asked.append(path)
+
+    monkeypatch.setattr(planner, "kept_rate", kept_rate)
+    before = planned()
+    backend = make_graph_backend(bundle, CAPACITY, layout=runs, weights="mapped")
+    assert backend.pages is not None
+    assert before == planned() == backend.pages.path
+    backend.close()

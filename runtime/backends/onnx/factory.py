@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
@@ -28,7 +29,7 @@ from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.system.memory import releases_pages
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
-from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of
+from edgeinfer.runtime.weights.layouts import Progress, choose_layout, kernel_of, weights_place
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
@@ -64,6 +65,14 @@ class OnnxFactory(BackendFactory):
         # In the other layout the experts of a layer are one matrix, and onnxruntime packs it.
         apart = layout == NATIVE and any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)
         return (*modes, "experts", "streamed") if apart else (*modes, "streamed")
+
+    def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
+        """As the bundle has them or converted, or what onnxruntime packs."""
+        if layout != NATIVE:
+            from edgeinfer.runtime.backends.onnx.packed_cache import packed_place
+
+            return packed_place(bundle)
+        return weights_place(bundle, layout)
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """An instruction set of the native kernel, or an operator."""

@@ -109,10 +109,17 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
 
 def is_packed(bundle: Bundle) -> bool:
     """Whether the file of a bundle's packed weights is there; one that turns out damaged is made again."""
+    place = packed_place(bundle)
+    return place is not None and place.is_file()
+
+
+def packed_place(bundle: Bundle) -> Path | None:
+    """Where the packed weights of a bundle belong on this device, made or not; None where there is no place, or nothing
+    to pack."""
     try:
-        return WEIGHTS in bundle.manifest.files and (_folder(bundle) / PACKED).is_file()
+        return _folder(bundle) / PACKED
     except (StorageError, KeyError):
-        return False
+        return None
 
 
 def _holds(path: Path, data: bytes) -> bool:
