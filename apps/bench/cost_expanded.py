@@ -209,21 +209,20 @@ def _require(condition: bool, what: str) -> None:
         raise UsageError(f"The checkpoint cannot be expanded: {what}", "Choose a larger shape, or another checkpoint.")
 
 
-def expand_checkpoint(source: Path, target: Path, shape: Shape, seed: int = 0) -> None:
+def expand_checkpoint(source: Path, target: Path, shape: Shape) -> None:
     """Writes a cost-expanded checkpoint in float32, with the tokenizer and chat template of its source.
 
     Args:
         source: a Llama checkpoint with tied embeddings and without biases.
         target: a folder, made if it is missing.
         shape: sizes to grow to; of `SHAPES`.
-        seed: of the weights that do not matter.
 
     Raises:
         CheckpointError: the source is of another kind, or its numbers leave no room for the added vocabulary.
         UsageError: it does not fit into the shape.
     """
     checkpoint = TrainedCheckpoint(source)
-    expansion = _Expansion(checkpoint, expanded_shape(checkpoint.shape, shape), seed)
+    expansion = _Expansion(checkpoint, expanded_shape(checkpoint.shape, shape))
     target.mkdir(parents=True, exist_ok=True)
     for name in _KEPT:
         if (source / name).exists():
@@ -293,12 +292,12 @@ class _Vocabulary:
 class _Expansion:
     """The tensors of one cost-expanded checkpoint."""
 
-    def __init__(self, checkpoint: TrainedCheckpoint, shape: Shape, seed: int) -> None:
+    def __init__(self, checkpoint: TrainedCheckpoint, shape: Shape) -> None:
         self.shape = shape
         self._checkpoint = checkpoint
         self._small = checkpoint.shape
         self._vocabulary = _Vocabulary.of(checkpoint, shape)
-        self._generator = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(0)
         self._group = shape.layers // self._small.layers
 
     def write(self, file: BinaryIO) -> None:

@@ -21,7 +21,6 @@ __all__ = ["Enclosure", "drop_cached", "enclosure", "forget_files", "set_limit"]
 _MOUNTS = {"memory": Path("/sys/fs/cgroup/memory"), "": Path("/sys/fs/cgroup")}
 # Of cgroup 1 and 2: the limit, and the largest that was counted.
 _LIMITS = ("memory.limit_in_bytes", "memory.max")
-_PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 # A group whose last process has just ended is busy for a moment.
 _ATTEMPTS, _PAUSE_SECONDS = 50, 0.02
 # Joins the group before the program begins, so that all its pages are counted.
@@ -51,11 +50,6 @@ class Enclosure:
         """What the child gives to `set_limit`, in JSON's types."""
         file = _existing(self.group, _LIMITS)
         return {"kind": self.kind} | ({} if file is None else {"file": str(file)})
-
-    def peak_bytes(self) -> int:
-        """The largest that was counted; 0 where nothing counts."""
-        file = _existing(self.group, _PEAKS)
-        return 0 if file is None else int(file.read_text())
 
     def times_full(self) -> int:
         """How often the limit was reached, whether or not pages could be dropped."""

@@ -14,6 +14,7 @@ Point = tuple[float, float]
 _Box = tuple[float, float, float, float]
 
 _WIDTH, _HEIGHT = 720, 400
+_MOST_STEPS = 6
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 20, 44, 76
 # Near Okabe and Ito's colours, which the colour-blind tell apart; both kinds of page show these well.
 _COLOURS = ("#2f81d6", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -57,12 +58,12 @@ class Chart:
     logarithmic: bool = False
 
 
-def ticks(highest: float, most: int = 6) -> list[float]:
+def ticks(highest: float) -> list[float]:
     """Round numbers from zero to the first that is not below `highest`: steps of 1, 2 or 5 times a power of ten."""
     if not highest > 0 or not math.isfinite(highest):
         return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(highest / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if highest <= power * factor * most)
+    power = 10.0 ** math.floor(math.log10(highest / _MOST_STEPS))
+    step = next(power * factor for factor in (1, 2, 5, 10) if highest <= power * factor * _MOST_STEPS)
     return [step * i for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 

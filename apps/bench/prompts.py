@@ -76,15 +76,12 @@ class Tokenizes(Protocol):
         """Token ids of a conversation; TemplateError where the model has no chat template."""
 
 
-def load_prompts(
-    folder: Path, per_category: int, seed: int = 0, categories: Sequence[str] | None = None
-) -> list[Prompt]:
+def load_prompts(folder: Path, per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
     """Prompts of every data set in a folder, by category.
 
     Args:
         folder: with tales_dialogues/, mtbench/, specbench/, gsm8k/ and summarization/, or some of them.
-        per_category: at most, drawn at random where there are more.
-        seed: of the draw.
+        per_category: at most, drawn at random where there are more, always the same ones.
         categories: take only these, or those of these sources; None is all.
 
     Raises:
@@ -99,7 +96,7 @@ def load_prompts(
     if not found:
         raise PromptError(f"{folder} holds no prompts.", f"It should have some of {', '.join(_SOURCES)}.")
     chosen = _chosen(found, categories)
-    return [prompt for name in chosen for prompt in _draw(found[name], per_category, seed)]
+    return [prompt for name in chosen for prompt in _draw(found[name], per_category)]
 
 
 def builtin_prompts(per_category: int, categories: Sequence[str] | None = None) -> list[Prompt]:
@@ -164,11 +161,11 @@ def _chosen(found: Mapping[str, list[Prompt]], categories: Sequence[str] | None)
     return [name for name in found if name in categories or name.partition("/")[0] in categories]
 
 
-def _draw(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+def _draw(prompts: list[Prompt], count: int) -> list[Prompt]:
     """So many of them in their own order; those of a smaller count are among those of a larger one."""
     if len(prompts) <= count:
         return prompts
-    order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+    order = random.Random(0).sample(range(len(prompts)), len(prompts))
     return [prompts[index] for index in sorted(order[:count])]
 
 

@@ -100,9 +100,9 @@ class PromptTimes:
         """Median of the repeats' milliseconds per token."""
         return float(np.median([reply.per_token_ms for reply in self.replies[mode]]))
 
-    def speedup(self, mode: str, over: str | None = None) -> float:
-        """How many times faster than another mode, which is plain decoding unless given."""
-        return self.ms(over or plain_of(mode)) / self.ms(mode)
+    def speedup(self, mode: str) -> float:
+        """How many times faster than plain decoding."""
+        return self.ms(plain_of(mode)) / self.ms(mode)
 
     def mismatches(self, mode: str) -> int:
         """Replies of a lossless mode that are not the plain one's."""

@@ -51,14 +51,6 @@ class VisitTimes:
         """The quartiles of all times together."""
         return Spread.of([time for burst in self.bursts[engine, task] for time in burst])
 
-    def ratio(self, above: tuple[str, Task], below: tuple[str, Task]) -> Spread:
-        """How many times longer `above` takes than `below`, formed within each repeat.
-
-        Both visits of a repeat lie close in time, so a machine that slows down between repeats does not show in it.
-        """
-        pairs = zip(self.bursts[above], self.bursts[below], strict=True)
-        return Spread.of([float(np.median(upper) / np.median(lower)) for upper, lower in pairs])
-
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
     """The items, starting at another one."""

@@ -22,7 +22,6 @@ __all__ = [
     "Growth",
     "Mapped",
     "Watched",
-    "anonymous_bytes",
     "mapped_files",
     "mapped_memory",
     "peak_bytes",
@@ -147,12 +146,6 @@ def _watched(samples: Sequence[_Sample], stdout: str, seconds: float) -> Watched
         file_bytes=largest.file,
         peak_anonymous_bytes=max(sample.anonymous for sample in samples),
     )
-
-
-def anonymous_bytes(pid: int) -> int:
-    """The process's memory without a file behind it now; 0 where the system does not tell."""
-    sample = _sample(pid)
-    return sample.anonymous if sample else 0
 
 
 def peak_bytes(pid: int) -> int:

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from edgeinfer.apps.desktop.checks import NotFoundError, check_name
 from edgeinfer.apps.desktop.reading import context_of, files_apart, messages_for
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message
-from edgeinfer.apps.desktop.requests import Endpoint, answered, fields, identifiers
+from edgeinfer.apps.desktop.requests import Endpoint, answered, attachment_ids, fields
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.events import while_connected
@@ -120,7 +120,7 @@ class _Attachments:
         """What a message would take if it were sent now: all that the model would read, and each file alone."""
         kinds = {"conversation": str | None, "parent": str | None, "content": str, "attachments": list}
         body = await fields(request, self._security, **kinds)
-        files = await asyncio.to_thread(self._attachments.chosen, identifiers(body, "attachments"))
+        files = await asyncio.to_thread(self._attachments.chosen, attachment_ids(body))
         model = self._services.host.model
         if model is None:
             return JSONResponse({"tokens": None, "context": None, "each": {}})

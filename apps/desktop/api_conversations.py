@@ -25,9 +25,9 @@ from edgeinfer.apps.desktop.replies import RunningReply
 from edgeinfer.apps.desktop.requests import (
     Endpoint,
     answered,
+    attachment_ids,
     event_stream,
     fields,
-    identifiers,
     optional,
     search_text,
     whole_number,
@@ -117,7 +117,7 @@ class _Conversations:
 
     async def ask(self, request: Request) -> Response:
         body = await fields(request, self._security, parent=str | None, content=str, attachments=list)
-        files = identifiers(body, "attachments")
+        files = attachment_ids(body)
         id, content = request.path_params["id"], _short(body.get("content", ""), _LONGEST_TEXT, "content")
         return await self._begin(id, lambda: self._history.ask(id, body.get("parent"), content, files, self._loaded()))
 

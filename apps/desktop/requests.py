@@ -21,7 +21,16 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.errors import BudgetError, EdgeInferError, HubError, ModelError, StorageError, UsageError, UserError
 from edgeinfer.openai.errors import Kinds, status_and_code
 
-__all__ = ["Endpoint", "answered", "event_stream", "fields", "identifiers", "optional", "search_text", "whole_number"]
+__all__ = [
+    "Endpoint",
+    "answered",
+    "attachment_ids",
+    "event_stream",
+    "fields",
+    "optional",
+    "search_text",
+    "whole_number",
+]
 
 _log = logging.getLogger("edgeinfer.desktop")
 
@@ -98,17 +107,17 @@ def optional(body: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: body[name] for name in names if name in body}
 
 
-def identifiers(body: Mapping[str, Any], name: str) -> list[str]:
-    """Reads a list of ids; none where there is no such field.
+def attachment_ids(body: Mapping[str, Any]) -> list[str]:
+    """Reads the ids of files that go with a message; none where there is no such field.
 
     Raises:
         UsageError: something in it is no id.
     """
-    values = body.get(name, [])
+    values = body.get("attachments", [])
     for value in values:
         if not isinstance(value, str):
-            raise UsageError(f"{name} has a wrong type.", f"{name} must be a list of ids.")
-        check_name(value, name)
+            raise UsageError("attachments has a wrong type.", "attachments must be a list of ids.")
+        check_name(value, "attachments")
     return list(values)
 
 

@@ -99,7 +99,7 @@ def read_json(data: bytes) -> Conversation:
     return Conversation(
         id=uuid.uuid4().hex,
         title=check_name(_text(parsed, "title"), "title"),
-        created=_time(parsed, "created"),
+        created=_created(parsed),
         updated=time.time(),
         system=_text(parsed, "system"),
         options=checked_options(options),
@@ -151,7 +151,7 @@ def _add(entry: Any, messages: dict[str, Message]) -> None:
         parent=None if parent is None else messages[parent].id,
         role=role,
         content=_text(entry, "content"),
-        created=_time(entry, "created"),
+        created=_created(entry),
         status=_ended(status),
         failure=None if failure is None else ReplyFailure.of(failure),
         figures=None if figures is None else Figures.of(figures),
@@ -181,10 +181,10 @@ def _text(data: dict[str, Any], name: str) -> str:
     return str(value)
 
 
-def _time(data: dict[str, Any], name: str) -> float:
-    value = data.get(name, time.time())
+def _created(data: dict[str, Any]) -> float:
+    value = data.get("created", time.time())
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(number and math.isfinite(value) and 0 <= value < 1e11, f"{name} must be seconds since 1970")
+    _require(number and math.isfinite(value) and 0 <= value < 1e11, "created must be seconds since 1970")
     return float(value)
 
 

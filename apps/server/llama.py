@@ -59,7 +59,7 @@ class LlamaCompletion:
         self._prompts = [TextPrompt("", options, fields=("prompt", "json_schema"))] * len(prompts)
         self._shown: list[str] = []
         self._settings = {**default_settings(model.context), **_told(options)}
-        self._name, self._context = model.info.name, model.context
+        self._name = model.info.name
         self._replies = [Reply() for _ in range(self.n)]
 
     def check(self, model: ChatModel[Any]) -> None:

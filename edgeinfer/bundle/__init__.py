@@ -2,7 +2,7 @@
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
 from edgeinfer.bundle.kv_scales import KVScales
-from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout, other_layout
+from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.spec import DecoderSpec, MoESpec, RopeSpec
@@ -32,7 +32,6 @@ __all__ = [
     "StateLayer",
     "TensorEntry",
     "open_bundle",
-    "other_layout",
     "seal",
     "write_bundle",
     "write_file",

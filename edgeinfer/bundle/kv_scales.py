@@ -8,10 +8,8 @@ float32 for each channel of each head.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.kv_types import QUANTIZED_KV
-from edgeinfer.bundle.opening import add_file, open_bundle
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.records import dataclass
 
-__all__ = ["KV_SCALES", "KVScales", "LayerScales", "add_kv_scales", "most_bytes", "read_kv_scales"]
+__all__ = ["KV_SCALES", "KVScales", "LayerScales", "most_bytes", "read_kv_scales"]
 
 Floats = NDArray[np.float32]
 
@@ -100,18 +97,9 @@ class KVScales:
             if len(layers) != geometry.num_layers or sizes != {channels}:
                 raise BundleError(f"The KV scales for {kv} belong to another model.", _AGAIN)
 
-    def to_json(self) -> str:
-        """The text of `kv_scales.json`; reading it gives the same bits."""
-        scales = {
-            kv: {name: [_numbers(getattr(layer, name)) for layer in layers] for name in ("keys", "values")}
-            for kv, layers in self.layers.items()
-        }
-        data = {"format": _FORMAT, "version": _VERSION, "tokens": self.tokens, "scales": scales}
-        return json.dumps(data) + "\n"
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], geometry: Geometry) -> KVScales:
-        """Reads what `to_json` wrote, strictly.
+        """Reads the object of `kv_scales.json`, strictly.
 
         Raises:
             BundleError: anything is not as it should be.
@@ -130,11 +118,6 @@ class KVScales:
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise BundleError(f"{KV_SCALES} {what}.", _AGAIN)
-
-
-def _numbers(scales: Floats) -> list[float]:
-    """The shortest decimals that are read back as the same float32."""
-    return [float(str(scale)) for scale in scales]
 
 
 def _read_layers(entry: Any, geometry: Geometry) -> tuple[LayerScales, ...]:
@@ -170,17 +153,3 @@ def most_bytes(geometry: Geometry) -> int:
     """What the scales of a model take as JSON at most."""
     numbers = 2 * len(QUANTIZED_KV) * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
     return _HEADER_BYTES + numbers * _NUMBER_BYTES + 4 * len(QUANTIZED_KV) * geometry.num_layers
-
-
-def add_kv_scales(path: Path, scales: KVScales) -> Bundle:
-    """Puts scales into the bundle at `path`, instead of any that it has, and opens it again.
-
-    At every moment of it the bundle can be opened: without scales, or with them.
-
-    Raises:
-        BundleError: there is no bundle, or the scales belong to another model.
-        StorageError: it cannot be written.
-    """
-    bundle = open_bundle(path)
-    scales.check(bundle.manifest.geometry)
-    return add_file(bundle, KV_SCALES, scales.to_json().encode())

@@ -29,7 +29,6 @@ __all__ = [
     "WEIGHTS",
     "Layout",
     "model_name",
-    "other_layout",
     "tensor_layout",
     "weights_name",
 ]
@@ -45,11 +44,6 @@ LAYOUT_VERSIONS: dict[Layout, int] = {NATIVE: 1, PORTABLE: 1, STATIC: 1}
 
 MODEL = "model.onnx"
 WEIGHTS = "weights.bin"
-
-
-def other_layout(layout: Layout) -> Layout:
-    """The layout that this one is converted to."""
-    return PORTABLE if layout == NATIVE else NATIVE
 
 
 def tensor_layout(name: str, layout: Layout) -> Layout:

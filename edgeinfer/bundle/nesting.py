@@ -22,13 +22,10 @@ NESTED = "drafter"
 _SCALES = "kv_scales.json"
 
 
-def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bool = False) -> Bundle:
+def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
     """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
 
     Left out is what a drafter does not use: graphs for other caches than float32, which old bundles have.
-
-    Args:
-        out: the bundle to make; the target itself only with `replace_existing`, and then it is whole at every moment.
 
     Raises:
         BundleError: either is damaged.
@@ -46,7 +43,7 @@ def nest_drafter(target: Path, drafter: Path, out: Path, *, replace_existing: bo
             )
     if theirs.manifest.drafters:
         raise UsageError(f"{drafter} itself contains a drafter.", "Use the model that it was made from.")
-    with write_bundle(out, replace_existing=replace_existing) as work:
+    with write_bundle(out) as work:
         for name in ours.manifest.files:
             if not name.startswith(f"{NESTED}/"):
                 _copy(ours, name, work)

@@ -1,4 +1,4 @@
-"""Parts that few families have: heads that differ by layer, caches that layers share, per-layer embeddings."""
+"""Parts that few families have: latent attention, heads that differ by layer, shared caches, per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgeinfer.bundle.geometry import KVLayer
 from edgeinfer.bundle.geometry import require_described as _require
 from edgeinfer.records import dataclass
 
-__all__ = ["HeadsSpec", "LayerHeads", "PerLayerSpec", "StreamsSpec", "check_heads", "with_sources"]
+__all__ = ["HeadsSpec", "LatentSpec", "LayerHeads", "PerLayerSpec", "StreamsSpec", "check_heads", "with_sources"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +140,39 @@ class StreamsSpec:
     def __post_init__(self) -> None:
         _require(2 <= self.count <= 64, "there must be 2 to 64 streams")
         _require(self.laurel_rank > 0, "laurel_rank must be positive")
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Keys and values made of one small vector for each token (multi-head latent attention, DeepSeek-V2).
+
+    The cache holds that vector after its norm, and one rotated key for all heads.
+
+    A head's scores are the products of its query with the rotated key, and of what its matrix `attn.k_b` makes of the
+    rest of the query with the vector itself; its results are what `attn.v_b` makes of the weighted sum of vectors.
+
+    Attributes:
+        query_rank: width of the queries' own small vector; 0 where they are made of the hidden state.
+        rank: width of the vector that keys and values are made of.
+        plain_size, rotary_size: channels of a head's query and key that are not rotated, and those that are.
+        value_size: channels of a head's values.
+        norm_eps: of the norms of both small vectors.
+    """
+
+    query_rank: int
+    rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _require(self.query_rank >= 0, "query_rank must be 0 or positive")
+        for name in ("rank", "plain_size", "rotary_size", "value_size"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(0 < self.norm_eps < 1, "norm_eps must be in (0, 1)")
+
+    @property
+    def met_size(self) -> int:
+        """Channels that a query meets of a token."""
+        return self.rank + self.rotary_size

@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer, require_few_layers
 from edgeinfer.bundle.geometry import require_described as _require
-from edgeinfer.bundle.latent import LatentSpec
 from edgeinfer.bundle.mixture import MoESpec, Router
-from edgeinfer.bundle.parts import HeadsSpec, LayerHeads, PerLayerSpec, StreamsSpec, check_heads
+from edgeinfer.bundle.parts import HeadsSpec, LatentSpec, LayerHeads, PerLayerSpec, StreamsSpec, check_heads
 from edgeinfer.bundle.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Mixer, check_mixers, parts_of
 from edgeinfer.bundle.rope import RopeSpec, RopeType
 from edgeinfer.records import dataclass

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,16 +185,14 @@ class Bundle:
         with reading(self.path / name):
             self._compare(name, digest_of(self.path / name))
 
-    def verify(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+    def verify(self) -> None:
         """Compares every file with its digest.
 
         Raises:
             BundleError: a file differs.
             UsageError: the bundle is a plain GGUF file, which comes without a digest.
         """
-        for index, name in enumerate(self.manifest.files):
-            if progress is not None:
-                progress(name, index, len(self.manifest.files))
+        for name in self.manifest.files:
             self.check(name)
 
     def tensor(self, name: str) -> NDArray[np.float32]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from edgeinfer.bundle.tables import PER_LAYER_TABLE
 from edgeinfer.export.architectures.mixture_plans import MixtureNaming, mixture_plans
 from edgeinfer.export.architectures.plans import Source, TensorPlan, plan
 from edgeinfer.export.architectures.recurrent import recurrent_tensors
-from edgeinfer.export.architectures.streams import layer_streams, model_streams
 from edgeinfer.export.source.hf_config import HFConfig
 from edgeinfer.export.source.packed import ternary_packing
 
@@ -25,6 +24,8 @@ MTP, NEXT_LAYER = "mtp", "next layer"
 # Of models that see: what the names of their language model, and of its head, may begin with, and their other tensors.
 SEEING_ROOTS = (("model.", ""), ("language_model.model.", "language_model."), ("model.language_model.", ""))
 SEEING_IGNORABLE = ("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*")
+# The matrices of hidden states in several streams, and the checkpoint's modules.
+_STREAMS = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Architecture:
         names = self.naming
         hidden, vocab = spec.hidden_size, spec.vocab_size
         plans = [plan("embed", (names.embed, (vocab, hidden))), *_model_plans(spec, names)]
-        plans += model_streams(spec, names.streams)
+        plans += _model_streams(spec, names.streams)
         for layer in range(spec.num_layers):
             plans += self._layer(spec, layer, stored)
         plans += _norm_plans(spec, "final_norm", names.final_norm)
@@ -178,7 +179,7 @@ class Architecture:
         plans: list[TensorPlan] = []
         if spec.pre_norm and spec.mixer(layer) != "none":
             norm("attn_norm", names.attn_norm)
-        plans += (*layer_streams(spec, layer, root), *recurrent_tensors(spec, layer, f"{root}{names.mixer}."))
+        plans += (*_layer_streams(spec, layer, root), *recurrent_tensors(spec, layer, f"{root}{names.mixer}."))
         if spec.latent is not None:
             plans += self._latent_attention(spec, spec.latent, prefix, root)
         elif spec.attends(layer):
@@ -341,3 +342,41 @@ def common_spec(
         tied=tied,
         **parts,
     )
+
+
+def _model_streams(spec: DecoderSpec, root: str) -> Iterator[TensorPlan]:
+    """The matrices by which embeddings enter the streams and hidden states leave them, where there are streams.
+
+    Args:
+        root: of the checkpoint's names: the model's module and a dot.
+    """
+    if spec.streams is None:
+        return
+    shape = (spec.hidden_size, spec.hidden_size)
+    for name, module in _STREAMS.items():
+        sources = ((f"{root}{module}.{place}.weight", shape) for place in range(spec.streams.count - 1))
+        yield plan(f"streams.{name}", *sources)
+
+
+def _layer_streams(spec: DecoderSpec, layer: int, root: str) -> Iterator[TensorPlan]:
+    """What predicts and corrects the streams in a layer, and what augments its residual.
+
+    Args:
+        root: of the checkpoint's names: the layer's module and a dot.
+    """
+    if spec.streams is None:
+        return
+    hidden, count, rank = spec.hidden_size, spec.streams.count, spec.streams.laurel_rank
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        "streams.router_norm": ("altup.router_norm", (hidden,)),
+        "streams.router": ("altup.modality_router", (count, hidden)),
+        "streams.predict": ("altup.prediction_coefs", (count * count, count)),
+        "streams.correct": ("altup.correction_coefs", (count, count)),
+        "laurel.down": ("laurel.linear_left", (rank, hidden)),
+        "laurel.up": ("laurel.linear_right", (hidden, rank)),
+        "laurel.norm": ("laurel.post_laurel_norm", (hidden,)),
+    }
+    for name, (module, shape) in tensors.items():
+        yield plan(f"layers.{layer}.{name}", (f"{root}{module}.weight", shape))
+    if spec.streams.scaled:
+        yield plan(f"layers.{layer}.streams.scale", (f"{root}altup.correct_output_scale", (hidden,)))

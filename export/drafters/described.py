@@ -107,16 +107,11 @@ def _widened(planned: TensorPlan, width: int) -> TensorPlan:
     return TensorPlan(planned.name, tuple(sources))
 
 
-def joined_plans(source: ModuleSource, name: str, shape: tuple[int, int]) -> list[TensorPlan]:
-    """The product of what enters a module, and its bias where the checkpoint has one.
-
-    Args:
-        name: of the checkpoint's tensor.
-        shape: of the product's matrix.
-    """
-    plans, bias = [plan("fc", (name, shape))], name.removesuffix("weight") + "bias"
-    if bias in source.checkpoint:
-        plans.append(plan("fc_bias", (bias, shape[:1])))
+def joined_plans(source: ModuleSource, shape: tuple[int, int]) -> list[TensorPlan]:
+    """The product of what enters a module, by a matrix of this shape, and its bias where the checkpoint has one."""
+    plans = [plan("fc", ("fc.weight", shape))]
+    if "fc.bias" in source.checkpoint:
+        plans.append(plan("fc_bias", ("fc.bias", shape[:1])))
     return plans
 
 

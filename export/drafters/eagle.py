@@ -71,7 +71,7 @@ def _describe_third(source: ModuleSource, layer: str) -> DescribedModule:
     tokens = drafted_by(source, drafted)
     taps_normed = config.flag("norm_before_fc")
     plans = own_plans(source, family, spec, ("embed", "head"), 2 * size)
-    plans += joined_plans(source, "fc.weight", (size, width))
+    plans += joined_plans(source, (size, width))
     plans += [
         plan("module.embed_norm", (f"{layer}input_layernorm.weight", (size,))),
         plan("head", ("lm_head.weight", (drafted, size))),
@@ -95,7 +95,7 @@ def _describe_first(source: ModuleSource, layer: str) -> DescribedModule:
     spec = module_spec(source, family, tied=source.target.tied)
     size = spec.hidden_size
     plans = own_plans(source, family, spec, ("embed", "head", "final_norm", "layers.0.attn_norm"), size)
-    plans += joined_plans(source, "fc.weight", (size, 2 * size))
+    plans += joined_plans(source, (size, 2 * size))
     module = DraftModule(
         width=size,
         drafter="eagle",

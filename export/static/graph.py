@@ -136,24 +136,21 @@ class StaticOperators:
         return self._graph.op("Reshape", [value, self._graph.constant(shape)], result)
 
 
-def build_static_graph(
-    spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph, weights: str = WEIGHTS
-) -> onnx.ModelProto:
+def build_static_graph(spec: DecoderSpec, tensors: Mapping[str, TensorEntry], shape: StaticGraph) -> onnx.ModelProto:
     """Builds one graph of a decoder without experts.
 
     Args:
         tensors: the tensor table by canonical name, in the static layout; complete for the spec.
         shape: rows of the graph and of its cache.
-        weights: name of the file the tensors lie in.
     """
-    graph = GraphBuilder(weights, opset=_OPSET)
+    graph = GraphBuilder(WEIGHTS, opset=_OPSET)
     return _StaticDecoder(spec, graph, StaticOperators(graph, spec, tensors, shape.rows), shape).build()
 
 
 class _StaticDecoder:
     def __init__(self, spec: DecoderSpec, graph: GraphBuilder, operators: StaticOperators, shape: StaticGraph) -> None:
         self._spec, self._graph, self._ops, self._shape = spec, graph, operators, shape
-        self._rows, self._context = shape.rows, shape.context
+        self._rows = shape.rows
         # Query heads that share a key/value head; their rows follow one another, so that nothing is repeated.
         self._sharing = spec.num_heads // spec.num_kv_heads
 

@@ -139,22 +139,10 @@ def acceptance_guess(size: StudentSize, vocabulary: int, target_weights: int) ->
     return max(_LEAST, _AT_EQUAL - _PER_HALVING * halvings)
 
 
-def choose_size(costs: TargetCosts, vocabulary: int, most_bytes: int | None = None, bits: int = 8) -> SizeChoice:
-    """The size of the highest predicted speed-up; among equals the smallest.
-
-    Args:
-        most_bytes: of the weights, where they are limited.
-        bits: that a weight will have.
-
-    Raises:
-        UsageError: not even the smallest drafter fits.
-    """
+def choose_size(costs: TargetCosts, vocabulary: int) -> SizeChoice:
+    """The size of the highest predicted speed-up; among equals the smallest."""
     sizes = [StudentSize.of(width, layers) for width in _WIDTHS for layers in _LAYERS]
-    fitting = [s for s in sizes if most_bytes is None or s.weights(vocabulary) * bits / 8 <= most_bytes]
-    if not fitting:
-        hint = "Allow more bytes, or fewer bits."
-        raise UsageError(f"No drafter for {vocabulary} tokens has weights of {most_bytes} bytes or fewer.", hint)
-    choices = [_judge(size, costs, vocabulary) for size in fitting]
+    choices = [_judge(size, costs, vocabulary) for size in sizes]
     return max(choices, key=lambda choice: (choice.speedup, -choice.size.weights(vocabulary)))
 
 

@@ -39,7 +39,6 @@ __all__ = [
     "find_device",
     "kept_schedule",
     "load_state",
-    "remove_states",
     "save_state",
     "step_seconds",
 ]
@@ -117,12 +116,6 @@ def load_state(folder: Path, configuration: Mapping[str, Any]) -> TrainingState 
         return TrainingState(step, list(map(float, table["losses"])), load_file(path / _TENSORS))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StorageError(f"Cannot read the training saved in {path}: {error}.", _ANOTHER) from error
-
-
-def remove_states(folder: Path) -> None:
-    """Removes the states of a folder."""
-    for _, path in _found(folder):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _found(folder: Path) -> list[tuple[int, Path]]:

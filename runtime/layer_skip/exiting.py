@@ -53,7 +53,6 @@ class EarlyExitDecoding(ReducedDecoding):
         super().__init__(given)
         self._below = given.options.skip_cache == "below"
         require(backend.cache.copyable or not self._below, backend, "copy this model's cache", "Leave skip_cache out.")
-        self._exit = exit_layer
         self._costs = costs
         self._first = np.arange(2 * layers) < 2 * exit_layer  # (2 L,)
         self._most = min(_MOST_WAITING, given.chunk, backend.cache.capacity)

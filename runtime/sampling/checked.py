@@ -89,12 +89,10 @@ class WeighedDraw:
 
     Attributes:
         log_weight: logarithm of the estimate, whose mean over draws is that probability.
-        checks: tokens that were checked.
     """
 
     index: int | None
     log_weight: float
-    checks: int
 
 
 def weighed_draw(
@@ -117,15 +115,15 @@ def weighed_draw(
         share = 1.0 if following is None or probability >= left else probability / left
         if accepts(index):
             if share == 1.0:
-                return WeighedDraw(index, log_weight, checks)
+                return WeighedDraw(index, log_weight)
             assert following is not None, "it is not the last"
             tail = 0.0 if accepts(following) else math.log(share)
-            return WeighedDraw(index, log_weight + tail, checks + 1)
+            return WeighedDraw(index, log_weight + tail)
         if share == 1.0:
             break
         log_weight += math.log1p(-share)
         left -= probability
-    return WeighedDraw(None, -math.inf, checks)
+    return WeighedDraw(None, -math.inf)
 
 
 def _ranked(scores: NDArray[np.float64]) -> Iterator[int]:  # (S,)

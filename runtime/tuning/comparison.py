@@ -62,13 +62,13 @@ def judge(ratios: Mapping[str, Sequence[float]], aims: Sequence[str]) -> TimingV
     if gained and all(median_below(values, _WRONGLY_EQUAL) <= 1 + _LOSS for values in ratios.values()):
         return TimingVerdict(True, True, medians)
     # Turned round, the same bound says what is surely slower, and what surely gains too little.
-    slower = tuple(part for part in ratios if _median_above(ratios[part], _WRONGLY_FASTER) > 1 + _LOSS)
-    hopeless = all(_median_above(ratios[part], _WRONGLY_FASTER) > 1 - GAIN for part in aims)
+    slower = tuple(part for part in ratios if _median_above(ratios[part]) > 1 + _LOSS)
+    hopeless = all(_median_above(ratios[part]) > 1 - GAIN for part in aims)
     return TimingVerdict(False, bool(slower) or hopeless, medians, slower)
 
 
-def _median_above(ratios: Sequence[float], error_rate: float) -> float:
-    return -median_below([-ratio for ratio in ratios], error_rate)
+def _median_above(ratios: Sequence[float]) -> float:
+    return -median_below([-ratio for ratio in ratios], _WRONGLY_FASTER)
 
 
 @dataclass(frozen=True)

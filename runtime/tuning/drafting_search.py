@@ -33,7 +33,7 @@ __all__ = ["SkipSet", "TuneResult", "best_exit", "best_skip_set", "tune"]
 
 Progress = Callable[[int, int], None]
 
-# SWIFT scores 33 tokens; logits of that many rows fit anywhere.
+# Most tokens of each reply that are scored. SWIFT scores 33; logits of that many rows fit anywhere.
 _WINDOW = 32
 # Of the linear model: spread of a unit's loss before anything was scored, and of what the sum leaves out.
 _SPREAD, _NOISE = 1.0, 0.2
@@ -68,8 +68,8 @@ class SkipSet:
 class _Scorer:
     """Match rate of any mask."""
 
-    def __init__(self, backend: Backend, samples: Sequence[Sample], window: int) -> None:
-        self._texts = SampleTexts(backend, samples, window)
+    def __init__(self, backend: Backend, samples: Sequence[Sample]) -> None:
+        self._texts = SampleTexts(backend, samples, _WINDOW)
         everything = np.ones(2 * backend.geometry.num_layers, np.bool_)
         self._best = self._likeliest(everything)
 
@@ -86,14 +86,11 @@ class _Scorer:
         return self._texts.positions
 
 
-def best_exit(
-    backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1, window: int = _WINDOW
-) -> SkipSet:
+def best_exit(backend: Backend, samples: Sequence[Sample], costs: BlockCosts, *, granularity: int = 1) -> SkipSet:
     """The exit layer that drafts fastest by its match rate; its mask runs the layers before it. Empties the cache.
 
     Args:
         granularity: exits are after every so many layers.
-        window: most tokens of each reply that are scored.
 
     Raises:
         CapabilityError: the backend cannot skip layers.
@@ -106,7 +103,7 @@ def best_exit(
         raise UsageError(
             message, f"Give a granularity from 1 to {layers - 1}." if layers > 1 else "Choose another drafter."
         )
-    scorer = _Scorer(backend, samples, window)
+    scorer = _Scorer(backend, samples)
     found: list[SkipSet] = []
     for exit_layer in range(granularity, layers, granularity):
         mask = np.arange(2 * layers) < 2 * exit_layer
@@ -125,7 +122,6 @@ def best_skip_set(
     granularity: int = 1,
     evaluations: int = 200,
     seed: int = 0,
-    window: int = _WINDOW,
     progress: Progress | None = None,
 ) -> SkipSet:
     """Searches the set of skipped blocks that drafts fastest. The same arguments give the same set. Empties the cache.
@@ -133,7 +129,6 @@ def best_skip_set(
     Args:
         granularity: consecutive layers whose attention blocks are skipped together, and whose MLP blocks are.
         evaluations: most sets to score, a pass over the samples each.
-        window: most tokens of each reply that are scored.
         progress: called with sets scored and to score.
 
     Raises:
@@ -142,7 +137,7 @@ def best_skip_set(
         BackendError: a text does not fit the cache.
     """
     units = skip_units(backend.geometry.num_layers, granularity, evaluations)
-    scorer = _Scorer(backend, samples, window)
+    scorer = _Scorer(backend, samples)
     search = _Search(scorer, costs, units, np.random.default_rng(seed))
     most = min(evaluations, 2 ** len(search.units) - 1)
     while search.scored < most:

@@ -114,7 +114,7 @@ def test_renewed_it_has_the_graphs_of_today_and_the_same_weights(bundle: Bundle,
 def test_renewing_in_place_and_in_part(bundle: Bundle) -> None:
     # The drafter alone is of today, as where one that was trained since is put into an old bundle.
     renew_bundle(bundle, bundle.path.with_name("new"))
-    mixed = nest_drafter(bundle.path, bundle.path.with_name("new") / "drafter", bundle.path, replace_existing=True)
+    mixed = nest_drafter(bundle.path, bundle.path.with_name("new") / "drafter", bundle.path.with_name("mixed"))
     assert not mixed.manifest.paged and open_bundle(mixed.path / "drafter").manifest.paged
     renew_bundle(mixed, mixed.path, replace_existing=True)
     assert contents(mixed.path) == contents(bundle.path.with_name("new"))

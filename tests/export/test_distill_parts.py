@@ -174,11 +174,7 @@ def test_dear_layers_make_drafters_shallow_and_dear_weights_narrow() -> None:
     assert choose_size(TargetCosts(passes, 10**7, 24), 32_000).size.width < cheap.width
 
 
-def test_bytes_may_be_limited() -> None:
-    costs = TargetCosts({1: 10.0, 8: 11.0}, 10**9, 24)
-    assert choose_size(costs, 4096, most_bytes=300_000, bits=4).size.weights(4096) <= 600_000
-    with pytest.raises(UsageError, match="1000 bytes"):
-        choose_size(costs, 4096, most_bytes=1000)
+def test_a_pass_of_one_row_must_be_measured() -> None:
     with pytest.raises(UsageError, match="not measured"):
         TargetCosts({2: 1.0}, 10, 1)
 

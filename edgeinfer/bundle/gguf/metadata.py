@@ -132,9 +132,9 @@ class Metadata(Mapping[str, Value]):
             raise damaged(self._path, f"{key} is not a whole number of at least 0")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str) -> float:
         """A finite number."""
-        value = self._value(key, default)
+        value = self._value(key, None)
         if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
             raise damaged(self._path, f"{key} is not a finite number")
         return float(value)

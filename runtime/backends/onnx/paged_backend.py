@@ -8,6 +8,7 @@ differs in bits from several: such passes have two rows at least, the second of 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,7 +28,6 @@ from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
 from edgeinfer.runtime.backends.onnx.paths import SPARE_ROWS, Path, PathTables, pages_of, paths_of, repeated
-from edgeinfer.runtime.backends.onnx.together import joined, placed, tables_of
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
@@ -134,7 +134,7 @@ class PagedBackend(GraphBackend):
         check_pass(self, batch)
         cache, size, asked = self.cache, len(batch.tokens), batch
         if cache.shift:
-            batch = placed(cache, batch)
+            batch = _placed(cache, batch)
         if batch.block is not None:
             step = self._run_block(batch, batch.block)
         elif batch.tree is None and size >= self._least:
@@ -169,10 +169,10 @@ class PagedBackend(GraphBackend):
         """See `contract.TogetherBackend.forward_checked`."""
         if len({id(cache) for cache, _ in sequences}) != len(sequences):
             raise BackendError("A sequence can be in a pass only once.")
-        own: Sequences = [(c, placed(c, b)) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
+        own: Sequences = [(c, _placed(c, b)) for c, b in sequences if isinstance(c, PagedCache) and c.pool is self.pool]
         if len(own) < len(sequences):
             raise BackendError("A sequence of another model cannot be in this pass.")
-        batch_of_all = joined([batch for _, batch in own])
+        batch_of_all = _joined([batch for _, batch in own])
         step = self._run(own, batch_of_all)
         whole = self._output(step, len(batch_of_all.tokens), len(batch_of_all.rows))
         outputs, row, logit = list[ForwardOutput](), 0, 0
@@ -228,7 +228,7 @@ class PagedBackend(GraphBackend):
     def _bind_sequences(self, step: Pass, caches: Sequence[PagedCache]) -> None:
         """Binds the pages and states of the sequences of a pass."""
         alone = caches[0].table[None]  # read where it lies
-        bind_input(step.binding, graph.KV_PAGES, alone if len(caches) == 1 else tables_of(caches))
+        bind_input(step.binding, graph.KV_PAGES, alone if len(caches) == 1 else _tables_of(caches))
         rows = [cache.state.row for cache in caches if cache.state is not None]
         if rows:
             bind_input(step.binding, graph.STATE_ROWS, rows[0][None] if len(rows) == 1 else np.stack(rows))
@@ -298,3 +298,38 @@ def _least_rows(manifest: Manifest) -> tuple[int, int]:
         floats = {name for name in floats if find_expert(name) is not None}
     head = "head" in floats
     return 2 if floats - {"head"} else 1, 2 if head else 0
+
+
+def _placed(cache: PagedCache, batch: ForwardInput) -> ForwardInput:
+    """An input with the positions that its rows have where contexts before them lie side by side."""
+    return dataclasses.replace(batch, positions=batch.positions - cache.shift) if cache.shift else batch
+
+
+def _joined(batches: Sequence[ForwardInput]) -> ForwardInput:
+    """One input of the rows of several, without what each row sees.
+
+    Raises:
+        BackendError: they are not to be evaluated in one way.
+    """
+    first = batches[0]
+    if not all(first.goes_with(other) for other in batches[1:]):
+        raise BackendError("The sequences of a pass must run through the same layers, planes and experts.")
+    starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+    states = [batch.hidden for batch in batches if batch.hidden is not None]
+    return dataclasses.replace(
+        first,
+        tokens=np.concatenate([batch.tokens for batch in batches]),
+        positions=np.concatenate([batch.positions for batch in batches]),
+        rows=np.concatenate([batch.rows + start for batch, start in zip(batches, starts[:-1], strict=True)]),
+        tree=None,
+        gains=None,
+        hidden=np.concatenate(states) if states else None,
+    )
+
+
+def _tables_of(caches: Sequence[PagedCache]) -> NDArray[np.int32]:  # (N, P)
+    """The pages of several sequences, -1 behind the shorter ones' last."""
+    tables = np.full((len(caches), max(len(cache.table) for cache in caches)), -1, np.int32)
+    for row, cache in enumerate(caches):
+        tables[row, : len(cache.table)] = cache.table
+    return tables
