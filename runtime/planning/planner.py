@@ -180,8 +180,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
                 rereads = configuration.window_layers > 0 or configuration.expert_bytes > 0
                 own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
             # A token is chosen and told alike whatever the variant, so one of them decides for all that it can.
-            telling = [profiles(name, draft_model=beside) for name, beside in (reference, near or reference)]
-            beside_ms = _beside_ms(plan_input, telling)
+            beside_ms = _beside_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
             known[key] = dataclasses.replace(own, measured=near == key, beside_ms=beside_ms)
         return known[key]
 
