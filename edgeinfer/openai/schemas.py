@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 __all__ = ["closed"]
@@ -13,6 +14,9 @@ _OPENING = (
     "$ref",
 )  # fmt: skip
 _MAPS = ("properties", "$defs", "definitions")
+# What may stand beside a reference that is followed here.
+_BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
+_MOST_HOPS = 8
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 
 
@@ -21,12 +25,13 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     By the standard they may have any others, of which small models make up one after another; llama.cpp's server and
     Ollama close them too. Every document of the result is one of the schema. One whose parts say together what an
-    object has is left as it is.
+    object has is left as it is, and so is one with a `oneOf` of which a document that two alternatives allow would fit
+    but one of them when it is closed.
 
     Args:
         schema: plain values of JSON, of bounded depth.
     """
-    return dict(schema) if _combines(schema) else dict(_closed(schema))
+    return dict(schema) if _combines(schema) or _blurs(schema, schema) else dict(_closed(schema))
 
 
 def _combines(value: Any) -> bool:
@@ -56,3 +61,80 @@ def _closed(schema: Any) -> Any:
     if all(name in named for name in required if isinstance(name, str)):
         made["additionalProperties"] = False
     return made
+
+
+def _blurs(value: Any, root: Mapping[str, Any]) -> bool:
+    """Whether closing may change which documents fit exactly one alternative of a `oneOf`."""
+    if isinstance(value, list):
+        return any(_blurs(each, root) for each in value)
+    if not isinstance(value, Mapping):
+        return False
+    alternatives = value.get("oneOf")
+    if isinstance(alternatives, list):
+        targets = [_target(each, root) for each in alternatives]
+        if any(_is_closed_by(two) and not _excludes(one, two) for one, two in permutations(targets, 2)):
+            return True
+    return any(_blurs(each, root) for each in value.values())
+
+
+def _target(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference to `$defs` leads to, if it stands alone but for what informs; other schemas as they are."""
+    for _ in range(_MOST_HOPS):
+        if not isinstance(schema, Mapping) or not isinstance(reference := schema.get("$ref"), str):
+            break
+        start, _, name = reference.rpartition("/")
+        parts = root.get(start.removeprefix("#/"))
+        if not schema.keys() <= _BESIDE or not isinstance(parts, Mapping) or name not in parts:
+            break
+        schema = parts[name]
+    return schema
+
+
+def _is_closed_by(schema: Any) -> bool:
+    """Whether closing may leave fewer documents of a schema."""
+    if isinstance(schema, list):
+        return any(map(_is_closed_by, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    return "properties" in schema or "$ref" in schema or any(map(_is_closed_by, schema.values()))
+
+
+def _excludes(one: Any, two: Any) -> bool:
+    """Whether surely no document of a schema, when it is closed, is one of another as that stands."""
+    if not (isinstance(one, Mapping) and isinstance(two, Mapping)) or "$ref" in one or "$ref" in two:
+        return False
+    types = [_types(each) for each in (one, two)]
+    if types[0] and types[1] and types[0].isdisjoint(types[1]):
+        return True
+    made = _closed(one)
+    named, others = made.get("properties"), two.get("properties")
+    if {"object"} not in types or not isinstance(named, Mapping):
+        return False
+    required = [_listed(each.get("required")) for each in (one, two)]
+    ends = made.get("additionalProperties") is False and "patternProperties" not in made
+    if ends and any(name not in named for name in required[1]):
+        return True
+    if not isinstance(others, Mapping):
+        return False
+    certain = [name for name in named if name in others and (name in required[0] or name in required[1])]
+    return any(_differ(_values(named[name]), _values(others[name])) for name in certain)
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema allows, integers among numbers; none where it says nothing of them."""
+    return {"number" if name == "integer" else name for name in _listed(schema.get("type")) if isinstance(name, str)}
+
+
+def _values(schema: Any) -> list[Any]:
+    """What a schema lists; nothing where it lists nothing."""
+    if not isinstance(schema, Mapping):
+        return []
+    return [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
+
+
+def _differ(one: list[Any], two: list[Any]) -> bool:
+    return bool(one and two) and not any(value in two for value in one)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

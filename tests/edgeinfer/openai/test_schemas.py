@@ -8,6 +8,12 @@ from edgeinfer.openai.schemas import closed
 
 NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 CLOSED = {**NAMED, "additionalProperties": False}
+WIDER: dict[str, Any] = {**NAMED, "properties": {"a": {"type": "string"}, "b": {}}, "required": ["a", "b"]}
+OTHER: dict[str, Any] = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
+CAT, DOG = (
+    {"type": "object", "properties": {"kind": {"const": kind}, "a": {}}, "required": ["kind"]}
+    for kind in ("cat", "dog")
+)
 
 
 def test_objects_have_the_properties_that_they_name() -> None:
@@ -27,3 +33,33 @@ def test_objects_have_the_properties_that_they_name() -> None:
         {"type": "object"},
     ):
         assert closed(schema) == schema
+
+
+def test_one_of_is_closed_where_no_document_of_two_alternatives_becomes_one_of_one() -> None:
+    end = {"additionalProperties": False}
+    for schema, expected in (
+        ({"oneOf": [NAMED, {"type": "null"}]}, {"oneOf": [CLOSED, {"type": "null"}]}),
+        ({"oneOf": [NAMED, OTHER]}, {"oneOf": [CLOSED, OTHER | end]}),
+        ({"oneOf": [CAT, DOG]}, {"oneOf": [CAT | end, DOG | end]}),
+        (
+            {
+                "$defs": {"cat": CAT, "dog": DOG},
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog", "title": "D"}],
+            },
+            {
+                "$defs": {"cat": CAT | end, "dog": DOG | end},
+                "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog", "title": "D"}],
+            },
+        ),
+    ):
+        assert closed(schema) == expected
+    # A document of a and b fits both alternatives, so it is none of the schema.
+    for alternatives in (
+        [NAMED, WIDER],
+        [NAMED, {**OTHER, "properties": {"a": {}, "b": {}}}],
+        [{"$ref": "#/$defs/n"}, WIDER],
+        [CAT, {**DOG, "properties": {"kind": {"enum": ["dog", "cat"]}}}],
+        [{"type": "array", "items": NAMED}, {"type": "array", "items": WIDER}],
+    ):
+        whole = {"$defs": {"n": NAMED}, "type": "object", "properties": {"c": {"oneOf": alternatives}}}
+        assert closed(whole) == whole
