@@ -180,7 +180,11 @@ def check_grammar(config: GenerationConfig) -> None:
 
 def _try(source: str) -> None:
     if needs_trial(source):
-        wrong = _tried(source)
+        try:
+            wrong = _tried(source)
+        except TimeoutError as error:  # which is not kept, other than what is wrong with it
+            message = "Whether the schema or grammar can be used was not found out in time."
+            raise GrammarError(message, "The machine was busy or asleep: ask again.") from error
         if wrong:
             raise _unusable(in_words(wrong))
 

@@ -9,7 +9,7 @@ from typing import Any
 from edgeinfer.errors import GrammarError
 from edgeinfer.records import dataclass
 
-__all__ = ["SchemaDraft", "content_pattern", "draft_of"]
+__all__ = ["NEWEST", "SchemaDraft", "content_pattern", "draft_of"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class SchemaDraft:
         return self.lone_ref and keyword in _OVERRIDDEN and isinstance(schema.get("$ref"), str)
 
 
-_NEWEST = SchemaDraft("https://json-schema.org/draft/2020-12/schema")
+NEWEST = SchemaDraft("https://json-schema.org/draft/2020-12/schema")
 _DRAFTS: Mapping[str, SchemaDraft] = {
     "draft-04": SchemaDraft("http://json-schema.org/draft-04/schema#", ids=("id", "$id"), lone_ref=True),
     "draft-06": SchemaDraft("http://json-schema.org/draft-06/schema#", lone_ref=True),
     "draft-07": SchemaDraft("http://json-schema.org/draft-07/schema#", lone_ref=True, checks_content=True),
     "draft/2019-09": SchemaDraft("https://json-schema.org/draft/2019-09/schema"),
-    "draft/2020-12": _NEWEST,
+    "draft/2020-12": NEWEST,
 }
 _URI = re.compile(r"https?://json-schema\.org/(draft[-/][\d-]+)/(?:hyper-)?schema#?")
 # Keywords that demand something. Others may stay: references lead through some.
@@ -65,7 +65,7 @@ def draft_of(schema: Mapping[str, Any]) -> SchemaDraft:
     """
     uri = schema.get("$schema")
     if not isinstance(uri, str):
-        return _NEWEST
+        return NEWEST
     found = _URI.fullmatch(uri)
     if found is None or found[1] not in _DRAFTS:
         hint = "Name draft-04, -06, -07, 2019-09 or 2020-12 by its full address, or leave $schema out for the last."

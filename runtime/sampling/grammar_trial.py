@@ -7,6 +7,7 @@ wrong with it, or nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -21,19 +22,22 @@ __all__ = ["ENGINE_LIMITS", "needs_trial", "tried"]
 ENGINE_LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 
 # The engine bounds its work by counts of its own, but for texts that are long, whose rules nest by reference (its
-# stack overflows at two thousand), and for large numbers (repetitions, multiples).
+# stack overflows at two thousand), and for large numbers (repetitions, multiples). Bounds of numbers are none of those:
+# 60 ranges of 15 digits took 0.04 s.
 _SHORT = 4096
 _LARGE_NUMBER = re.compile(r"\d{4,}|\d[eE][+-]?\d")
+_BOUND = re.compile(r'"(?:minimum|maximum)": -?\d{1,19}(?:\.\d{1,20})?(?=[,}])')
 _SECONDS = 5
 _BYTES = 2**30
 # Of the stack; less than threads have anywhere, so that what gets through here gets through there.
 _STACK = 512 * 1024
+_BOUNDED = os.name == "posix"  # where `_bounded` ends what takes too much of the processor
 _REFUSED = "it is too large, too deeply nested or too ambiguous"
 
 
 def needs_trial(grammar: str) -> bool:
     """Whether compiling could take long, much memory or the process down."""
-    return len(grammar) > _SHORT or _LARGE_NUMBER.search(grammar) is not None
+    return len(grammar) > _SHORT or _LARGE_NUMBER.search(_BOUND.sub('""', grammar)) is not None
 
 
 def tried(grammar: str, library: Any) -> str:
@@ -42,11 +46,16 @@ def tried(grammar: str, library: Any) -> str:
     Args:
         grammar: Lark source.
         library: the module `llguidance`, which is imported from the same place.
+
+    Raises:
+        TimeoutError: it took 10 s by the clock, but not by the processor: the machine was busy or asleep.
     """
     command = [sys.executable, "-I", "-S", __file__, str(Path(library.__file__).parent.parent)]
     try:
         done = subprocess.run(command, input=grammar.encode("utf-8"), capture_output=True, timeout=2 * _SECONDS)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        if _BOUNDED:
+            raise TimeoutError from error
         return _REFUSED
     except OSError as error:  # no other process can be started here
         return f"it is too large to be compiled without trying it in another process first ({error})"

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_source import json_rule
+from edgeinfer.runtime.sampling.grammar_trial import needs_trial
 from tests.runtime.sampling.json_texts import Schema, accepts, check_replies, follow
 from tests.tools.json_schema_suite import DRAFTS, READINGS, verdicts
 
@@ -236,6 +238,24 @@ def test_parts_that_are_never_used_refuse_nothing() -> None:
     for name in ("$defs", "definitions", "x-other"):
         assert accepts(follow({"type": "null", name: {"unused": odd}}), "null")
     assert accepts(follow({"type": "null", "default": odd, "examples": [odd]}), "null")
+
+
+def test_common_schemas_are_not_tried_in_a_process_of_their_own() -> None:
+    common = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "description": "word " * 1000,
+        "properties": {"a": {"type": "integer", "title": "A", "default": 12345}, "b": {"format": "date"}},
+        "items": {"type": "number", "minimum": -12345.5, "maximum": 2**53},
+    }
+    assert not needs_trial(json_rule(common))
+    for hostile in (
+        {"maxLength": 9999},
+        {"multipleOf": 12345},
+        {"enum": ["x" * 5000]},
+        {"pattern": '"minimum": (a{9999})'},
+    ):
+        assert needs_trial(json_rule({**common, **hostile})), hostile
+    assert needs_trial('start: /"minimum": 1{9999}/') and needs_trial('start: %json {"minimum": 12345678901234567890}')
 
 
 def test_the_callers_schema_is_not_changed() -> None:
