@@ -23,6 +23,7 @@ from edgeinfer.apps.bench.watch import watch
 from edgeinfer.bundle import open_bundle
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
+from edgeinfer.wording import Setting
 
 __all__ = ["DEVICES", "DeviceRun", "DeviceTarget", "DevicesConfig", "devices_section", "devices_table", "find_targets"]
 
@@ -62,7 +63,7 @@ class DevicesConfig:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise UsageError(f"repeats must be at least 1, not {self.repeats}.", "Leave it out for 5.")
+            raise UsageError(Setting("repeats", self.repeats) + " is out of range.", "Give 1 or more.")
 
 
 @dataclass(frozen=True)

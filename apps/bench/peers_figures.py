@@ -12,6 +12,7 @@ from edgeinfer.apps.bench.render import Paragraph, Section, Table, commands, run
 from edgeinfer.apps.bench.timing import Spread
 from edgeinfer.config import format_size
 from edgeinfer.errors import UsageError
+from edgeinfer.wording import Setting
 
 __all__ = ["BUDGETS", "BudgetFigures", "EngineFigures", "ModelFigures", "PeersConfig", "peers_json", "peers_section"]
 
@@ -59,13 +60,11 @@ class PeersConfig:
             raise UsageError("There is no engine to measure.", f"Known engines: {', '.join(PEERS)}.")
         for name in ("threads", "prompt", "reply", "repeats", "rounds"):
             if getattr(self, name) < 1:
-                raise UsageError(
-                    f"{name} must be at least 1, not {getattr(self, name)}.", "Leave it out for its default."
-                )
+                raise UsageError(Setting(name, getattr(self, name)) + " is out of range.", "Give 1 or more.")
         if min(self.budgets, default=1) < 1:
             raise UsageError("A budget must be at least one byte.", "Give sizes such as 250MB.")
         if self.patience <= 0:
-            raise UsageError(f"patience must be above 0 s, not {self.patience}.", "Leave it out for its default.")
+            raise UsageError(Setting("patience", self.patience) + " is out of range.", "Give more than 0 seconds.")
         if self.context < self.needed:
             message = f"A context of {self.context} tokens is too small: what is timed takes {self.needed}."
             raise UsageError(message, "Give a larger one (-c), or a shorter prompt (-p) and reply (-n).")

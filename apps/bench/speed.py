@@ -23,6 +23,7 @@ from edgeinfer.apps.bench.timing import rotated
 from edgeinfer.config import format_size
 from edgeinfer.errors import BackendError, NativeUnavailableError, UsageError
 from edgeinfer.results import DeviceLimits
+from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer import Model
@@ -138,7 +139,7 @@ class SpeedConfig:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise UsageError(f"repeats must be at least 1, not {self.repeats}.", "Leave it out for 5.")
+            raise UsageError(Setting("repeats", self.repeats) + " is out of range.", "Give 1 or more.")
         if not self.tests:
             raise UsageError("There is nothing to time.", "Give -p, -n or -pg.")
 

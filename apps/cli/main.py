@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 bad usage, 3 model or bundle, 4 does not fit the budget, 5
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import sys
@@ -232,16 +233,19 @@ def _report(arguments: list[str], error: Exception) -> int:
     if is_refused(error):
         error = refusal(address_limit())
     if isinstance(error, EdgeInferError):
-        print_error(error.told(_flag))
+        print_error(error.told(functools.partial(_flag, arguments)))
         return error.exit_code
     print_error(f"unexpected {type(error).__name__}: {error}. Run again with --debug for the traceback.")
     return EdgeInferError.exit_code
 
 
-def _flag(setting: Setting) -> str:
+def _flag(arguments: list[str], setting: Setting) -> str:
     from edgeinfer.apps.cli.options import as_flag  # a message without options must not wait for it
+    from edgeinfer.apps.cli.parser import own_flag
 
-    return as_flag(setting)
+    told = as_flag(setting)
+    known = told != str(setting) or arguments[0] not in COMMANDS
+    return told if known else own_flag(build_parser(arguments[0]), arguments, setting) or told
 
 
 def _show_traceback(arguments: list[str]) -> None:

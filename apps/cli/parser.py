@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from edgeinfer.apps.cli.help_layout import help_text, usage
 from edgeinfer.errors import UsageError
 from edgeinfer.options import nearest
+from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Subparsers = argparse._SubParsersAction["Parser"]
 
-__all__ = ["Parser", "add_command", "add_json_option", "command_line", "missing_extra"]
+__all__ = ["Parser", "add_command", "add_json_option", "command_line", "missing_extra", "own_flag"]
 
 # What the extras bring.
 _EXTRAS = {
@@ -192,6 +193,24 @@ def add_command(
     parser.set_defaults(execute=execute)
     parser.advanced(parser.add_argument("--debug", action="store_true", help="show the traceback of an error"))
     return parser
+
+
+def own_flag(parser: argparse.ArgumentParser, words: Sequence[str], setting: Setting) -> str | None:
+    """An option of a command, as a user gives it; None where the command has none of that name.
+
+    Args:
+        parser: of the command.
+        words: what was written, the command first.
+    """
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            chosen = next((word for word in words if word in action.choices), None)
+            if chosen is not None:
+                return own_flag(action.choices[chosen], words[words.index(chosen) + 1 :], setting)
+        elif action.dest == setting.name and action.option_strings:
+            flag = action.option_strings[-1]
+            return flag if setting.value is ... else f"{flag} {shown(setting.value)}"
+    return None
 
 
 def add_json_option(parser: Parser) -> None:

@@ -78,7 +78,9 @@ def _add_server_options(parser: Parser) -> None:
     text = "maximum size of a request body (default: 4MB)"
     group.add_argument("--max-body", type=parse_size, default=parse_size("4MB"), metavar="SIZE", help=text)
     text = "seconds of silence after which a stream sends a keep-alive comment (default: 10)"
-    group.add_argument("--sse-ping-interval", type=float, default=10.0, metavar="SECONDS", help=text)
+    group.add_argument(
+        "--sse-ping-interval", dest="comment_seconds", type=float, default=10.0, metavar="SECONDS", help=text
+    )
     text = "log the method, path and status of requests on stderr, but never their content"
     group.add_argument("-v", "--verbose", action="store_true", help=text)
 
@@ -102,7 +104,7 @@ def execute(args: argparse.Namespace) -> int:
         allowed_origins=tuple(args.allow_origin),
         api_keys=_api_keys(args.api_key_file),
         max_body=args.max_body,
-        comment_seconds=args.sse_ping_interval,
+        comment_seconds=args.comment_seconds,
     ).within(args.memory)
     _configure_log(args)
     host = ModelHost(parallel=args.parallel, queue=args.queue)

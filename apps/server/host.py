@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import edgeinfer
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
 from edgeinfer.errors import CapabilityError, EdgeInferError, UsageError, UserError
+from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
@@ -121,7 +122,7 @@ class ModelHost:
     def __init__(self, *, parallel: int = 8, queue: int = 64) -> None:
         for name, value in (("parallel", parallel), ("queue", queue)):
             if value < 1:
-                raise UsageError(f"{name} must be at least 1, not {value}.", "Leave it out for the default.")
+                raise UsageError(Setting(name, value) + " is out of range.", "Give 1 or more.")
         self._most = parallel
         self.state = HostState()
         self._queue = queue

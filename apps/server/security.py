@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from edgeinfer.apps.server.keys import ApiKey
 from edgeinfer.errors import UsageError
+from edgeinfer.wording import Setting
 
 __all__ = ["Security", "is_loopback"]
 
@@ -78,7 +79,7 @@ class Security:
         for limit in dataclasses.fields(self):
             value = getattr(self, limit.name)
             if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise UsageError(f"{limit.name}={value!r} is out of range.", f"{limit.name} must be positive.")
+                raise UsageError(Setting(limit.name, value) + " is out of range.", "Give a positive number.")
         self._check_key()
         for name in (self.host, *self.allowed_hosts):
             if not _is_address(_bare(name)) and not _AUTHORITY.fullmatch(name):

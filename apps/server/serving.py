@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgeinfer.errors import UsageError
 from edgeinfer.openai.errors import RequestError, error_body
+from edgeinfer.wording import Setting
 
 __all__ = ["Server", "ServerProtocol", "serve"]
 
@@ -160,7 +161,7 @@ class _Uvicorn(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise UsageError(f"port={port} is out of range.", "Ports are 0 (a free one) to 65535.")
+        raise UsageError(Setting("port", port) + " is out of range.", "Ports are 0 (a free one) to 65535.")
     bare = host.removeprefix("[").removesuffix("]")
     try:
         # Where a name has addresses of both kinds, the older: every client tries it.

@@ -17,6 +17,7 @@ from edgeinfer.quant import QuantPolicy, default_group_size, default_head_bits
 from edgeinfer.quant.budget import Limits
 from edgeinfer.quant.calibration import default_tokens
 from edgeinfer.quant.methods import METHODS
+from edgeinfer.wording import Setting
 
 __all__ = ["EXPORTERS", "FORMATS", "ExportConfig", "StaticOptions"]
 
@@ -184,15 +185,18 @@ class ExportConfig:
         tokens = self.calibration_tokens
         if tokens is not None and not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
             hint = f"Choose {_FEWEST_TOKENS} to {_MOST_TOKENS}."
-            raise UsageError(f"calibration_tokens={tokens} is out of range.", hint)
+            raise UsageError(Setting("calibration_tokens", tokens) + " is out of range.", hint)
 
     def _check_budget(self) -> None:
         if self.budget_bits is not None and self.target_size is not None:
-            raise UsageError("budget_bits and target_size are both given.", "Leave one of them out.")
+            both = Setting("budget_bits") + " and " + Setting("target_size")
+            raise UsageError(both + " are both given.", "Leave one of them out.")
         if self.budget_bits is not None and not 1 <= self.budget_bits <= FLOAT_BITS:
-            raise UsageError(f"budget_bits={self.budget_bits} is out of range.", f"Choose 1 to {FLOAT_BITS}.")
+            message = Setting("budget_bits", self.budget_bits) + " is out of range."
+            raise UsageError(message, f"Choose 1 to {FLOAT_BITS}.")
         if self.target_size is not None and self.target_size <= 0:
-            raise UsageError(f"target_size={self.target_size} is out of range.", "Use a positive number of bytes.")
+            message = Setting("target_size", self.target_size) + " is out of range."
+            raise UsageError(message, "Use a positive number of bytes.")
 
     def _check_opaque(self) -> None:
         """Refuses what the optimum exporter cannot do: it names no tensors and runs no layers."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from edgeinfer.errors import UsageError
+from edgeinfer.wording import Setting
 
 __all__ = ["DEVICES", "DraftTrainOptions", "TrainOptions", "require"]
 
@@ -20,7 +21,7 @@ def require(condition: bool, name: str, value: Any, rule: str) -> None:
         UsageError: the condition does not hold.
     """
     if not condition:
-        raise UsageError(f"{name}={value!r} is out of range.", f"{name} must be {rule}.")
+        raise UsageError(Setting(name, value) + " is out of range.", Setting(name) + f" must be {rule}.")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from edgeinfer.runtime.planning.curve import BudgetPoint, SpeedCurve
 from edgeinfer.runtime.planning.plan import Alternative, MemoryPlan
 from edgeinfer.runtime.planning.speed_model import Speed
 from tests.recorded import check_recorded
+from tests.tables import each_row
 
 Progress = Callable[[str, int, int], None] | None
 
@@ -345,22 +346,8 @@ def test_export_options_of_bits(export: FakeExport, checkpoint: Path, tmp_path: 
     assert (config.budget_bits, config.method, config.calibration_tokens) == (3.5, "gptq", 512)
     assert config.calibration == Path("a.txt")
     assert config.bits_for == (("layers.*.down", 8), ("head", 4))
-
-
-def test_export_to_a_size(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:
-    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--target-size", "350MB"]) == 0
-    assert export.calls[0][2].target_size == 350_000_000
-
-
-@pytest.mark.parametrize(
-    "options", ["--bits-for head", "--bits-for =4", "--bits-for head=many", "--bits 4 --target-size 3MB", "--bits 5"]
-)
-def test_export_options_that_say_nothing(
-    export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str
-) -> None:
-    assert main(["export", str(checkpoint), str(tmp_path / "out"), *options.split()]) == 2
-    assert export.calls == []
-    assert capsys.readouterr().err.startswith("error: ")
+    assert main(["export", str(checkpoint), str(tmp_path / "other"), "--target-size", "350MB"]) == 0
+    assert export.calls[1][2].target_size == 350_000_000
 
 
 @pytest.mark.parametrize(
@@ -403,14 +390,25 @@ def test_export_without_its_libraries(
     assert "pip install 'edgeinfer[export]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options", [["--bits", "5"], ["--group-size", "48"], ["--format", "pickle"], ["--symmetric", "--asymmetric"]]
+@each_row(
+    ("options", "says"),
+    [
+        ("--bits 5", "--bits"),
+        ("--group-size 48", "--group-size"),
+        ("--format pickle", "--format"),
+        ("--symmetric --asymmetric", "not allowed with"),
+        ("--bits-for head", "head"),
+        ("--bits-for =4", "=4"),
+        ("--bits-for head=many", "many"),
+        ("--bits 4 --target-size 3MB", "--target-size"),
+    ],
 )
 def test_export_bad_usage(
-    export: FakeExport, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    export: FakeExport, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: str, says: str
 ) -> None:
-    assert main(["export", str(checkpoint), "out", *options]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["export", str(checkpoint), "out", *options.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
     assert export.calls == []
 
 
