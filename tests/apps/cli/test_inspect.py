@@ -1,0 +1,155 @@
+"""`edgeinfer inspect` and `pull`: arguments, output and exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer import hub
+from edgeinfer.apps.cli.main import main
+from edgeinfer.bundle import Capabilities, Geometry, Manifest, open_bundle, seal
+from edgeinfer.bundle.plan_record import PlannedTensor, PlanRecord
+from edgeinfer.errors import HubError
+from tests.recorded import check_recorded
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle with files that nothing here runs."""
+    root = tmp_path / "bundle"
+    root.mkdir()
+    (root / "model.onnx").write_bytes(b"x" * 2048)
+    (root / "tokenizer.json").write_text("{}")
+    manifest = Manifest(
+        name="toy",
+        architecture="llama",
+        backend="onnx",
+        geometry=Geometry(vocab_size=512, hidden_size=8, num_layers=2, num_kv_heads=1, head_dim=8, max_positions=256),
+        parameters=4096,
+        capabilities=Capabilities(layer_skip=True, hidden=True, tree=False),
+        exits=(1, 2),
+        export={"bits": 4, "symmetric": False, "head_bits": None},
+        quality={"perplexity": 3.25},
+    )
+    seal(root, manifest)
+    return root
+
+
+def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle)]) == 0
+    assert "predicted KL" not in capsys.readouterr().out
+    manifest = open_bundle(bundle).manifest
+    planned = (
+        PlannedTensor("layers.0.mlp.down", 4, 32, predicted_kl=0.25),
+        PlannedTensor("layers.1.mlp.down", 8, 64, predicted_kl=0.125),
+        PlannedTensor("embed", 32),
+    )
+    record = PlanRecord("gptq", planned, "0" * 64, 4096, 2_000_000)
+    (bundle / "edgeinfer.json").write_text(dataclasses.replace(manifest, plan=record).to_json())
+    assert main(["inspect", str(bundle)]) == 0
+    out = capsys.readouterr().out
+    for fact in ("layers.*.mlp.down", "4 (1), 8 (1)", "0.375", "gptq, calibrated on 4,096 tokens", "2.0 MB"):
+        assert fact in out
+    check_recorded("cli-inspect", out.splitlines()[1:])
+    assert main(["inspect", str(bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["tensors"][1]["bits"] == 8
+
+
+def test_inspect_prints_the_facts(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle)]) == 0
+    out, err = capsys.readouterr()
+    for fact in (
+        "toy",
+        "llama",
+        "4,096",
+        "2.0 KB",
+        "bytes per token in float32; types float32",
+        "layer skipping, early exit",
+        "3.25",
+    ):
+        assert fact in out
+    assert "draft trees" not in out
+    assert err == ""
+    rows = {line.split()[0]: line.split()[-1] for line in out.splitlines() if line}
+    assert (rows["bits"], rows["symmetric"], rows["head_bits"]) == ("4", "no", "none")
+
+
+def test_inspect_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(bundle), "--json", "--verify"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["name"] == "toy"
+    assert data["kv_bytes_per_token"] > 0
+    assert data["verified"] is True
+    assert "tensors" not in data
+    assert main(["inspect", str(bundle), "--json", "--tensors"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tensors"] == []
+    assert "verified" not in data
+
+
+def test_inspect_verify_finds_a_changed_file(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "model.onnx").write_bytes(b"y" * 2048)
+    assert main(["inspect", str(bundle)]) == 0
+    assert main(["inspect", str(bundle), "--verify"]) == 3
+    assert "model.onnx does not match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"format": "edgeinfer-bundle", "format_version": 99}', "\xff"])
+def test_inspect_of_a_malformed_manifest(bundle: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (bundle / "edgeinfer.json").write_text(text, "latin-1")
+    assert main(["inspect", str(bundle)]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_inspect_lists_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    builtin = Path(edgeinfer.__file__).parent / "builtin" / "tales"
+    if not (builtin / "edgeinfer.json").is_file():
+        pytest.skip("the built-in model has not been made")
+    assert main(["inspect", "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.0.attn.qkv" in out
+
+
+def test_pull(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = []
+
+    def update(name: str, *, revision: str | None, bits: int | None, **_: Any) -> Path:
+        calls.append((name, revision, bits))
+        return bundle
+
+    monkeypatch.setattr(hub, "update", update)
+    monkeypatch.setattr(hub, "local", lambda name: bundle)
+    assert main(["pull", "org/name", "--bits", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{bundle}\n"
+    assert "edgeinfer chat -m org/name" in err
+    assert main(["pull", "org/name", "--revision", "v2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"repo": "org/name", "path": str(bundle), "kind": "bundle"}
+    assert err == ""
+    assert calls == [("org/name", None, 8), ("org/name", "v2", None)]
+
+
+def test_pull_without_converting(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bundle / "edgeinfer.json").unlink()
+    monkeypatch.setattr(hub, "pull", lambda *_, **__: bundle)
+    assert main(["pull", "org/name", "--no-convert"]) == 0
+    assert "edgeinfer export org/name name" in capsys.readouterr().err
+
+
+def test_pull_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def update(name: str, **options: Any) -> Path:
+        raise HubError("You are offline.", "Go online.")
+
+    monkeypatch.setattr(hub, "update", update)
+    assert main(["pull", "org/name"]) == 3
+    assert capsys.readouterr().err == "error: You are offline. Go online.\n"
