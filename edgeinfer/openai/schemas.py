@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
@@ -16,7 +16,7 @@ _OPENING = (
 _MAPS = ("properties", "$defs", "definitions")
 # What may stand beside a reference that is followed here.
 _BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
-_MOST_HOPS = 8
+_MOST_HOPS, _MOST_STEPS = 8, 300_000
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 
 
@@ -31,7 +31,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         schema: plain values of JSON, of bounded depth.
     """
-    return dict(schema) if _combines(schema) or _blurs(schema, schema) else dict(_closed(schema))
+    return dict(schema) if _combines(schema) or _blurs(schema) else dict(_closed(schema))
 
 
 def _combines(value: Any) -> bool:
@@ -63,18 +63,26 @@ def _closed(schema: Any) -> Any:
     return made
 
 
-def _blurs(value: Any, root: Mapping[str, Any]) -> bool:
+def _blurs(schema: Mapping[str, Any]) -> bool:
     """Whether closing may change which documents fit exactly one alternative of a `oneOf`."""
-    if isinstance(value, list):
-        return any(_blurs(each, root) for each in value)
-    if not isinstance(value, Mapping):
-        return False
-    alternatives = value.get("oneOf")
-    if isinstance(alternatives, list):
-        targets = [_target(each, root) for each in alternatives]
-        if any(_is_closed_by(two) and not _excludes(one, two) for one, two in permutations(targets, 2)):
-            return True
-    return any(_blurs(each, root) for each in value.values())
+    parts = list(_parts(schema))
+    found = [part["oneOf"] for part in parts if isinstance(part.get("oneOf"), list)]
+    if sum(map(len, found)) * len(parts) > _MOST_STEPS:
+        return True
+    pairs = (permutations([_target(each, schema) for each in alternatives], 2) for alternatives in found)
+    return any(_is_closed_by(two) and not _excludes(one, two) for each in pairs for one, two in each)
+
+
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of JSON inside of a value, itself included; without recursion, as a caller's may be deep."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            yield part
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
 
 
 def _target(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -92,11 +100,7 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _is_closed_by(schema: Any) -> bool:
     """Whether closing may leave fewer documents of a schema."""
-    if isinstance(schema, list):
-        return any(map(_is_closed_by, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    return "properties" in schema or "$ref" in schema or any(map(_is_closed_by, schema.values()))
+    return any("properties" in part or "$ref" in part for part in _parts(schema))
 
 
 def _excludes(one: Any, two: Any) -> bool:
