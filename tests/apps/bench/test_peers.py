@@ -284,9 +284,9 @@ BAD_INPUT = (
     (["--models", "grand"], "Unknown model 'grand'"),
     (["--checkpoint", "/nowhere"], "/nowhere is no checkpoint"),
     (["-c", "100"], "A context of 100 tokens is too small"),
-    (["-t", "0"], "threads must be at least 1"),
-    (["--repeats", "0"], "repeats must be at least 1"),
-    (["--patience", "0"], "patience must be above 0"),
+    (["-t", "0"], "--threads 0 is out of range"),
+    (["--repeats", "0"], "--repeats 0 is out of range"),
+    (["--patience", "0"], "--patience 0.0 is out of range"),
     (["--json", "/nowhere/peers.json"], "there is no such folder"),
 )
 
