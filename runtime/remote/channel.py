@@ -5,6 +5,7 @@ It reads no clock, so tests run it in simulated time (`tests/runtime/remote/simu
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from statistics import median
 
@@ -94,6 +95,9 @@ class Channel:
         self._spare: float | None = None  # milliseconds that may be lost; None before rounds and passes are known
         self._window = self._unmeasured = self._run = 0  # tokens
         self._window_ms = 0.0
+        # What follows from the figures, until one of them changes: a round asks for it several times.
+        self._passes_known: dict[float, list[float]] = {}
+        self._rounds_known: dict[tuple[float, bool], list[float]] = {}
         self.links: list[float] = []
         self.passes: list[float] = []
 
@@ -120,6 +124,7 @@ class Channel:
     def drafted(self, ms: float) -> None:
         """One token was drafted in so many milliseconds."""
         self._draft_ms.append(ms)
+        self._rounds_known.clear()
 
     def joins(self, company: Company | None) -> None:
         """An answer said what is best for all replies that share passes; None where no other does."""
@@ -133,6 +138,8 @@ class Channel:
         self.passes.append(server_ms)
         self._link_ms.append(self.links[-1])
         self._pass_ms.setdefault(1 + verified, deque(maxlen=_KEPT)).append(server_ms)
+        self._passes_known.clear()
+        self._rounds_known.clear()
 
     def went(self, drafted: int, tokens: int, ms: float) -> None:
         """A round with so many drafted tokens that were looked at brought so many tokens, and took so long with its
@@ -150,6 +157,7 @@ class Channel:
         """Of so many tokens that were compared with the verifier's, one after the other, so many agreed."""
         left = max(0.0, 1 - seen / _MEMORY)
         self._agreed, self._seen = left * self._agreed + agreed, left * self._seen + seen
+        self._rounds_known.clear()
         if self._seen <= 0:
             self._agreed, self._seen = _PRIOR * _PRIOR_TOKENS, _PRIOR_TOKENS
 
@@ -159,6 +167,8 @@ class Channel:
         if self._window < _WINDOW:
             return
         self._stream_ms.append(self._window_ms / self._window)
+        self._passes_known.clear()
+        self._rounds_known.clear()
         if self._spare is not None:
             self._spare = min(self._spare + _RISK * self._window_ms, max(4 * self._risk(self._most), self._spare))
         # What was slow once is less and less a reason not to try again.
@@ -287,6 +297,8 @@ class Channel:
 
     def _round_costs(self, row: float, *, hoping: bool = False) -> list[float]:
         """What rounds cost that draft none, one, two tokens and so on; arguments as `_best` has them."""
+        if (known := self._rounds_known.get((row, hoping))) is not None:
+            return known
         draft = median(self._draft_ms) if self._draft_ms else 0.0
         link = min(self._link_ms) if self._link_ms else 0.0
         passes = self._server_ms(row)
@@ -299,6 +311,7 @@ class Channel:
             paid = drafted - whole * min(drafted, ahead)
             price = self._prices.of(drafted, _ROUND_BYTES + _DRAFT_BYTES * drafted)
             costs.append(paid * draft + link + server + price)
+        self._rounds_known[row, hoping] = costs
         return costs
 
     def _stream_cost(self, row: float) -> float:
@@ -311,6 +324,8 @@ class Channel:
     def _server_ms(self, row: float) -> list[float]:
         """What the server takes for passes of one row, two rows and so on: on the line through the nearest sizes that
         are believed, and no more than the least that one of as many rows or more took."""
+        if (known := self._passes_known.get(row)) is not None:
+            return known
         least = {size: min(ms) for size, ms in self._pass_ms.items()}
         if self._stream_ms:
             least[1] = min([*self._stream_ms, *self._pass_ms.get(1, ())])
@@ -322,13 +337,15 @@ class Channel:
             bound = min(bound, least.get(rows, math.inf))
             if rows <= self._most + 1:
                 costs[rows - 1] = max(min(_on_line(least, sizes, rows, row), bound), 0.1)
+        self._passes_known[row] = costs
         return costs
 
 
 def _on_line(least: dict[int, float], sizes: list[int], rows: int, row: float) -> float:
     """What so many rows take on the line through the nearest sizes; `row` as `Channel._best` has it."""
-    low = max((size for size in sizes if size <= rows), default=sizes[0])
-    high = min((size for size in sizes if size > low), default=None)
+    above = max(bisect_right(sizes, rows), 1)
+    low = sizes[above - 1]
+    high = sizes[above] if above < len(sizes) else None
     slope = row * least[low] / (1 + row * (low - 1))
     if high is not None:
         slope = max((least[high] - least[low]) / (high - low), 0.0)
