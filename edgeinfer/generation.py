@@ -367,7 +367,7 @@ class TokenStream:
                 anonymous_bytes=memory.anonymous,
                 file_bytes=memory.file,
                 terms=dict(parts.plan.terms),
-                used=parts.ledger.terms(),
+                used=parts.ledger.terms(memory),
                 given_up=tuple(parts.ledger.given_up),
                 pss_bytes=proportional_bytes(),
             ),

@@ -115,7 +115,8 @@ class ConfigOption:
         if value is None and self.optional:
             return
         if self.range is not None:
-            require(self.range.holds(value), self.name, value, str(self.range))
+            if not self.range.holds(value):
+                require(False, self.name, value, str(self.range))
         elif self.choices:
             if not isinstance(value, str) or value not in (*self.choices, *self.also):
                 hint = suggestion(value, self.choices) + Setting(self.name)

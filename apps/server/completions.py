@@ -52,12 +52,14 @@ class CompletionKind:
         framing: of streamed answers.
         error: how an error is told inside of a stream, from its status and its body by OpenAI; None is as otherwise.
         aside: does what a request asks for beside text; the answer where it asks for no text at all, else None.
+        is_brief: whether a request is read and checked in less time than handing it to another thread takes.
     """
 
     make: Callable[[Mapping[str, Any], Model], Completion]
     framing: Framing = SERVER_SENT
     error: Callable[[int, dict[str, Any]], dict[str, Any]] | None = None
     aside: Callable[[Service, str, Mapping[str, Any]], Response | None] | None = None
+    is_brief: Callable[[Mapping[str, Any]], bool] = lambda _: False
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,13 @@ async def _read(
     """
     async with json_body(request, service.security, most=service.most_body()) as body:
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
-        if body.get("model") in model.adapters:
+        if body.get("model") is not None and body["model"] in model.adapters:
             body.setdefault("adapter", body["model"])  # adapters are chosen as vLLM's are
         answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
         if answer is not None:
             return answer
+        if kind.is_brief(body):
+            return _made(kind, body, model)
         # Not on the model's thread: a hostile schema takes seconds, in which no reply would go on.
         async with service.compiling if compiles(body) else contextlib.nullcontext():
             completion = await asyncio.to_thread(_made, kind, body, model)
@@ -196,7 +200,7 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
         replies = []
         for index in range(completion.n):
             try:
-                reply = host.submit(partial(completion.start, index=index), owner)
+                reply = host.submit(partial(completion.start, index=index), owner, streams=completion.stream)
             except BusyError as error:
                 raise RequestError(error.message, error.hint, status=429, code="queue_full") from error
             replies.append(await stack.enter_async_context(reply))

@@ -60,15 +60,28 @@ class HostState:
     number: int = 0
 
 
-class HostReply:
-    """The chunks of a reply, as they come. Leaving its `async with` block cancels what is left of it."""
+# Chunks that are passed on together where nobody reads them as they come: few enough that the event loop does not stand
+# still for them.
+_TOGETHER = 16
 
-    def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str) -> None:
+
+class HostReply:
+    """The chunks of a reply, as they come. Leaving its `async with` block cancels what is left of it.
+
+    Args:
+        worker: runs the model.
+        start: as `ModelHost.submit` takes it.
+        owner: who asks.
+        together: chunks that may be passed on at once.
+    """
+
+    def __init__(self, worker: ModelThread, start: Callable[[Model], TokenStream], owner: str, together: int) -> None:
         self._worker = worker
-        self._items: asyncio.Queue[Chunk | ReplyEnd | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[list[Chunk | ReplyEnd | Exception]] = asyncio.Queue()
         self._result: Result | None = None
         # Nothing of it leads back here, so that what a request kept is free when its reply is left.
-        self._job = Job(start, partial(_on, asyncio.get_running_loop(), self._items.put_nowait))
+        put = partial(_on, asyncio.get_running_loop(), self._items.put_nowait)
+        self._job = Job(start, _Bundles(put, together).add)
         worker.add(self._job, owner)
 
     @property
@@ -99,16 +112,36 @@ class HostReply:
 
     async def _chunks(self) -> AsyncIterator[Chunk]:
         while True:
-            item = await self._items.get()
-            if isinstance(item, Exception):
-                try:
-                    raise item
-                finally:
-                    del item  # whose traceback leads here
-            if isinstance(item, ReplyEnd):
-                self._result = item.result
-                return
-            yield item
+            for item in await self._items.get():
+                if isinstance(item, Exception):
+                    try:
+                        raise item
+                    finally:
+                        del item  # whose traceback leads here
+                if isinstance(item, ReplyEnd):
+                    self._result = item.result
+                    return
+                yield item
+
+
+class _Bundles:
+    """Passes chunks on in bundles, the last with the end: each wakes the event loop, for which the model then waits.
+
+    Args:
+        put: takes a bundle.
+        most: chunks of one.
+    """
+
+    def __init__(self, put: Callable[[list[Chunk | ReplyEnd | Exception]], None], most: int) -> None:
+        self._put, self._most = put, most
+        self._waiting: list[Chunk | ReplyEnd | Exception] = []
+
+    def add(self, item: Chunk | ReplyEnd | Exception) -> None:
+        """Takes a chunk or the end."""
+        self._waiting.append(item)
+        if len(self._waiting) >= self._most or isinstance(item, ReplyEnd | Exception):
+            bundle, self._waiting = self._waiting, []
+            self._put(bundle)
 
 
 class ModelHost:
@@ -212,12 +245,13 @@ class ModelHost:
             await self._do(self._drop_model)
             self._set(HostState("empty"))
 
-    def submit(self, start: Callable[[Model], TokenStream], owner: str) -> HostReply:
+    def submit(self, start: Callable[[Model], TokenStream], owner: str, *, streams: bool = True) -> HostReply:
         """Starts a reply that takes turns with the others.
 
         Args:
             start: makes its stream, on the model's thread; what it raises comes out of the iteration.
             owner: who asks; each owner has the same share.
+            streams: whether chunks are wanted as they come; otherwise several are passed on together.
 
         Raises:
             UsageError: no model is loaded.
@@ -227,7 +261,7 @@ class ModelHost:
             raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
         if self.waiting >= self._queue:
             raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
-        return HostReply(self._worker, start, owner)
+        return HostReply(self._worker, start, owner, 1 if streams else _TOGETHER)
 
     async def ask(self, question: Callable[[Model], T]) -> T:
         """Asks something of the model between two turns.

@@ -139,8 +139,8 @@ class Service:
         """The loaded model, if that is its name."""
         model = self.model()
         # As it was asked for on the command line will do too, though a path is not listed.
-        known = [*self.names(model), *model.adapters, *([self.host.state.model] if self.host.state.model else [])]
-        if name and plain_name(name) not in map(plain_name, known):
+        asked_for = [self.host.state.model] if self.host.state.model else []
+        if name and plain_name(name) not in map(plain_name, [*self.names(model), *model.adapters, *asked_for]):
             raise unknown_model(name, [*self.names(model), *model.adapters])
         return model
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -196,6 +197,21 @@ def _refused(host: str, port: int, error: OSError) -> UsageError:
 _INVALID = error_body(RequestError("This is not a valid HTTP request.", code="invalid_http"))[1]
 
 
+class _Connection(h11.Connection):
+    """HTTP/1.1 by h11, which gives the head of an answer with what follows: sent apart, clients wake up twice."""
+
+    _head = b""
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """What is to be sent; nothing for the head of an answer, as its body follows at once."""
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self._head = data or b""
+            return b""
+        head, self._head = self._head, b""
+        return head + data if head and data is not None else data
+
+
 class ServerProtocol(H11Protocol):
     """One connection.
 
@@ -217,6 +233,10 @@ class ServerProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _active = 0.0  # by the loop's clock: since when it waits for a request
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Connection(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -31,6 +31,8 @@ __all__ = ["VerifySessions", "verify_kinds"]
 
 # Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
 _MOST_DRAFTED = 64
+# Fields of a request that is read at once; rounds have seven at most.
+_FEW_FIELDS = 8
 # Replies that are kept, and tokens of all of them: some 40 MB.
 _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
 # Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
@@ -58,18 +60,20 @@ class _Session:
         right, seen: drafted tokens that were right, of those that were compared; older ones count less.
         heard: seconds of the clock when it last was asked for, or had an answer.
         over: whether the reply has come to its end.
+        checked: whether its options are those of a reply that can be.
         made: the latest round, while somebody else holds it: a stream holds its model.
     """
 
     model: str
     prompt: tuple[int, ...]
-    reply: tuple[int, ...]
+    reply: list[int]
     options: dict[str, Any]
     most: int | None = None
     right: float = _PRIOR * _PRIOR_TOKENS
     seen: float = _PRIOR_TOKENS
     heard: float = 0.0
     over: bool = False
+    checked: bool = False
     made: Callable[[], VerificationStream | None] = lambda: None
 
     @property
@@ -82,10 +86,9 @@ class _Session:
         left = 1 - compared / _MEMORY
         self.right, self.seen = left * self.right + right, left * self.seen + compared
 
-    def reaches(self, reply: tuple[int, ...]) -> None:
-        """So much of the reply was decided."""
-        if len(reply) > len(self.reply):
-            self.reply = reply
+    def reaches(self, begun: int, tokens: Sequence[int]) -> None:
+        """These tokens were decided behind the first so many of the reply."""
+        self.reply += tokens[len(self.reply) - begun :]
 
     def go_on_from(self, former: _Session) -> None:
         """Takes over what is known of the device, whose next reply this is, or the same reply sent again."""
@@ -130,6 +133,15 @@ class VerifySessions:
         with self._lock:
             return sum(not session.over and session.heard > since for session in self._sessions.values())
 
+    def goes_on(self, body: Mapping[str, Any]) -> bool:
+        """Whether a request is for a further round of a reply whose options were checked, and has little to look at."""
+        name, draft = body.get("session"), body.get("draft") or []
+        if len(body) > _FEW_FIELDS or not isinstance(draft, list) or len(draft) > _MOST_DRAFTED:
+            return False
+        with self._lock:
+            session = self._sessions.get(name) if isinstance(name, str) else None
+        return session is not None and session.checked and body.get("prompt") is None
+
     @property
     def _is_full(self) -> bool:
         tokens = sum(len(session.prompt) + len(session.reply) for session in self._sessions.values())
@@ -151,7 +163,7 @@ class VerifySessions:
 
 def verify_kinds(sessions: VerifySessions) -> Mapping[str, CompletionKind]:
     """What answers requests for rounds, by its path."""
-    return {"/verify": CompletionKind(partial(VerifyCompletion, sessions))}
+    return {"/verify": CompletionKind(partial(VerifyCompletion, sessions), is_brief=sessions.goes_on)}
 
 
 class VerifyCompletion:
@@ -184,7 +196,7 @@ class VerifyCompletion:
             name, former = _checked_name(fields, name), fields.text("replaces")
             self._vocabulary = fields.text("vocabulary")
             fields.end()  # before a session is lost to a request that is refused
-            self._name, self._reply = sessions.open(self._session, name, former), self._session.reply
+            self._name, self._reply = sessions.open(self._session, name, former), tuple(self._session.reply)
             self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
         else:
             self._session, self._name = sessions.find(name, model), name
@@ -197,7 +209,9 @@ class VerifyCompletion:
 
     def check(self, model: ChatModel[Any]) -> None:
         """Refuses options that no reply can have."""
-        model.check(**self._session.options)
+        if not self._session.checked:
+            model.check(**self._session.options)
+            self._session.checked = True
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Compares the vocabularies of both sides; prompts are tokens already."""
@@ -225,22 +239,23 @@ class VerifyCompletion:
         return []
 
     def chunk(self, index: int, chunk: Chunk) -> list[Event]:
-        """Its tokens."""
-        assert self._made is not None, "the round was started"
+        """Its tokens, where they are streamed."""
+        if not (self.stream and chunk.token_ids):
+            return []
         facts = {} if self._sent else self._facts  # with the first, as the rest may not be waited for
-        self._sent += len(chunk.token_ids)
         # A device that leaves a stream goes on behind what it has of it.
-        self._session.reaches((*self._reply, *self._made.tokens[: self._sent]))
-        return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}] if chunk.token_ids else []
+        self._session.reaches(len(self._reply) + self._sent, chunk.token_ids)
+        self._sent += len(chunk.token_ids)
+        return [{**facts, **self._company(), "tokens": list(chunk.token_ids)}]
 
     def finished(self, index: int, result: Result) -> list[Event]:
         """How the round ended, and those of its tokens that no chunk had."""
         made, session = self._made, self._session
         assert made is not None, "the round is over"
-        session.reaches((*self._reply, *made.tokens))
+        session.reaches(len(self._reply), made.tokens)
         session.judge(made.compared, made.right)
         session.over = made.ending is not None or len(session.reply) >= (session.most or math.inf)
-        return [self._answer(made, made.tokens[self._sent :])]
+        return [self._answer(made, made.tokens[self._sent :])] if self.stream else []
 
     def closing(self) -> list[Event]:
         """Nothing."""
@@ -287,7 +302,7 @@ def _opened(fields: Fields, model: Model) -> _Session:
     if options.get("seed") is None:
         # All rounds draw by the same.
         options["seed"] = secrets.randbits(63)
-    return _Session(model.digest, prompt, reply, options, fields.whole("max_tokens", 1, LARGEST_COUNT))
+    return _Session(model.digest, prompt, list(reply), options, fields.whole("max_tokens", 1, LARGEST_COUNT))
 
 
 def _checked_name(fields: Fields, name: str | None) -> str | None:
@@ -305,7 +320,7 @@ def _cut(session: _Session, fields: Fields) -> tuple[int, ...]:
     if base > len(session.prompt) + len(session.reply):
         message = f"The session has fewer than {base} tokens."
         raise RequestError(message, _AGAIN, param="base", code=_LOST, status=409)
-    return session.reply[: base - len(session.prompt)]
+    return tuple(session.reply[: base - len(session.prompt)])
 
 
 def _bias(value: Any) -> Any:

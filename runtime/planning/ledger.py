@@ -76,9 +76,13 @@ class Ledger:
         self.given_up: list[str] = []
         self.peak = 0
 
-    def terms(self) -> dict[str, int]:
-        """Bytes in use now, by term; "process" is the whole process."""
-        return dict(self._terms()) | {"process": self.counted(process_memory())}
+    def terms(self, memory: ProcessMemory) -> dict[str, int]:
+        """Bytes in use now, by term; "process" is the whole process.
+
+        Args:
+            memory: of the process now.
+        """
+        return dict(self._terms()) | {"process": self.counted(memory)}
 
     def counted(self, memory: ProcessMemory) -> int:
         """Bytes of the pages that count against the budget."""
@@ -156,7 +160,7 @@ class Ledger:
                 f"The process holds {format_size(used)}, the budget is {format_size(budget)}, and nothing is left to "
                 "give up.",
                 "Free memory elsewhere in this program, use a larger budget, or load the model with a smaller context.",
-                terms=self.terms(),
+                terms=self.terms(process_memory()),
                 minimum_bytes=used,
             )
 

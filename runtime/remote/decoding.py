@@ -48,6 +48,35 @@ class _Answers:
         return self.wanted
 
 
+class _Askers:
+    """Threads that ask the server. There is a second only while a stream that was left still waits for its next token,
+    and what has to be started for a round is waited for."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle, self._threads = threading.Semaphore(0), 0
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Works on one of the threads."""
+        self._works.put(work)
+        if not self._idle.acquire(blocking=False):
+            self._threads += 1
+            # It ends with the program, whatever it waits for.
+            threading.Thread(target=self._run, name="edgeinfer-remote", daemon=True).start()
+
+    def end(self) -> None:
+        """Ends them after what they do."""
+        for _ in range(self._threads):
+            self._works.put(None)
+        self._threads = 0
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
+            del work  # which holds the reply
+            self._idle.release()
+
+
 class RemoteDecoding(DecodingStrategy):
     """Decodes one reply in rounds: this model drafts, a server verifies; or the server streams, where that is faster.
 
@@ -81,7 +110,7 @@ class RemoteDecoding(DecodingStrategy):
         self._server, self._options, self._channel = server, options, channel
         self._chunk, self._goes_on, self._cancelled = chunk, goes_on, cancelled
         self._reply: RemoteReply | None = None
-        self._answers = _Answers()
+        self._answers, self._askers = _Answers(), _Askers()
         self._text: list[int] = []
         self._prompt = 0  # tokens of the text
         self._drafts: list[int] = []  # behind the text
@@ -193,8 +222,7 @@ class RemoteDecoding(DecodingStrategy):
             except Exception as error:  # raised where it is waited for
                 answers.came.put((error, time.perf_counter()))
 
-        # It ends with the program, whatever it waits for.
-        threading.Thread(target=work, name="edgeinfer-remote", daemon=True).start()
+        self._askers.do(work)
 
     def _answer(self, most: int) -> tuple[Decided, float]:
         """The next answer, and when it came; until then, up to `most` tokens are drafted behind the text."""
@@ -273,6 +301,7 @@ class RemoteDecoding(DecodingStrategy):
         """Closes the connection."""
         if self._reply is not None:
             self._reply.close()
+        self._askers.end()
 
     def remote_use(self) -> RemoteUse | None:
         """What the server did."""

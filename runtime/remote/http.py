@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,10 @@ from edgeinfer.version import VERSION
 from edgeinfer.wording import shown
 
 try:
+    import httpcore
     import httpx
+
+    from edgeinfer.runtime.remote.segments import connection_pool
 except ImportError as error:
     raise CapabilityError(
         "Replies that another machine decides need httpx.", "Install it: pip install 'edgeinfer[remote]'"
@@ -53,7 +58,8 @@ class RemoteRefusalError(Exception):
 
 
 # What a request ends with that tells nothing of the server.
-UNANSWERED = (UnansweredError, RemoteRefusalError, httpx.TransportError)
+_BROKEN = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
+UNANSWERED = (UnansweredError, RemoteRefusalError, *_BROKEN)
 
 
 class Connection:
@@ -65,35 +71,35 @@ class Connection:
 
     def __init__(self, access: RemoteAccess) -> None:
         # What unpacks to more than was counted is not asked for.
-        headers = {"User-Agent": f"edgeinfer/{VERSION}", "Accept-Encoding": "identity"}
+        self._headers = {"User-Agent": f"edgeinfer/{VERSION}", "Accept": "*/*", "Accept-Encoding": "identity"}
         if access.key is not None:
-            headers["Authorization"] = f"Bearer {access.key}"
-        timeout = httpx.Timeout(_READ_S, connect=_CONNECT_S)
-        # Certificates of the system, or of SSL_CERT_FILE. Proxies of the environment would see texts.
-        trusted = ssl.create_default_context() if access.url.startswith("https:") else False
-        self._http = httpx.Client(
-            base_url=access.url, headers=headers, timeout=timeout, trust_env=False, verify=trusted
-        )
+            self._headers["Authorization"] = f"Bearer {access.key}"
+        self._limits = {"timeout": {"connect": _CONNECT_S, "read": _READ_S, "write": _READ_S, "pool": _READ_S}}
+        self._base = access.url.rstrip("/")
+        self._heads: dict[str, tuple[httpcore.URL, list[tuple[bytes, bytes]]]] = {}  # by paths
+        # Certificates of the system, or of SSL_CERT_FILE.
+        trusted = ssl.create_default_context() if access.url.startswith("https:") else None
+        self._pool = connection_pool(trusted)
 
     def get(self, path: str) -> Any:
         """What the server has at a path.
 
         Raises:
-            RemoteRefusalError, UnansweredError, httpx.TransportError: nothing.
+            RemoteRefusalError, UnansweredError, others of `UNANSWERED`: nothing.
             ValueError: not JSON.
         """
-        with self._http.stream("GET", path) as answer:
+        with self._answer("GET", path, None) as answer:
             return _accepted(answer)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """The whole answer to a request; errors as `get`."""
-        with self._http.stream("POST", path, json=body) as answer:
+        with self._answer("POST", path, body) as answer:
             return _accepted(answer)
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
         """The events of a stream; errors as `get`, and where it ends otherwise than it should."""
-        with self._http.stream("POST", path, json=body) as answer:
-            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+        with self._answer("POST", path, body) as answer:
+            if not _header(answer, b"content-type").startswith(b"text/event-stream"):
                 yield _accepted(answer)
                 return
             _require_plain(answer)
@@ -106,9 +112,33 @@ class Connection:
                         raise UnansweredError(str(_message(event["error"])))
                     yield event
 
+    def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> contextlib.AbstractContextManager[httpcore.Response]:
+        """Asks, and is open while the answer is read."""
+        url, headers = self._head(path)
+        content = None
+        if body is not None:
+            content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+            sizes = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(content))]
+            headers = [*headers, *sizes]
+        return self._pool.stream(method, url, headers=headers, content=content, extensions=self._limits)
+
+    def _head(self, path: str) -> tuple[httpcore.URL, list[tuple[bytes, bytes]]]:
+        """What all requests for a path have in common."""
+        if path not in self._heads:
+            request = httpx.Request("GET", self._base + path, headers=self._headers)
+            url = request.url
+            if url.userinfo:
+                named = b64encode(f"{url.username}:{url.password}".encode()).decode("ascii")
+                request.headers["Authorization"] = f"Basic {named}"
+            place = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+            self._heads[path] = place, request.headers.raw
+        return self._heads[path]
+
     def close(self) -> None:
         """Ends the connection, and whatever waits for it."""
-        self._http.close()
+        self._pool.close()
 
 
 class RetriedReply:
@@ -143,12 +173,12 @@ class RetriedReply:
                     if not tell(decided) or decided.last:
                         return
                 raise UnansweredError("the answer was cut off")
-            except httpx.ReadTimeout:
+            except httpcore.ReadTimeout:
                 message = f"{self._access.url} has sent nothing for {_READ_S:g} seconds."
                 raise RemoteError(
                     message, "Look whether the server is overloaded, then ask again.", lost=True
                 ) from None
-            except (UnansweredError, httpx.TransportError) as error:
+            except (UnansweredError, *_BROKEN) as error:
                 failure: Exception = error
                 if reason := _distrust(error):
                     raise RemoteError(f"The TLS of {self._access.url} cannot be trusted: {reason}.", _TLS) from None
@@ -172,7 +202,7 @@ class RetriedReply:
         """One round, sent once: what is decided, in order, the last part marked so.
 
         Raises:
-            UnansweredError, RemoteRefusalError, httpx.TransportError: it was not answered.
+            UnansweredError, RemoteRefusalError, others of `UNANSWERED`: it was not answered.
             RemoteError: the server is another than was meant.
         """
         raise NotImplementedError
@@ -217,33 +247,38 @@ def tokens_in(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _accepted(answer: httpx.Response) -> Any:
+def _accepted(answer: httpcore.Response) -> Any:
     """The JSON of an answer that is no refusal."""
     _require_plain(answer)
-    if answer.status_code == 200:
+    if answer.status == 200:
         return json.loads(_body(answer))
     try:
         told = json.loads(_body(answer))
     except ValueError:
         told = {}
     error = told.get("error", told) if isinstance(told, dict) else {}
-    if answer.status_code in _AGAIN:
-        raise UnansweredError(str(_message(error) or f"status {answer.status_code}"))
-    raise RemoteRefusalError(answer.status_code, error if isinstance(error, dict) else {"message": str(error)})
+    if answer.status in _AGAIN:
+        raise UnansweredError(str(_message(error) or f"status {answer.status}"))
+    raise RemoteRefusalError(answer.status, error if isinstance(error, dict) else {"message": str(error)})
 
 
 def _message(error: Any) -> Any:
     return error.get("message") if isinstance(error, dict) else error
 
 
-def _require_plain(answer: httpx.Response) -> None:
-    if answer.headers.get("content-encoding", "identity") != "identity":
+def _require_plain(answer: httpcore.Response) -> None:
+    if _header(answer, b"content-encoding") not in (b"", b"identity"):
         raise ValueError("packed")
 
 
-def _body(answer: httpx.Response) -> bytes:
+def _header(answer: httpcore.Response, name: bytes) -> bytes:
+    """A header of an answer; empty where it has none of the name."""
+    return next((value for known, value in answer.headers if known.lower() == name), b"")
+
+
+def _body(answer: httpcore.Response) -> bytes:
     parts, size = [], 0
-    for part in answer.iter_raw():
+    for part in answer.iter_stream():
         parts.append(part)
         size += len(part)
         if size > _LARGEST:
@@ -251,7 +286,7 @@ def _body(answer: httpx.Response) -> bytes:
     return b"".join(parts)
 
 
-def _lines(answer: httpx.Response) -> Iterator[bytes]:
+def _lines(answer: httpcore.Response) -> Iterator[bytes]:
     """Lines of a stream, as they come.
 
     Raises:
@@ -259,7 +294,7 @@ def _lines(answer: httpx.Response) -> Iterator[bytes]:
         ValueError: a line is too long.
     """
     rest = b""
-    for part in answer.iter_raw():
+    for part in answer.iter_stream():
         *lines, rest = (rest + part).split(b"\n")
         yield from (line.rstrip(b"\r") for line in lines)
         if len(rest) > _LARGEST_EVENT:

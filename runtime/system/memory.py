@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -42,6 +42,7 @@ __all__ = [
 T = TypeVar("T")
 
 _STATUS = Path("/proc/self/status")
+_SIZES = re.compile(rb"^(VmHWM|VmRSS|RssAnon|RssFile|RssShmem):\s*(\d+)", re.MULTILINE)
 _MAPS, _SMAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/smaps"), Path("/proc/self/pagemap")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 # Seconds between two readings of it.
@@ -119,13 +120,12 @@ def proportional_bytes() -> int | None:
 
 
 def _linux() -> ProcessMemory:
-    fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    sizes = {name: int(fields[name].split()[0]) * 1024 for name in fields if name.startswith(("Vm", "Rss"))}
+    sizes = {name: int(size) * 1024 for name, size in _SIZES.findall(_STATUS.read_bytes())}
     return ProcessMemory(
-        rss=sizes["VmRSS"],
-        peak_rss=sizes["VmHWM"],
-        anonymous=sizes["RssAnon"],
-        file=sizes["RssFile"] + sizes["RssShmem"],
+        rss=sizes[b"VmRSS"],
+        peak_rss=sizes[b"VmHWM"],
+        anonymous=sizes[b"RssAnon"],
+        file=sizes[b"RssFile"] + sizes[b"RssShmem"],
     )
 
 
@@ -390,5 +390,6 @@ def _unchanged_spans(path: Path) -> list[_Mapping]:
     return [m for m in _mappings() if m.path == wanted and m.unchanged]
 
 
+@cache
 def _glibc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None) if sys.platform == "linux" and platform.libc_ver()[0] == "glibc" else None

@@ -169,6 +169,10 @@ def test_rounds_are_refused_that_make_no_sense(server: Local, alone: edgeinfer.M
     ):
         answer = server.post("/v1/verify", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body
+    # Nor does a round go on behind an opening whose options were refused.
+    refused = {"session": "a" * 24}
+    assert server.post("/v1/verify", {"prompt": prompt, "regex": "(", **refused}).status_code == 400
+    assert server.post("/v1/verify", {**refused, "base": len(prompt)}).status_code == 400
     again = server.post("/v1/verify", {**session, "base": len(prompt), "draft": [3]}).json()
     assert again["tokens"] == opened["tokens"]
 
@@ -239,7 +243,7 @@ def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:
     sessions = VerifySessions(most=3, tokens=100)
 
     def opened(tokens: int) -> str:
-        return sessions.open(_Session("d", (1,) * tokens, (), {}))
+        return sessions.open(_Session("d", (1,) * tokens, [], {}))
 
     def known(*names: str) -> list[bool]:
         found = []
@@ -255,11 +259,11 @@ def test_a_server_forgets_what_is_asked_for_longest_ago() -> None:
     fourth = opened(10)
     assert known(first, second, third, fourth) == [True, False, True, True]
     assert sessions.going_on() == 0  # as none of them was heard of
-    reply = _Session("d", (1,), (), {}, heard=math.inf)
+    reply = _Session("d", (1,), [], {}, heard=math.inf)
     sessions.open(reply, "second", third)
     reply.right = reply.seen / 4
     assert known(first, third, "second") == [True, False, True] and sessions.going_on() == 1
-    again = _Session("d", (1,), (), {}, heard=math.inf)
+    again = _Session("d", (1,), [], {}, heard=math.inf)
     assert sessions.open(again, "third", "second") == "third"
     assert again.acceptance == 0.25 and sessions.going_on() == 1
     again.over = True

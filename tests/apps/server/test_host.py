@@ -197,6 +197,35 @@ def test_loading_is_watched_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> No
     hosted(work)
 
 
+def test_chunks_that_are_not_streamed_wake_the_loop_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgeinfer.apps.server import host as hosting
+
+    bundle, wakes, wake = make_bigram_bundle(tmp_path / "bigrams"), 0, hosting._on
+
+    def counted(*given: Any) -> None:
+        nonlocal wakes
+        wakes += 1
+        wake(*given)
+
+    async def work(host: ModelHost) -> None:
+        nonlocal wakes
+        told = {}
+        monkeypatch.setattr(hosting, "_on", counted)
+        for streams in (True, False):
+            wakes = 0
+            reply = host.submit(
+                lambda model: model.stream([3, 5, 6], max_tokens=30, ignore_eos=True), "somebody", streams=streams
+            )
+            told[streams] = [chunk.token_ids async for chunk in reply], wakes
+            assert len(reply.result.token_ids) == 30
+        monkeypatch.undo()
+        # One for each chunk, the last of which has no token, and the end.
+        assert told[True][0] == told[False][0] and told[True][1] == 32
+        assert told[False][1] == 2
+
+    hosted(work, str(bundle), context=64)
+
+
 def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path: Path) -> None:
     bundle = make_bigram_bundle(tmp_path / "bigrams")
 

@@ -18,6 +18,7 @@ from tests.tables import each_row
 pytest.importorskip("starlette", reason="the server extra is not installed")
 pytest.importorskip("uvicorn", reason="the server extra is not installed")
 
+import h11
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -25,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from edgeinfer.apps.server.app import make_app
 from edgeinfer.apps.server.host import ModelHost
 from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.serving import Server, ServerProtocol
+from edgeinfer.apps.server.serving import Server, ServerProtocol, _Connection
 from tests.waiting import TIME_LIMIT
 
 QUICK = Security(refusal_seconds=0.01)
@@ -198,3 +199,24 @@ def test_a_client_that_takes_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     with running(routes=[Route("/much", endpoint)]) as port, connect(port) as connection:
         connection.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert ended.wait(timeout=TIME_LIMIT)
+
+
+def test_the_head_of_an_answer_is_sent_with_what_follows() -> None:
+    connection = _Connection(h11.SERVER)
+    for _ in range(2):
+        connection.receive_data(HEAD + b"\r\n")
+        while not isinstance(connection.next_event(), h11.EndOfMessage):
+            pass
+        head = h11.Response(status_code=200, headers=[("content-length", "4")])
+        assert connection.send(head) == b""
+        sent = connection.send(h11.Data(data=b"some"))
+        assert sent is not None and sent.startswith(b"HTTP/1.1 200 ") and sent.endswith(b"\r\n\r\nsome")
+        assert connection.send(h11.EndOfMessage()) == b""
+        connection.start_next_cycle()
+    # An answer that is streamed begins at once, though nothing is said yet.
+    connection.receive_data(HEAD + b"\r\n")
+    while not isinstance(connection.next_event(), h11.EndOfMessage):
+        pass
+    assert connection.send(h11.Response(status_code=200, headers=[])) == b""
+    begun = connection.send(h11.Data(data=b""))
+    assert begun is not None and begun.startswith(b"HTTP/1.1 200 ") and begun.endswith(b"\r\n\r\n")

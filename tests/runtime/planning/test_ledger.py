@@ -68,7 +68,7 @@ def test_within_the_budget_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     ledger, _ = make(process, plan(160 * MB))
     ledger.check(now=True)
     assert (process.parts["drafts"], ledger.given_up, ledger.peak) == (30 * MB, [], 150 * MB)
-    assert ledger.terms() == {"kv": 7, "process": 150 * MB}
+    assert ledger.terms(process.memory()) == {"kv": 7, "process": 150 * MB}
 
 
 def test_no_more_than_needed_is_given_up_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
