@@ -100,7 +100,7 @@ class HeadsTask(ABC):
         model = target.model
         vocabulary = len(model.lm_head.weight)
         chosen = frequent_tokens(sources, min(vocabulary, shape.tokens or self.most_tokens or vocabulary))
-        self._tokens = torch.from_numpy(chosen)  # (K,)
+        self._tokens = torch.from_numpy(chosen).to(target.device)  # (K,)
         self._rows = model.lm_head.weight.detach()[self._tokens]  # (K, D)
         self._norm = model.model.norm
         self._all = len(chosen) == vocabulary
