@@ -31,6 +31,7 @@ __all__ = [
 _LIBRARIES = (
     "numpy",
     "onnxruntime",
+    "onnxruntime-gpu",
     "onnxruntime-openvino",
     "tokenizers",
     "llama-cpp-python",

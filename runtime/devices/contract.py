@@ -51,6 +51,7 @@ class Device:
         memory: onnxruntime's name of where its arrays live; CPU_MEMORY where it reads ordinary memory.
         plugin: module of the package that brings the provider as a library of its own; empty where onnxruntime has it.
         servers: addresses of other machines that it is made of; none where it is this machine's.
+        preloaded: whether the provider needs libraries that pip installs where the system's linker does not look.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Device:
     memory: str
     plugin: str = ""
     servers: tuple[str, ...] = ()
+    preloaded: bool = False
 
     @property
     def on_cpu(self) -> bool:

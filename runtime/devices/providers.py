@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import DeviceError
@@ -48,7 +50,17 @@ def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] |
         return None
     if device.provider == CPU_PROVIDER:
         return (CPU_PROVIDER,)
+    if device.preloaded:
+        _preload()
     return ((device.provider, dict(device.options)), CPU_PROVIDER)
+
+
+def _preload() -> None:
+    """Loads CUDA's and cuDNN's libraries from packages of pip; where they are not, the system's are found later."""
+    import onnxruntime as ort
+
+    with redirect_stdout(StringIO()):  # what it does not find, it prints
+        ort.preload_dlls()
 
 
 def require(device: Device) -> None:

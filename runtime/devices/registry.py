@@ -17,10 +17,10 @@ __all__ = ["ENTRIES", "find_device"]
 # contrib_ops/cuda/bert/group_query_attention.cc): attention would run on the CPU, and the cache cross over twice in
 # every layer. All operators of the static graphs are there in float32.
 _CUDA = DeviceEntry(
-    (Device("cuda", "CUDAExecutionProvider", {}, STATIC_ONLY, "cuda"),),
+    (Device("cuda", "CUDAExecutionProvider", {}, STATIC_ONLY, "cuda", preloaded=True),),
     "onnxruntime-gpu[cuda,cudnn]",
     False,
-    "not run: no such hardware; its static graphs on the CPU",
+    "run with onnxruntime-gpu 1.31.1 on an NVIDIA H200",
 )
 
 # Graphics processors of Windows through DirectML.
