@@ -72,6 +72,7 @@ def known_costs(*, kept: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1e-4), (4096, 2e-4))))
         patch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
+        patch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
         if not kept:
             patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         yield

@@ -124,10 +124,12 @@ class SpeculationStatistics(DecodingStatistics):
         committed: tokens.
         timed_passes: rows and milliseconds of whole passes of the target, as they ran.
         timed_guesses: by drafter, milliseconds of its guesses that were paid for, the mean of each round.
+        timed_reading: by drafter, milliseconds a token of what it read before a guess.
         asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.
         plain_overhead_ms: what plain steps took besides their pass, one entry each.
         alone: the passes are of this reply's rows, so that these times tell what passes and rounds cost; where others'
-            rows share them, `timed_passes`, `timed_guesses`, `asking` and `plain_overhead_ms` get no entries.
+            rows share them, `timed_passes`, `timed_guesses`, `timed_reading`, `asking` and `plain_overhead_ms` get no
+            entries.
     """
 
     rounds: int = 0
@@ -143,6 +145,7 @@ class SpeculationStatistics(DecodingStatistics):
     accepted_per_position: list[int] = field(default_factory=list)
     timed_passes: list[tuple[int, float]] = field(default_factory=list)
     timed_guesses: dict[str, list[float]] = field(default_factory=dict)
+    timed_reading: dict[str, list[float]] = field(default_factory=dict)
     asking: list[tuple[float, int]] = field(default_factory=list)
     plain_overhead_ms: list[float] = field(default_factory=list)
     choices: Counter[str] = field(default_factory=Counter)
@@ -194,10 +197,12 @@ class SpeculationStatistics(DecodingStatistics):
                 accepted_per_position=tuple(_raised(list(use.accepted_per_position), mine)),
             )
 
-    def add_guesses(self, timed: Sequence[tuple[str, float]]) -> None:
-        """Notes what guesses of one round took, each with its drafter."""
+    def add_guesses(self, timed: Sequence[tuple[str, float]], reading: Sequence[tuple[str, float]] = ()) -> None:
+        """Notes what guesses of one round took, and a token of what was read before them, each with its drafter."""
         for name in dict.fromkeys(name for name, _ in timed):
             self.timed_guesses.setdefault(name, []).append(fmean(ms for of, ms in timed if of == name))
+        for name, ms in reading:
+            self.timed_reading.setdefault(name, []).append(ms)
 
     def add_plain(self, verify_ms: Sequence[float], overhead_ms: float) -> None:
         """Counts plain steps, each with its pass; the rest took the same each time."""

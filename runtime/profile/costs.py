@@ -6,6 +6,7 @@ c(m) is the time of one pass of the target over m new tokens with the logits of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Self
@@ -134,6 +135,7 @@ class DraftCosts:
         round_ms: milliseconds of a round besides its pass, its guesses and what its tokens take.
         token_ms: milliseconds of a token besides its round: choosing it, its text and its figures; None until a reply
             told.
+        read_ms: milliseconds of a token of the text that is read before a guess, by the name of a drafter that reads.
 
     Raises:
         StorageError: impossible values.
@@ -142,23 +144,27 @@ class DraftCosts:
     guess_ms: Mapping[str, float]
     round_ms: float
     token_ms: float | None = None
+    read_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        named = all(isinstance(name, str) and _is_time(ms) for name, ms in self.guess_ms.items())
-        _require(named, "a guess's cost is impossible")
+        times = (*self.guess_ms.items(), *self.read_ms.items())
+        named = all(isinstance(name, str) and _is_time(ms) for name, ms in times)
+        _require(named, "what a guess or reading costs is impossible")
         _require(_is_time(self.round_ms), f"a round of {self.round_ms} ms")
         _require(self.token_ms is None or _is_time(self.token_ms), f"a token of {self.token_ms} ms")
 
     def to_dict(self) -> dict[str, Any]:
         """Converts it to JSON's types."""
-        return {"guess_ms": dict(self.guess_ms), "round_ms": self.round_ms, "token_ms": self.token_ms}
+        times: dict[str, Any] = {"guess_ms": dict(self.guess_ms), "read_ms": dict(self.read_ms)}
+        return times | {"round_ms": self.round_ms, "token_ms": self.token_ms}
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
         """Takes back what `to_dict` gave; errors as `PassCosts.from_dict`."""
-        fields = _fields(data, ("guess_ms", "round_ms", "token_ms"))
-        _require(isinstance(fields["guess_ms"], dict), "guess_ms must be an object")
-        return cls(fields["guess_ms"], fields["round_ms"], fields["token_ms"])
+        fields = _fields(data, ("guess_ms", "round_ms", "token_ms", "read_ms"))
+        objects = all(isinstance(fields[name], dict) for name in ("guess_ms", "read_ms"))
+        _require(objects, "guess_ms and read_ms must be objects")
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

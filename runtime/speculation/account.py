@@ -2,24 +2,29 @@
 
 Savings pay for drafts. Where tables were right about the latest plain steps, a draft of theirs is lent what it may
 lose, so that replies which repeat something draft after a few tokens; what is lost has to be saved again.
+What a drafter reads before its first guess, as a whole prompt, comes out of a budget of its own and of savings.
 """
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["LossAccount"]
+__all__ = ["LossAccount", "Trials"]
 
 # What a reply may lose against plain decoding before it has gained anything: this share of what plain decoding would
 # have taken so far. Beyond that a draft may only risk what earlier ones saved.
 _LOSS_BUDGET = 0.01
-# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning.
-_FIRST_LOSS_BUDGET = 0.05
+# What a reply may lose on top, as a share of a pass: enough to ask tables at its beginning, and so little that even a
+# reply of two more tokens is at most a fiftieth slower.
+_FIRST_LOSS_BUDGET = 0.015
+# What a reply may lose besides to what drafters read before their first guess, as a share of the same: savings alone
+# would not grow where asking takes all of them, and a drafter that would be right would never read the prompt.
+_READING_BUDGET = 0.005
 # Guesses in a row that have to be right at plain steps before a draft of the same drafters is lent what it may lose,
 # and how many wrong ones of the reply ask for one more. In stories two are enough; where most are wrong two are chance.
 _RIGHT, _WRONG_FOR_ONE = 2, 3
 # What is lent, as a share of a pass: the risk of a draft of three tokens, by the c(m) of a small model on two cores.
-_LOAN = 0.2
+_LOAN = 0.235
 # Wrong guesses of a reply before no more are looked at, which costs a quarter of a percent.
 _MOST_WRONG = 8
 # Plain steps at most that are saved up before drafters are asked: where a row costs most of a pass, only drafts that
@@ -28,6 +33,10 @@ _LONGEST_SAVING = 64
 # Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
 # most of a pass, drafting would otherwise begin only after some seventy.
 _UNPAID = (8, 32)
+# Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
+# no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
+_TRIAL = 24
+_FIRST_REST, _LONGEST_REST = 16, 1024
 
 
 class LossAccount:
@@ -36,13 +45,17 @@ class LossAccount:
     Args:
         plain_ms: milliseconds of a plain step.
         shortest_ms: of a pass over the shortest draft, with its guess.
+
+    Attributes:
+        said: tokens so far.
     """
 
     def __init__(self, plain_ms: float, shortest_ms: float) -> None:
         self._plain_ms = plain_ms
         self._reserve = min(max(self.risk(shortest_ms), 0.0), _LONGEST_SAVING * _LOSS_BUDGET * plain_ms)
         self._saved = _FIRST_LOSS_BUDGET * plain_ms
-        self._said, self._unpaid = 0, list(_UNPAID)
+        self.said, self._unpaid = 0, list(_UNPAID)
+        self._for_reading = 0.0
         self._right = self._wrong = 0  # guesses for plain steps that proved so: in a row since the last round; in all
 
     @property
@@ -72,6 +85,16 @@ class LossAccount:
         """Whether a round that takes so long and gives no more than these tokens would leave the reply no slower."""
         return self.risk(ms, sure) <= self.free
 
+    def reading_due(self, ms: float) -> float:
+        """What savings would have to pay of reading that takes so long: the budget for it pays first."""
+        return max(0.0, ms - self._for_reading)
+
+    def book_reading(self, ms: float) -> None:
+        """Enters what a drafter read."""
+        due = self.reading_due(ms)
+        self._for_reading -= ms - due
+        self._saved -= due
+
     def steps_to_save(self, asking_ms: float) -> int:
         """Plain steps before asking drafters is paid for, and the shortest draft too if they know one.
 
@@ -80,12 +103,12 @@ class LossAccount:
         budget = _LOSS_BUDGET * self._plain_ms
         steps = math.ceil((asking_ms + self._reserve - budget - self.free) / budget)
         if self._unpaid:
-            steps = min(steps, self._unpaid[0] - self._said)
+            steps = min(steps, self._unpaid[0] - self.said)
         return max(steps, 0)
 
     def begin_round(self) -> None:
         """Drafters are asked now."""
-        if self._unpaid and self._said >= self._unpaid[0]:
+        if self._unpaid and self.said >= self._unpaid[0]:
             del self._unpaid[0]
 
     def book_round(self, tokens: int, ms: float) -> None:
@@ -96,4 +119,32 @@ class LossAccount:
     def book(self, tokens: int, ms: float) -> None:
         """Enters what plain steps gave and took."""
         self._saved += tokens * self._plain_ms * (1 + _LOSS_BUDGET) - ms
-        self._said += tokens
+        self._for_reading += tokens * self._plain_ms * _READING_BUDGET
+        self.said += tokens
+
+
+class Trials:
+    """Has drafting rest for a while where a trial of it was no faster than plain decoding would have been.
+
+    Attributes:
+        rest: plain steps that are left of that.
+    """
+
+    def __init__(self) -> None:
+        self._rounds, self._lost = 0, 0.0  # since the last rest
+        self._next_rest, self.rest = _FIRST_REST, 0
+
+    def book_round(self, lost_ms: float) -> None:
+        """Enters how much longer a round took than plain steps would have for its tokens."""
+        self._rounds, self._lost = self._rounds + 1, self._lost + lost_ms
+        if self._rounds < _TRIAL:
+            return
+        if self._lost > 0:
+            self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
+        else:
+            self._next_rest = _FIRST_REST
+        self._rounds, self._lost = 0, 0.0
+
+    def rested(self, steps: int) -> None:
+        """Enters plain steps."""
+        self.rest = max(0, self.rest - steps)

@@ -44,6 +44,10 @@ class CompanyCosts:
         """One guess."""
         return self._costs.guess_ms(drafter)
 
+    def read_ms(self, drafter: str) -> float:
+        """Reading one token of the text before a guess."""
+        return self._costs.read_ms(drafter)
+
     @property
     def round_ms(self) -> float:
         """What a round costs besides its pass and its guesses."""

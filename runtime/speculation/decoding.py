@@ -347,7 +347,7 @@ class SpeculativeDecoding(DecodingStrategy):
         )
         if not self.statistics.alone:
             return
-        self.statistics.add_guesses(self._governor.timed_guesses)
+        self.statistics.add_guesses(self._governor.timed_guesses, self._governor.timed_reading)
         if not passed.resumed:
             self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6))
         if rows == 1:

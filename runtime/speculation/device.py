@@ -24,7 +24,13 @@ from edgeinfer.runtime.profile.costs import DraftCosts, PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
 from edgeinfer.runtime.profile.following import RanPasses, TimedPass, following, pace
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Round, Verdict
-from edgeinfer.runtime.speculation.measuring import filler_tokens, measure_guesses, measure_passes, sizes_to_measure
+from edgeinfer.runtime.speculation.measuring import (
+    filler_tokens,
+    measure_guesses,
+    measure_passes,
+    measure_reading,
+    sizes_to_measure,
+)
 from edgeinfer.runtime.speculation.selfcheck import ExactCheck, check_exact
 from edgeinfer.runtime.system.memory import release_code
 
@@ -43,13 +49,13 @@ _PULL = 0.4
 # A pass so slow that larger ones are not measured.
 _SLOW_MS = 100.0
 _MOST_PROBES = 8
-# Rounds that tell what one costs.
+# Rounds that tell what one costs, and texts that were read that tell what reading does.
 _ENOUGH = 5
 # Passes that texts shared of which the latest count.
 _SHARED = 512
 # Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
 _CONFIRMED = 3
-# What a guess was believed to cost counts as so many rounds.
+# What a guess was believed to cost counts as so many rounds, and what reading was as so many texts.
 _BELIEVED = 2.0
 _EXACT = "exact"
 
@@ -63,12 +69,15 @@ class SessionCosts:
         guess_ms_of: milliseconds of one guess, by the drafter's name.
         round_ms: what a round costs besides its pass and its guesses.
         confirmed: rows of the largest pass that this session has run often enough to know what it costs.
+        read_ms_of: milliseconds of one token of the text that is read before a guess, by the name of a drafter that
+            reads.
     """
 
     passes: PassCosts
     guess_ms_of: Mapping[str, float]
     round_ms: float
     confirmed: int
+    read_ms_of: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def pass_ms(self, rows: int) -> float:
         """Milliseconds of a pass of the target over so many new tokens with all their logits."""
@@ -77,6 +86,10 @@ class SessionCosts:
     def guess_ms(self, drafter: str) -> float:
         """Milliseconds of one guess; KeyError for a drafter that was not measured."""
         return self.guess_ms_of[drafter]
+
+    def read_ms(self, drafter: str) -> float:
+        """Milliseconds of reading one token of the text before a guess; 0 for a drafter that reads nothing."""
+        return self.read_ms_of.get(drafter, 0.0)
 
 
 class DeviceCosts:
@@ -102,6 +115,8 @@ class DeviceCosts:
         self._passes: PassCosts | None = None
         self._kept: tuple[PassCosts, DraftCosts] | None = None  # as the profile has them
         self._guess_ms: dict[str, float] = {}
+        self._read_ms: dict[str, float] = {}  # of drafters that read before they guess
+        self._readings: dict[str, deque[float]] = {}  # the latest, a token
         self._round_ms = _ROUND_MS
         self._token_ms: float | None = None
         self._overhead_ms = 0.0  # of a plain step, once there were some
@@ -121,6 +136,7 @@ class DeviceCosts:
             self._kept = kept.passes, kept.drafts
             self._passes, self._guess_ms = kept.passes, dict(kept.drafts.guess_ms)
             self._round_ms, self._token_ms = kept.drafts.round_ms, kept.drafts.token_ms
+            self._read_ms = dict(kept.drafts.read_ms)
             self.exact = _check_from(self._profile.arrays(_EXACT))
         if self._passes is None or (self._check and self.exact is None):
             # Passes read the weights' pages in. What loading ran through of all libraries must have gone by then.
@@ -162,11 +178,11 @@ class DeviceCosts:
         assert self._passes is not None, "prepare comes first"
         missing = [drafter for drafter in drafters if drafter.name not in self._guess_ms]
         for drafter in missing:
-            self._guess_ms[drafter.name] = self._measure(drafter if drafter.draws else self._stand_in(drafter.name))
+            self._measure(drafter if drafter.draws else self._stand_in(drafter.name))
         if missing:
             self._save()
         confirmed = max((rows for rows, times in self._ran.items() if times >= _CONFIRMED), default=1)
-        return SessionCosts(self._passes, dict(self._guess_ms), self._round_ms, confirmed)
+        return SessionCosts(self._passes, dict(self._guess_ms), self._round_ms, confirmed, dict(self._read_ms))
 
     def observe(self, rows: int, ms: float) -> None:
         """Notes a pass that several texts shared; all its rows are of replies, not of prompts."""
@@ -184,6 +200,11 @@ class DeviceCosts:
         for name, times in statistics.timed_guesses.items():
             if name in self._guess_ms:
                 self._guess_ms[name] = _followed(self._guess_ms[name], times)
+        for name, times in statistics.timed_reading.items():
+            if name in self._read_ms:
+                believed = [self._read_ms[name]] * int(_BELIEVED)
+                self._readings.setdefault(name, deque(believed, maxlen=_ENOUGH)).extend(times)
+                self._read_ms[name] = median(self._readings[name])
         if len(statistics.plain_overhead_ms) >= _ENOUGH:
             self._overhead_ms = median(statistics.plain_overhead_ms)
         if len(statistics.asking) >= _ENOUGH and self._overhead_ms:
@@ -209,7 +230,8 @@ class DeviceCosts:
 
     def forget(self, drafter: str) -> None:
         """The drafter of this name is another from now on."""
-        self._guess_ms.pop(drafter, None)
+        for known in (self._guess_ms, self._read_ms, self._readings):
+            known.pop(drafter, None)
 
     def _reaches(self, passes: PassCosts) -> bool:
         """Whether passes as large as are verified here were measured; plans of less memory measure smaller ones."""
@@ -232,8 +254,9 @@ class DeviceCosts:
             backend.cache.trim(start)
         return times[1:]
 
-    def _measure(self, drafter: Drafter) -> float:
-        """Times guesses behind a conversation that repeats itself, so that tables have something to say."""
+    def _measure(self, drafter: Drafter) -> None:
+        """Times guesses behind a conversation that repeats itself, so that tables have something to say, and before
+        them the reading of its second half: the first one brings what reads it into memory."""
         backend = self._backend
         base = backend.cache.length
         filler = filler_tokens(backend, _FILLER // 2).tolist()
@@ -241,16 +264,29 @@ class DeviceCosts:
         tokens = (filler * (2 + (base + 1) // len(filler)))[:size]
         if drafter.follows_passes:
             tokens = tokens[: backend.cache.capacity]
-            rest = np.array(tokens[base:-1], np.int64)
-            backend.forward(ForwardInput(rest, np.arange(base, base + len(rest)), np.zeros(0, np.int64)))
-        context = DraftContext(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
-        drafter.begin(tokens)
-        drafter.observe(self._shown(tokens[-1]))
+        middle = (base + 1 + len(tokens)) // 2
         try:
-            return measure_guesses(drafter, context)
+            context = self._shown_text(drafter, tokens[:middle])
+            if drafter.unread(context):
+                measure_reading(drafter, context)
+            context = self._shown_text(drafter, tokens)
+            unread, ms = measure_reading(drafter, context)
+            self._guess_ms[drafter.name] = guess_ms = measure_guesses(drafter, context)
         finally:
             backend.cache.trim(base)
             backend.cache.hold(None)
+        if unread:
+            self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
+
+    def _shown_text(self, drafter: Drafter, tokens: list[int]) -> DraftContext:
+        """A drafter knows a text afterwards, and has seen passes of the target over it if it follows those."""
+        backend, fed = self._backend, self._backend.cache.length
+        rest = np.array(tokens[fed:-1], np.int64)
+        if drafter.follows_passes and len(rest):
+            backend.forward(ForwardInput(rest, np.arange(fed, fed + len(rest)), np.zeros(0, np.int64)))
+        drafter.begin(tokens)
+        drafter.observe(self._shown(tokens[-1]))
+        return DraftContext(tokens, lambda logits, drafted: (int(logits.argmax()), None), lambda drafted: ())
 
     def _shown(self, root: int) -> Round:
         """A round that committed nothing and shows made-up states, for drafters that guess from those."""
@@ -263,7 +299,7 @@ class DeviceCosts:
 
     def _save(self) -> None:
         assert self._passes is not None
-        drafts = DraftCosts(dict(self._guess_ms), self._round_ms, self._token_ms)
+        drafts = DraftCosts(dict(self._guess_ms), self._round_ms, self._token_ms, dict(self._read_ms))
         if self._kept != (self._passes, drafts):
             self._profile.save_costs(stamped(self._passes, drafts))
             self._kept = self._passes, drafts

@@ -5,7 +5,7 @@ expected tokens per millisecond is verified; and a drafter is asked for one more
 times its milliseconds, R being the tokens per millisecond that decoding achieves. A cascade of drafters is nothing
 special: at every place the guess of most worth is taken, whoever made it.
 All times are the device's measured costs, never a clock's: the same costs and the same texts give the same decisions.
-What guesses really took is noted for the costs of later replies.
+What guesses and reading really took is noted for the costs of later replies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from edgeinfer.runtime.planning.economics import CHEAP, look_ahead, tokens_per_ms
 from edgeinfer.runtime.speculation.acceptance import SUREST, Acceptance
-from edgeinfer.runtime.speculation.account import LossAccount
+from edgeinfer.runtime.speculation.account import LossAccount, Trials
 from edgeinfer.runtime.speculation.draft_tree import Asked, NodeCandidate, Tree
 from edgeinfer.runtime.speculation.drafters.contract import Draft, DraftContext, Drafter, Guess, Round
 from edgeinfer.runtime.speculation.mixing import Answer, Mixer, Mixture
@@ -34,10 +34,6 @@ _AHEAD = 6
 _LEAST = 0.02
 # Rounds that R averages over.
 _ROUNDS = 16.0
-# Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
-# no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
-_TRIAL = 24
-_FIRST_REST, _LONGEST_REST = 16, 1024
 # Guesses of drafters that cost a good part of a pass that are not paid for yet, in each reply: without any, the first
 # would have to wait for dozens of tokens.
 _TRIES = 2
@@ -47,6 +43,8 @@ _TRIES = 2
 _LONGER_TRIES, _HOPED = 2, 1.25
 # How fast the estimate of a costly drafter that is no longer asked recovers: some seventy rounds to half.
 _RECOVERY = 0.01
+# Tokens read at once that tell what reading takes: of few the guess behind them is most of the time.
+_TELLING = 16
 
 
 class RoundCosts(Protocol):
@@ -57,6 +55,9 @@ class RoundCosts(Protocol):
 
     def guess_ms(self, drafter: str) -> float:
         """One guess."""
+
+    def read_ms(self, drafter: str) -> float:
+        """Reading one token of the text before a guess."""
 
     @property
     def round_ms(self) -> float:
@@ -81,6 +82,7 @@ class Governor:
         width: as given.
         watched_ms: what it cost to watch the last plain steps.
         timed_guesses: drafter and milliseconds of each guess of the last draft that was paid for.
+        timed_reading: drafter and milliseconds a token of what was read before such guesses.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Governor:
         self._acceptance = acceptance
         self._most, self.width = most, width
         self._guess_ms = {drafter.name: costs.guess_ms(drafter.name) for drafter in drafters}
+        self._read_ms = {drafter.name: costs.read_ms(drafter.name) for drafter in drafters}
         # Cheap ones first: whether a costly one is asked depends on what they say.
         self._drafters = sorted(drafters, key=lambda drafter: self._guess_ms[drafter.name])
         self._round_ms = costs.round_ms
@@ -105,10 +108,12 @@ class Governor:
         self._paid: set[str] = set()  # drafters whose further guesses of this round cost nothing
         self._asked_drafters: Sequence[Drafter] = self._drafters
         self._watched: int | None = None  # the surest guess for a plain step
-        self._spent = self._least_ms = self._watching_ms = self.watched_ms = 0.0
+        self._spent = self._least_ms = self._watching_ms = self.watched_ms = self._reading_ms = 0.0
+        self._unread: dict[str, int] = {}  # tokens that drafters read before their next guess
+        self._rounds_left = 1.0  # that the reply is expected to have
         self.timed_guesses: list[tuple[str, float]] = []
-        self._tries = _TRIES
-        self._probe_tries = _TRIES
+        self.timed_reading: list[tuple[str, float]] = []
+        self._tries = self._probe_tries = _TRIES
 
     def _reprice(self, costs: RoundCosts) -> None:
         """Goes by other costs of passes from now on, by which it finds out again whether drafting is faster."""
@@ -124,13 +129,12 @@ class Governor:
         cheap = [d for d in self._drafters if self._guess_ms[d.name] <= self._cheap_ms]
         # Plain steps keep no rows but their own.
         self._tables = [d for d in cheap if not (d.draws or d.uses_target)]
-        self._trial = [0, 0, 0.0]  # rounds, tokens and milliseconds since the last rest
-        self._rest, self._next_rest = 0, _FIRST_REST
+        self._trials = Trials()
 
     @property
     def rest(self) -> int:
         """Counts plain steps before a drafter is asked: plain decoding was faster, or asking is not paid for yet."""
-        return max(self._rest, self._account.steps_to_save(self._asking_ms))
+        return max(self._trials.rest, self._account.steps_to_save(self._asking_ms))
 
     @property
     def asks(self) -> bool:
@@ -139,13 +143,13 @@ class Governor:
 
     @property
     def guessed_ms(self) -> float:
-        """What the last draft's guesses cost."""
-        return self._spent
+        """What the last draft's guesses cost, with what was read for them."""
+        return self._spent + self._reading_ms
 
     @property
     def watches(self) -> bool:
         """Whether tables are to be judged by the next plain step: a few right guesses pay for an early draft."""
-        return bool(self._tables) and not self._rest and self._account.may_lend(self._asking_ms) and self.asks
+        return bool(self._tables) and not self._trials.rest and self._account.may_lend(self._asking_ms) and self.asks
 
     def watch(self, context: DraftContext) -> None:
         """Has tables guess the token of a plain step, which is not drafted."""
@@ -165,7 +169,7 @@ class Governor:
         ms, kept = self._pass_ms[0] * steps + self.watched_ms, (1 - 1 / _ROUNDS) ** steps
         self._tokens, self._ms = self._tokens * kept + steps, self._ms * kept + ms
         self._account.book(steps, ms)
-        self._rest = max(0, self._rest - steps)
+        self._trials.rested(steps)
 
     @property
     def rate(self) -> float:
@@ -179,7 +183,7 @@ class Governor:
             rows: that the cache has room for; each token of the draft takes one.
             depth: tokens that the reply has room for; no path of the draft is longer.
         """
-        self._begin()
+        self._begin(context, depth)
         most, tree = min(rows, self._most), Tree()
         best, length = self._worth(tree), 0
         waiting = self._children(context, tree, -1) if min(most, depth) > 0 else []
@@ -243,40 +247,31 @@ class Governor:
                 self._mixer.observe(mixture, token)
         asked_now = {asked.drafter for every in self._asked.values() for asked in every}
         for name, estimate in self._estimates.items():
-            target = self._acceptance.mean(name) if name in asked_now else self._first_estimates[name]
-            self._estimates[name] = target if name in asked_now else estimate + (target - estimate) * _RECOVERY
+            recovered = estimate + (self._first_estimates[name] - estimate) * _RECOVERY
+            self._estimates[name] = self._acceptance.mean(name) if name in asked_now else recovered
         kept = 1 - 1 / _ROUNDS
         size, probes = len(round.draft), round.probes
-        pass_ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
-        ms = pass_ms + self._spent + self._round_ms
+        ms = self._pass_ms_of(1 + size + probes) if probes else self._pass_ms[size]
+        ms += self._spent + self._round_ms
         self._tokens, self._ms = self._tokens * kept + len(committed), self._ms * kept + ms
         self._account.book_round(len(committed), ms)
-        self._try(len(committed), ms)
+        self._trials.book_round(ms - len(committed) * self._pass_ms[0])
 
-    def _try(self, tokens: int, ms: float) -> None:
-        """Rests for a while where a trial of drafting was no faster than plain decoding would have been."""
-        self._trial = [self._trial[0] + 1, self._trial[1] + tokens, self._trial[2] + ms]
-        rounds, said, taken = self._trial
-        if rounds < _TRIAL:
-            return
-        if taken > said * self._pass_ms[0]:
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LONGEST_REST)
-        else:
-            self._next_rest = _FIRST_REST
-        self._trial = [0, 0, 0.0]
-
-    def _begin(self) -> None:
+    def _begin(self, context: DraftContext, depth: int) -> None:
         self._account.begin_round()
         self._forget_draft()
+        self._unread = {d.name: d.unread(context) for d in self._drafters if self._read_ms[d.name]}
+        # Nothing tells how long a reply will be: it is taken to go on for as long as it has until now.
+        self._rounds_left = max(1.0, min(self._account.said, depth) / max(1.0, self.rate * self._pass_ms[0]))
         # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
         self._least_ms = self._pass_ms[min(1, self._most)]
         # The loan is for drafters that were right, so no others are asked.
         self._asked_drafters = self._tables if self._account.lends else self._drafters
 
     def _forget_draft(self) -> None:
-        self._asked, self._mixtures, self._at_work, self._spent = {}, {}, None, 0.0
+        self._asked, self._mixtures, self._at_work, self._spent, self._reading_ms = {}, {}, None, 0.0, 0.0
         self._paid.clear()
-        self.timed_guesses = []
+        self.timed_guesses, self.timed_reading = [], []
 
     def _worth(self, tree: Tree) -> float:
         # Not tokens less R times milliseconds, which R* would make the same: R lags, and cost 2 to 5% (docs/LOG.md).
@@ -289,20 +284,30 @@ class Governor:
         """What a drafter's next guess costs."""
         return 0.0 if name in self._paid else self._guess_ms[name]
 
+    def _to_read(self, name: str) -> float:
+        """What a drafter's reading before its next guess costs. All drafts to come have the use of it."""
+        return self._unread.get(name, 0) * self._read_ms[name]
+
     def _paid_guesses(
         self, drafter: Drafter, context: DraftContext, path: Sequence[int], width: int
     ) -> Sequence[Guess]:
         """Guesses behind a path, which the draft pays for."""
-        price = self._price(drafter.name)
+        name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter.name)
+        unread, self._unread[name] = self._unread.get(name, 0), 0
         self._spent += price
+        self._reading_ms += reading  # which is no part of what this draft is worth
+        self._account.book_reading(reading)
         if drafter.at_once:
-            self._paid.add(drafter.name)
+            self._paid.add(name)
         if drafter.uses_target:
             self._at_work = drafter
         started = time.perf_counter_ns()
         guesses = drafter.guesses(context, path, width if drafter.branches else 1)
-        if price and guesses:
-            self.timed_guesses.append((drafter.name, (time.perf_counter_ns() - started) / 1e6))
+        ms = (time.perf_counter_ns() - started) / 1e6
+        if guesses and unread >= _TELLING:
+            self.timed_reading.append((name, max(0.0, ms - price) / unread))
+        elif price and guesses:
+            self.timed_guesses.append((name, ms))
         return guesses
 
     def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float, *, once: bool = False) -> float:
@@ -313,6 +318,11 @@ class Governor:
         """
         most = min(_AHEAD, self._most - size)
         return look_ahead(self._prices, size, most, likely, acceptance, self.rate, guess_ms, once=once).worth
+
+    def _worth_asking(self, drafter: Drafter, likely: float, acceptance: float, size: int) -> float:
+        """The same of guesses that a drafter has not made yet, less this round's share of what it reads before."""
+        worth = self._ahead(likely, acceptance, size, self._price(drafter.name), once=drafter.at_once)
+        return worth - self.rate * self._to_read(drafter.name) / self._rounds_left
 
     def _children(self, context: DraftContext, tree: Tree, node: int) -> list[NodeCandidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
@@ -338,8 +348,8 @@ class Governor:
         answers: list[Answer] = []
         mixture, asked = self._mixed(answers)
         for drafter in self._asked_drafters:
-            name, ms = drafter.name, self._price(drafter.name)
-            if ms > self._cheap_ms:
+            name, ms, reading = drafter.name, self._price(drafter.name), self._to_read(drafter.name)
+            if ms + reading > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 if drafter.uses_target and self._at_work not in (None, drafter):
                     continue
@@ -347,10 +357,11 @@ class Governor:
                     mixture, asked = self._mixed(answers)
                 best, whose = self._best(mixture, asked)
                 without = self._ahead(likely, best, size, self._price(whose) if whose else 0.0)
-                if self._ahead(likely, self._estimates[name], size, ms, once=drafter.at_once) <= without:
+                if self._worth_asking(drafter, likely, self._estimates[name], size) <= without:
                     continue
-                if not self._account.affords(self._least_ms + self._spent + ms):
-                    if not self._tries or not main_branch:
+                due = self._account.reading_due(reading)
+                if not self._account.affords(self._least_ms + self._spent + ms + due):
+                    if due or not self._tries or not main_branch:
                         continue
                     self._tries -= 1
             for rank, guess in enumerate(self._paid_guesses(drafter, context, path, self.width)):

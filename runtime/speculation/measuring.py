@@ -17,7 +17,7 @@ from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter
 
-__all__ = ["filler_tokens", "measure_guesses", "measure_passes", "sizes_to_measure"]
+__all__ = ["filler_tokens", "measure_guesses", "measure_passes", "measure_reading", "sizes_to_measure"]
 
 # Every size that short drafts have, then steps that show where the cost turns steep.
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -137,6 +137,17 @@ def measure_guesses(drafter: Drafter, context: DraftContext, budget_s: float = 0
         start = starts[number % len(starts)]
         each.append(_chain_ms(drafter, context, [start] * (1 + number // len(starts))))
     return median(each)
+
+
+def measure_reading(drafter: Drafter, context: DraftContext) -> tuple[int, float]:
+    """Tokens that a drafter has to read before its first guess here, and milliseconds of that guess with them.
+
+    Args:
+        drafter: which has started with this context.
+    """
+    unread, started = drafter.unread(context), time.perf_counter()
+    drafter.guesses(context, (), 1)
+    return unread, (time.perf_counter() - started) * 1e3
 
 
 def _chain_ms(drafter: Drafter, context: DraftContext, drafted: Sequence[int]) -> float:

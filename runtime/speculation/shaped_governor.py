@@ -79,7 +79,7 @@ class _ShapedGovernor(StochasticGovernor):
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
-        self._begin()
+        self._begin(context, depth)
         most = min(rows, self._most)
         drafter = self._most_promising(context, (), 1.0, 0)[0] if min(most, depth) > 0 else None
         if drafter is None or not drafter.draws:

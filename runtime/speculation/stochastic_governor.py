@@ -81,7 +81,7 @@ class StochasticGovernor(Governor):
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
-        self._begin()
+        self._begin(context, depth)
         most, order = min(rows, self._most), count()
         guesses: list[Guess] = []
         parents: list[int] = []
@@ -155,9 +155,10 @@ class StochasticGovernor(Governor):
                 guesses = drafter.guesses(context, path, 1)
                 estimate = self._acceptance.estimate(name, guesses[0].sign, len(path)) if guesses else 0.0
             ms = self._price(name)
-            worth = self._ahead(likely, estimate, size, ms, once=drafter.at_once)
+            worth = self._worth_asking(drafter, likely, estimate, size)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms)
+            due = self._account.reading_due(self._to_read(name))
+            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms + due)
             if worth > most and not barred and affordable:
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
@@ -178,7 +179,7 @@ class ChainsGovernor(StochasticGovernor):
 
     def draft(self, context: DraftContext, rows: int, depth: int) -> Draft:
         """What to verify next; see `Governor.draft`."""
-        self._begin()
+        self._begin(context, depth)
         most = min(min(rows, self._most) // self.width, depth)
         drafter, estimate = self._most_promising(context, (), 1.0, 0)
         length = 0 if drafter is None else self._length(drafter, estimate, most)

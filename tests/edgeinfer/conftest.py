@@ -75,6 +75,7 @@ def told_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of which nothing is timed: drafting pays there."""
     monkeypatch.setattr(device, "measure_passes", lambda backend, **_: PassCosts(((1, 1.0), (32, 1.05))))
     monkeypatch.setattr(device, "measure_guesses", lambda drafter, context: 1e-6)
+    monkeypatch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
 
 
 @pytest.fixture

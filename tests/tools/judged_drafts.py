@@ -23,7 +23,7 @@ from edgeinfer.apps.bench.render import markdown_table
 from edgeinfer.runtime.speculation.device import DeviceCosts
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.tools.judging import RightReply, read_questions
-from tests.tools.priced_drafting import Pricing, Reckoned
+from tests.tools.priced_drafting import CURVE, Pricing, Reckoned
 
 _RULES = ("keyed", "typical", "judge")
 _LONGEST = 200
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--temps", default="0,0.8")
     parser.add_argument("--most", type=int, default=100, metavar="N", help="questions of each kind")
     args = parser.parse_args()
-    pricing = Pricing(0.5, Reckoned())
+    pricing = Pricing(CURVE, 0.5, Reckoned())
     replaced = {(DeviceCosts, "of"): pricing.of, (DeviceCosts, "learn"): pricing.learn}
     replaced |= {(Governor, "observe"): pricing.observe, (Governor, "rested"): pricing.rested}  # type: ignore[dict-item]
     for (owner, name), method in replaced.items():

@@ -3,13 +3,14 @@
     python -m tests.tools.priced_drafting BUNDLE DATA [--modes auto,model] [--temps 0,0.7] [--categories tales,gsm8k]
 
 Each mode answers the prompts of every category as `edgeinfer bench spec` does; what a reply takes is reckoned from its
-rounds: passes at the quiet curve of docs/figures.md, guesses and rounds at the prices given. A row has a category's
-mean tokens per pass and speed-up, and the slowest prompt.
+rounds: passes at the quiet curve of docs/figures.md, or at the one given, guesses, tokens read before them, and rounds
+at the prices given. A row has a category's mean tokens per pass and speed-up, and the slowest prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ CURVE = PassCosts(
 )
 # Milliseconds of a guess: of the shipped drafter, of an EAGLE head, of an 8-bit model's high bits; of all lookups.
 GUESSES, _LOOKUP = {"model": 0.35, "eagle": 0.5, "bits": 6.0}, 0.01
+# Milliseconds of a token that the shipped drafter reads before its first guess.
+READING = {"model": 0.01}
 
 
 @dataclass
@@ -43,34 +46,37 @@ class Reckoned:
     tokens: int = 0
     passes: int = 0
     ms: float = 0.0
+    plain_ms: float = CURVE.ms(1)
 
     @property
     def speedup(self) -> float:
-        return self.tokens * CURVE.ms(1) / self.ms
+        return self.tokens * self.plain_ms / self.ms
 
 
 @dataclass(frozen=True)
 class Pricing:
     """Puts priced costs in the place of measured ones, and reckons replies by them."""
 
+    passes: PassCosts
     round_ms: float
     now: Reckoned
 
     def of(self, costs: DeviceCosts, drafters: Sequence[Drafter]) -> SessionCosts:
         guesses = {drafter.name: GUESSES.get(drafter.name, _LOOKUP) for drafter in drafters}
-        return SessionCosts(CURVE, guesses, self.round_ms, CURVE.largest)
+        reading = {drafter.name: READING.get(drafter.name, 0.0) for drafter in drafters}
+        return SessionCosts(self.passes, guesses, self.round_ms, self.passes.largest, reading)
 
     def learn(self, costs: DeviceCosts, statistics: SpeculationStatistics) -> None:
         """Prices do not follow the clock."""
 
     def observe(self, governor: Governor, round: Round) -> None:
         rows = 1 + len(round.draft) + round.probes
-        self._count(len(round.committed), 1, CURVE.ms(rows) + governor.guessed_ms + self.round_ms)
+        self._count(len(round.committed), 1, self.passes.ms(rows) + governor.guessed_ms + self.round_ms)
         _OBSERVE(governor, round)
 
     def rested(self, governor: Governor, steps: int) -> None:
         _RESTED(governor, steps)
-        self._count(steps, steps, steps * CURVE.ms(1) + governor.watched_ms)
+        self._count(steps, steps, steps * self.passes.ms(1) + governor.watched_ms)
 
     def _count(self, tokens: int, passes: int, ms: float) -> None:
         self.now.tokens, self.now.passes, self.now.ms = (
@@ -100,7 +106,7 @@ def _replies(
             now.tokens, now.passes, now.ms = 0, 0, 0.0
             model.generate(list(item.ids), **options)  # type: ignore[arg-type]
             if now.tokens > 1:
-                found.setdefault(category, []).append(Reckoned(now.tokens, now.passes, now.ms))
+                found.setdefault(category, []).append(dataclasses.replace(now))
     return found
 
 
@@ -108,6 +114,10 @@ def _row(name: str, replies: Sequence[Reckoned]) -> tuple[str, ...]:
     length = sum(reply.tokens for reply in replies) / sum(reply.passes for reply in replies)
     speedups = [reply.speedup for reply in replies]
     return name, f"{length:.2f}", f"{fmean(speedups):.2f}", f"{min(speedups):.3f}"
+
+
+def _points(text: str) -> list[tuple[int, float]]:
+    return [(int(rows), float(ms)) for rows, _, ms in (point.partition(":") for point in text.split(","))]
 
 
 def main() -> None:
@@ -122,8 +132,10 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--round-ms", type=float, default=0.5)
+    parser.add_argument("--passes", type=_points, help="another curve, such as 1:13.6,4:13.8,8:24.8,16:49.5")
     args = parser.parse_args()
-    pricing = Pricing(args.round_ms, Reckoned())
+    passes = PassCosts(tuple(args.passes)) if args.passes else CURVE
+    pricing = Pricing(passes, args.round_ms, Reckoned(plain_ms=passes.ms(1)))
     replaced = {(DeviceCosts, "of"): pricing.of, (DeviceCosts, "learn"): pricing.learn}
     replaced |= {(Governor, "observe"): pricing.observe, (Governor, "rested"): pricing.rested}  # type: ignore[dict-item]
     for (owner, name), method in replaced.items():

@@ -287,6 +287,10 @@ class Drafter:
         Of a text that has outgrown the context it is the latest tokens, as many as the context holds.
         """
 
+    def unread(self, context: DraftContext) -> int:
+        """Tokens of the text that the next guess reads besides the root, as all of a prompt before the first one."""
+        return 0
+
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """Up to `width` different tokens to follow context and drafted tokens, best first; empty where it has none."""
         raise NotImplementedError

@@ -87,6 +87,10 @@ class Follower:
                 agreed += 1
         return agreed
 
+    def unread(self, head: Sequence[int]) -> int:
+        """Tokens that the cache lacks of a head, besides its last one; it may have only grown, as `follow` says."""
+        return max(0, len(head) - 1 - (self.shared(head, ()) if self.owns else 0))
+
     def follow(self, head: Sequence[int], drafted: Sequence[int], wanted: int) -> Floats:
         """Feeds what the cache lacks of a path and gives the logits after its last tokens.
 

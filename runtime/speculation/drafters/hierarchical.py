@@ -47,6 +47,10 @@ class HierarchicalDrafter(Drafter):
         for drafter in self._members:
             drafter.begin(tokens)
 
+    def unread(self, context: DraftContext) -> int:
+        """What the model has not read."""
+        return self._model.unread(context)
+
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The model's guesses; where they are not known yet, one pass works out those of the cheap drafters' path."""
         if not self._model.knows(drafted):

@@ -96,6 +96,10 @@ class ModelDrafter(LogitDrafter):
         super().begin(tokens)
         self._follower.doubt()
 
+    def unread(self, context: DraftContext) -> int:
+        """What the cache lacks of the text; nothing where the text does not fit it, so that none of it is read."""
+        return self._follower.unread(context.tokens) if len(context.tokens) <= self._backend.cache.capacity else 0
+
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         if len(context.tokens) + len(drafted) > self._backend.cache.capacity:
             return None

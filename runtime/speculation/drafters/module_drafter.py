@@ -73,6 +73,10 @@ class ModuleDrafter(LogitDrafter):
         self._leave_draft()
         self._states.keep([0, *(node + 1 for node in round.verdict.accepted)])
 
+    def unread(self, context: DraftContext) -> int:
+        """Rows that wait, besides the one before the root."""
+        return 0 if self._ready else max(0, self._states.waiting - 1)
+
     @abstractmethod
     def _read(self, unread: Unread) -> None:
         """Reads rows of the text."""

@@ -40,12 +40,17 @@ def bm25(query: Sequence[int], passages: Sequence[Sequence[int]]) -> list[float]
     return scores
 
 
+def _longest() -> int:
+    """Tokens of a short text at most."""
+    return (1 + _MOST) * _PASSAGE + _END
+
+
 def retrieved(text: Sequence[int]) -> list[int]:
     """A text's first passage, the passages that have most to do with its end, in their order, and its end.
 
     A text that is no longer than that stays whole.
     """
-    if len(text) <= (1 + _MOST) * _PASSAGE + _END:
+    if len(text) <= _longest():
         return list(text)
     body, end = text[:-_END], text[-_END:]
     passages = [body[start : start + _PASSAGE] for start in range(0, len(body), _PASSAGE)]
@@ -68,10 +73,20 @@ class RapidDrafter(ModelDrafter):
         super().begin(tokens)
         self._short = None
 
+    def unread(self, context: DraftContext) -> int:
+        """Before the first guess of a reply all of a short text, which is retrieved only then."""
+        if self._short is None:
+            return min(len(context.tokens), _longest()) - 1
+        return super().unread(self._shortened(context))
+
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
+        return super()._logits(self._shortened(context), drafted)
+
+    def _shortened(self, context: DraftContext) -> DraftContext:
+        """The same with the short text, retrieved if there is none yet."""
         if self._short is None:
             self._short = retrieved(context.tokens)
         else:
             self._short += context.tokens[self._seen :]
         self._seen = len(context.tokens)
-        return super()._logits(dataclasses.replace(context, tokens=self._short), drafted)
+        return dataclasses.replace(context, tokens=self._short)

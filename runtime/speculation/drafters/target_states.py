@@ -84,6 +84,11 @@ class TargetStates:
         return len(self._done)
 
     @property
+    def waiting(self) -> int:
+        """Rows that were not read."""
+        return len(self._tokens)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows that wait."""
         return self._states.nbytes

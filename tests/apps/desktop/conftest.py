@@ -21,6 +21,7 @@ def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "measure_passes", measured)
         patch.setattr(device, "measure_guesses", lambda drafter, context: 0.1)
+        patch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
         # Not where other tests would find them.
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "desktop"))
         yield

@@ -21,9 +21,13 @@ class Prices:
     guesses: Mapping[str, float] = field(default_factory=dict)
     round_ms: float = 0.0
     confirmed: int = 64
+    reading: Mapping[str, float] = field(default_factory=dict)
 
     def pass_ms(self, rows: int) -> float:
         return self.passes[rows]
 
     def guess_ms(self, drafter: str) -> float:
         return self.guesses.get(drafter, 0.0)
+
+    def read_ms(self, drafter: str) -> float:
+        return self.reading.get(drafter, 0.0)

@@ -147,7 +147,13 @@ def test_impossible_pass_costs_are_refused() -> None:
 
 def test_impossible_draft_costs_are_refused() -> None:
     impossible = (("round_ms", -1), ("round_ms", None), ("guess_ms", {"a": "b"}), ("guess_ms", [1]))
-    for field, value in (*impossible, ("token_ms", -1), ("token_ms", True), ("token_ms", math.inf)):
+    for field, value in (
+        *impossible,
+        ("read_ms", {"a": -1}),
+        ("token_ms", -1),
+        ("token_ms", True),
+        ("token_ms", math.inf),
+    ):
         with pytest.raises(StorageError, match="Measure"):
             DraftCosts.from_dict(COSTS.drafts.to_dict() | {field: value})
             pytest.fail(f"{field} of {value} was taken")

@@ -118,14 +118,20 @@ def test_its_cache_keeps_what_generations_share(drafter: ModelDrafter, backend: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "forward", counted)
         drafter.begin(PROMPT)
+        assert drafter.unread(context(PROMPT)) == 19  # besides the root
         drafter.guesses(context(PROMPT), [], 1)
         assert passes == [8, 8, 4]
+        assert drafter.unread(context(PROMPT)) == 0
         drafter.guesses(context(PROMPT), [], 1)
         assert passes == [8, 8, 4]
         again = [*PROMPT, 3]
         drafter.begin(again)
+        assert drafter.unread(context(again)) == 0
         drafter.guesses(context(again), [], 1)
         assert passes == [8, 8, 4, 1]
+        other = [*again[:10], 5, 6, 7]
+        drafter.begin(other)
+        assert drafter.unread(context(other)) == 2
 
 
 def test_drawn_guesses_carry_their_probabilities(

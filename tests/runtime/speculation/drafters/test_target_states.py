@@ -45,8 +45,9 @@ class Passes:
 def test_the_last_row_of_a_path_that_was_passed_again(again: int, read: dict[int, tuple[int, float]]) -> None:
     passes = Passes()
     passes.run(0, (3, 4), 0.0)
+    assert passes.states.waiting == 2
     passes.run(2, TREE, 10.0, tree=True)
     passes.run(4, (again,), 20.0)
     passes.states.keep([0, 2, 3])
     assert passes.states.catch_up(5, 8)
-    assert passes.read == read
+    assert passes.read == read and passes.states.waiting == 0

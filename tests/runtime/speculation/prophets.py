@@ -1,0 +1,206 @@
+"""Drafters whose quality is known, and texts decoded with them by priced costs, for tests of the governor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgeinfer.runtime.speculation.acceptance import Acceptance
+from edgeinfer.runtime.speculation.drafters.contract import (
+    Draft,
+    DraftContext,
+    Drafter,
+    Guess,
+    Resumption,
+    Round,
+    State,
+    Verdict,
+)
+from edgeinfer.runtime.speculation.governor import Governor, RoundCosts
+from edgeinfer.runtime.speculation.verification import verify_keyed
+from tests.runtime.speculation.prices import Prices
+
+__all__ = ["Boaster", "Coin", "Follower", "Late", "Prophet", "Reader", "Run", "decode", "learning", "text_of"]
+
+
+class Prophet(Drafter):
+    """Knows the text and says the right token with a given probability; sign 1 where it is surer."""
+
+    branches = True
+    uses_target = False
+    draws = False
+    priors = (0.3, 0.7)
+
+    def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
+        self.name = name
+        self.asked = 0
+        self._text = text
+        self._right = right
+        self._seed = seed
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        self.asked += 1
+        place = len(context.tokens) + len(drafted)
+        if place >= len(self._text):
+            return ()
+        fortune = random.Random(f"{self._seed}-{place}")
+        right = fortune.random() < self._right
+        first = self._text[place] if right else self._text[place] + 1
+        return [Guess((first + other) % 100, int(self._right > 0.5)) for other in range(width)]
+
+    def resume(self, context: DraftContext, drafted: Sequence[int]) -> Resumption | None:
+        return None
+
+    def observe(self, round: Round) -> None:
+        pass
+
+    def nbytes(self) -> int:
+        return 0
+
+    def state(self) -> State:
+        return {}
+
+    def restore(self, state: State) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Coin(Prophet):
+    """Knows two tokens for the first place of a draft, of which one is right, and does not know which."""
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        if drafted:
+            return ()
+        right, wrong = (Guess(self._text[len(context.tokens)] + other, 0) for other in (0, 1))
+        return (right, wrong) if random.Random(len(context.tokens)).random() < 0.5 else (wrong, right)
+
+
+class Late(Prophet):
+    """Has nothing to say before a place of the text."""
+
+    place = 40
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        return super().guesses(context, drafted, width) if len(context.tokens) >= self.place else ()
+
+
+class Follower(Prophet):
+    """Knows how a draft goes on that another began."""
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        return super().guesses(context, drafted, width) if drafted else ()
+
+
+class Boaster(Prophet):
+    """Is sure of a token that never comes."""
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        self.asked += 1
+        return [Guess(200, 1)]
+
+
+class Reader(Prophet):
+    """Reads a prompt before its first guess."""
+
+    draws = True
+    behind = 200
+
+    def unread(self, context: DraftContext) -> int:
+        return self.behind
+
+    def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        self.behind = 0
+        return super().guesses(context, drafted, width)
+
+
+@dataclass
+class Truth:
+    """The target's view where the target says the text."""
+
+    text: Sequence[int]
+    start: int
+    draft: Draft
+
+    def token(self, node: int) -> int:
+        return self.text[self.start + len(self.draft.path(node))]
+
+
+@dataclass
+class Run:
+    """What decoding a text came to."""
+
+    governor: Governor
+    sizes: list[int]
+    ms: float
+    drafts: list[Draft]
+    passes: list[tuple[int, float]]
+
+    @property
+    def plain_ms(self) -> float:
+        return 10.0 * sum(self.sizes)
+
+
+def learning(drafters: Sequence[Prophet]) -> Acceptance:
+    acceptance = Acceptance()
+    for drafter in drafters:
+        acceptance.add(drafter.name, drafter.priors)
+    return acceptance
+
+
+def decode(
+    drafters: Sequence[Prophet],
+    text: Sequence[int],
+    prices: Prices,
+    most: int = 15,
+    width: int = 1,
+    rests: bool = False,
+    kind: type[Governor] = Governor,
+    believed: RoundCosts | None = None,
+) -> Run:
+    """Decodes a text with perfect verification; times by the prices, which the governor knows if it believes no others.
+    Plain steps are taken where it rests, if `rests`."""
+    governor = kind(drafters, believed or prices, learning(drafters), most, width)
+    context = DraftContext(list(text[:1]), lambda logits, drafted: (0, None), lambda drafted: ())
+    run = Run(governor, [], 0.0, [], [])
+    while len(context.tokens) < len(text):
+        steps = min(governor.rest, len(text) - len(context.tokens)) if rests else 0
+        if steps and governor.watches:
+            steps = 1
+            governor.watch(context)
+            governor.watched(text[len(context.tokens)])
+        if steps:
+            governor.rested(steps)
+            run.ms += steps * prices.pass_ms(1) + governor.watched_ms
+            context.tokens.extend(text[len(context.tokens) : len(context.tokens) + steps])
+            run.sizes += [1] * steps
+            run.passes += [(1, prices.pass_ms(1))] * steps
+            continue
+        room = len(text) - len(context.tokens) - 1
+        before = [(d.asked, d.unread(context)) for d in drafters]
+        draft = governor.draft(context, room, room)
+        asked = 0.0
+        for drafter, (times, unread) in zip(drafters, before, strict=True):
+            asked += (drafter.asked - times) * prices.guess_ms(drafter.name)
+            asked += (unread - drafter.unread(context)) * prices.read_ms(drafter.name)
+        run.passes.append((1 + len(draft), prices.pass_ms(1 + len(draft))))
+        run.ms += run.passes[-1][1] + asked + prices.round_ms
+        verdict: Verdict = verify_keyed(draft, Truth(text, len(context.tokens), draft))  # type: ignore[arg-type]
+        committed = (*(draft.guesses[n].token for n in verdict.accepted), verdict.token)
+        fed = np.array([context.tokens[-1], *draft.tokens])
+        context.tokens.extend(committed)
+        governor.observe(Round(draft, verdict, committed, fed, np.zeros((len(fed), 1), np.float32)))
+        run.sizes.append(len(committed))
+        run.drafts.append(draft)
+    return run
+
+
+def text_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(f"{seed}/{i}").randrange(90) for i in range(length)]

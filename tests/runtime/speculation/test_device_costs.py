@@ -1,0 +1,120 @@
+"""What a session learns of the costs that the governor goes by, from its replies and from measuring."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
+from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.speculation.device import DeviceCosts
+from tests.runtime.speculation.prices import FLAT, Prices
+from tests.runtime.speculation.prophets import Prophet, decode, text_of
+
+
+class Kept:
+    """Costs that an earlier session measured, of a model with room for any pass."""
+
+    def __init__(self, passes: PassCosts) -> None:
+        self.kept = Costs(passes, DraftCosts({"copy": 0.0}, 0.0), "", "")
+        self.cache, self.capacity = self, 4096
+
+    def costs(self) -> Costs:
+        return self.kept
+
+    def arrays(self, name: str) -> None:
+        return None
+
+
+def test_what_guesses_cost_follows_the_rounds_of_replies() -> None:
+    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
+    kept.kept = Costs(kept.kept.passes, DraftCosts({"model": 4.0}, 0.0), "", "")
+    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    costs.prepare()
+    text = text_of(60)
+    run = decode([Prophet("model", text, 1.0)], text, Prices(FLAT, {"model": 0.5}))
+    assert {name for name, _ in run.governor.timed_guesses} == {"model"}
+    statistics = SpeculationStatistics()
+    for ms in (0.4, 0.5, 30.0, 0.6, 0.5) * 8:
+        statistics.add_guesses([("model", ms - 0.1), ("model", ms + 0.1), ("gone", 1.0)])
+    costs.learn(statistics)
+    assert costs.of([]).guess_ms("model") == pytest.approx(0.5, abs=0.2)
+    costs.learn(SpeculationStatistics(timed_guesses={"model": [9.0, 9.0]}))
+    assert costs.of([]).guess_ms("model") < 1.0
+
+
+def test_what_tokens_take_besides_their_passes_follows_replies() -> None:
+    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
+    saved: list[Costs] = []
+    kept.save_costs = saved.append  # type: ignore[attr-defined]
+    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    costs.prepare()
+    costs.learn_beside([0.1] * 4)
+    costs.save()
+    assert not saved, "so few tokens tell nothing"
+    costs.learn_beside([0.1, 0.1, 30.0, 0.1, 0.1])
+    costs.save()
+    assert saved[-1].drafts.token_ms == 0.1
+    costs.learn_beside([0.2] * 9)
+    costs.save()
+    assert 0.1 < (saved[-1].drafts.token_ms or 0.0) < 0.2
+    kept.kept = saved[-1]
+    again = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    again.prepare()
+    again.save()
+    assert len(saved) == 2, "what was kept is known again"
+
+
+@pytest.mark.slow
+def test_costs_measured_in_a_busy_moment_follow_what_the_session_measures() -> None:
+    """By what was kept every row costs a pass, and no draft pays; in truth few rows cost hardly more than one."""
+    quiet = Prices({rows: 10.0 + 0.3 * (rows - 1) + 1.2 * max(0, rows - 4) for rows in range(1, 65)})
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+    for share, right in product((1.0, 3.0), (0.6, 0.95)):
+        busy = Kept(PassCosts(tuple((rows, 5.0 + 10.0 * share * rows) for rows in sizes)))
+        costs = DeviceCosts(busy, busy, False, 16, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+        costs.prepare()
+        taken, best = 0.0, 0.0
+        for reply in range(12):
+            text = text_of(150, reply)
+            prophets = [Prophet("copy", text, right, seed=reply) for _ in range(2)]
+            run = decode(prophets[:1], text, quiet, rests=True, believed=costs.of([]))
+            costs.learn(SpeculationStatistics(timed_passes=run.passes))
+            # What is not known yet may cost little.
+            assert run.ms <= 1.03 * run.plain_ms
+            if reply >= 6:
+                taken += run.ms
+                best += decode(prophets[1:], text, quiet, rests=True).ms
+        assert taken <= 1.06 * best, (share, right)
+        known = costs.of([])
+        for rows in range(1, 1 + known.confirmed):
+            assert known.pass_ms(rows) == pytest.approx(quiet.pass_ms(rows), rel=0.1), (share, right, rows)
+
+
+def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_little() -> None:
+    kept = Kept(PassCosts(((1, 10.0), (2, 11.0))))
+    kept.kept = Costs(kept.kept.passes, DraftCosts({"model": 0.4, "copy": 0.0}, 0.0, read_ms={"model": 0.004}), "", "")
+    costs = DeviceCosts(kept, kept, False, 1, lambda name: Prophet(name, (), 0.0))  # type: ignore[arg-type]
+    costs.prepare()
+    assert (costs.of([]).read_ms("model"), costs.of([]).read_ms("copy")) == (0.004, 0.0)
+    for ms in (0.01, 0.9, 0.01, 0.011, 0.01):
+        statistics = SpeculationStatistics()
+        statistics.add_guesses([], [("model", ms), ("gone", 1.0)])
+        costs.learn(statistics)
+        assert costs.of([]).read_ms("model") <= 0.011
+    assert costs.of([]).read_ms("model") == pytest.approx(0.01)
+    saved: list[Costs] = []
+    kept.save_costs = saved.append  # type: ignore[attr-defined]
+    costs.save()
+    assert saved[-1].drafts.read_ms == {"model": pytest.approx(0.01)}
+
+
+def test_reading_is_measured_with_the_guesses_of_a_draft_model() -> None:
+    from edgeinfer import load
+
+    with load(None, remember=False, speculation="auto") as model, model._idle() as parts:
+        assert parts.speculator is not None
+        known = parts.speculator._costs.of([])
+        assert 0 < known.read_ms("model") < known.guess_ms("model")
+        assert known.read_ms("copy") == 0
