@@ -152,10 +152,11 @@ def _from_disk(plan: MemoryPlan) -> str:
     """What it means that not all weights stay in memory."""
     disk = plan.disk
     assert disk is not None, "only then is there something to say"
-    size, room = format_size(disk.weights), format_size(round(disk.room))
+    size, room = format_size(disk.weights), format_size(disk.room)
     begin = f"Of {size} of weights this system can keep {room}, and tokens wait for its disk"
     if disk.rate is None:
-        return f"{begin}, which no speed here counts: it is measured when the model first runs."
+        usual = format_size(round(disk.taken_rate))
+        return f"{begin}, which is taken to give {usual} a second until the model has run."
     return f"{begin}, which gave {format_size(round(disk.rate))} a second."
 
 

@@ -125,6 +125,16 @@ class PagedCache:
         self._own(start, stop)
         self.pool.rows.write(layer, self._places(start, stop), keys, values)
 
+    def read_keys(self, layer: int, start: int, stop: int) -> Floats:  # (H, n, h)
+        """The keys of `read` alone."""
+        return self.pool.rows.read_keys(layer, self._places(start, stop))
+
+    def write_keys(self, layer: int, start: int, keys: Floats) -> None:  # (H, n, h)
+        """Replaces keys of one layer from `start` on; values and weights stay."""
+        stop = start + keys.shape[1]
+        self._own(start, stop)
+        self.pool.rows.write_keys(layer, self._places(start, stop), keys)
+
     @property
     def weighed(self) -> bool:
         """Whether rows have weights: what is added to their scores."""

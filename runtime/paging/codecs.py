@@ -168,12 +168,15 @@ class _Int8(RowCodec):
 
     def encode(self, rows: Floats) -> NDArray[Any]:
         turned = _turned(_channels(rows))
-        largest = np.abs(turned).max(axis=0)
+        largest = np.maximum(turned.max(axis=0), -turned.min(axis=0))
         finite = np.isfinite(largest)
         used = finite & (largest >= _LEAST)
         inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=used)
         scales = np.where(finite, np.where(used, largest / np.float32(127), np.float32(0)), np.float32(np.nan))
-        levels = np.rint(np.where(used, turned, np.float32(0)) * inverse).astype(np.int8)
+        if not used.all():
+            turned = np.where(used, turned, np.float32(0))
+        turned *= inverse
+        levels = np.rint(turned, out=turned).astype(np.int8)
         return self.join(_rows(levels, rows.shape), scales.astype(np.float32).reshape(rows.shape[:-1]))
 
     def decode(self, stored: NDArray[Any], size: int) -> Floats:

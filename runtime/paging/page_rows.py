@@ -99,6 +99,19 @@ class PageRows:
             if self._layout.weighed:
                 self._weights[group][places // PAGE, place, :, places % PAGE] = 0
 
+    def read_keys(self, layer: int, places: Ints) -> Floats:  # (n,) -> (H, n, h)
+        """The keys of `read` alone."""
+        if layer not in self._found:
+            return np.zeros((0, len(places), 0), np.float32)
+        group, place = self._found[layer]
+        return self._keys[group].read(place, places)
+
+    def write_keys(self, layer: int, places: Ints, keys: Floats) -> None:  # (n,), (H, n, h)
+        """Stores keys in place of those of rows of one layer; nothing where it keeps none."""
+        if layer in self._found:
+            group, place = self._found[layer]
+            self._keys[group].write(place, places, keys)
+
     def weigh(self, layer: int, places: Ints, weights: Floats) -> None:  # (n,), (H, n)
         """Says what is added to the scores of rows of one layer, in a pool whose positions are weighed."""
         group, place = self._found[layer]

@@ -11,6 +11,8 @@ from edgeinfer.records import dataclass
 __all__ = ["TOKENIZER", "Configuration", "Footprint", "GrammarMode", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
+# What a process had before, what the system may take back, and what is there at other times.
+_NOT_BESIDE = frozenset({"interpreter", "weights_mapped", "experts", "reserve", "loading", "activations"})
 # The tokenizer is mapped from a table, stays in memory as the library has it, is loaded again for every prompt, or is
 # part of the model's file.
 TokenizerMode = Literal["mapped", "kept", "transient", "model"]
@@ -73,6 +75,11 @@ class Footprint:
         """All of them in the process; a term of both kinds is one sum."""
         names = dict.fromkeys([*self.anonymous, *self.file])
         return {name: self.anonymous.get(name, 0) + self.file.get(name, 0) for name in names}
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes that a model adds to a process while it makes tokens, beside its weights' file."""
+        return sum(size for name, size in self.terms.items() if name not in _NOT_BESIDE)
 
     def total(self, counted: str) -> int:
         """Bytes of the pages that count: "resident" are both kinds."""

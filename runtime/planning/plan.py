@@ -119,12 +119,6 @@ class MemoryPlan:
         return self.footprint.total(self.counted)
 
     @property
-    def beside_weights(self) -> int:
-        """Bytes that the model and the libraries take beside its weights' file and what the process had before."""
-        weights = ("weights_mapped", "experts")
-        return sum(size for name, size in self.terms.items() if name not in ("interpreter", *weights))
-
-    @property
     def fits(self) -> bool:
         """Whether the plan is within the budget, or there is none."""
         return self.budget_bytes is None or self.planned_bytes <= self.budget_bytes

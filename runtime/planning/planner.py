@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from mmap import PAGESIZE
 from typing import Any, Protocol
 
 from edgeinfer.bundle.experts import find_expert
@@ -98,7 +99,8 @@ def make_plan(
     """
     config = with_measured_policy(config, plan_input.bundle)
     machine = machine_memory()
-    if config.memory is not None and config.memory > machine:
+    # The system rounds limits of control groups down to pages.
+    if config.memory is not None and config.memory >= machine + PAGESIZE:
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
     measured = process or process_before_loading(plan_input)
@@ -122,8 +124,17 @@ def _plan(
     plan = search(plan_input, config, memory, speed, all_ways=all_ways)
     if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
         return plan
-    reading = speed.within(free_memory() - plan.beside_weights)
-    return plan if reading.disk is None else search(plan_input, config, memory, reading, all_ways=all_ways)
+    free = free_memory()
+
+    @functools.cache
+    def beside(configuration: Configuration) -> int:
+        return memory.footprint(configuration).beside_weights
+
+    # Thousands of configurations differ only in how they read prompts.
+    reading = speed.within(lambda c: free - beside(dataclasses.replace(c, prefill_chunk=1)))
+    if reading.disk(plan.configuration) is None:
+        return plan
+    return search(plan_input, config, memory, reading, all_ways=all_ways)
 
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
@@ -278,7 +289,8 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         # The model of a process takes off the pages of libraries that only loading needs; here they are gone already.
         process = dataclasses.replace(outside, file=round(outside.file / NEEDED_SHARE))
         memory = MemoryModel(plan_input, fixed, process, reserve=plan.terms.get("reserve", 0))
-        paced = speed if plan.disk is None else speed.within(round(plan.disk.room))
+        disk = plan.disk
+        paced = speed if disk is None else speed.within(lambda _: disk.room)
         found = search(plan_input, fixed, memory, paced, all_ways=False, among=changeable)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits or grammars else plan

@@ -85,7 +85,7 @@ def search(
         tuned=_tuned(plan_input, chosen.configuration),
         device=plan_input.device.name,
         device_note=plan_input.device_note,
-        disk=speed.disk,
+        disk=speed.disk(chosen.configuration),
     )
     if not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
@@ -42,6 +41,8 @@ _ROW_SHARE = 0.12
 # Bytes that the system drops too early, and reads again, for each that it has no room for (docs/LOG.md, 2026-11-26,
 # fifth).
 _DROPPED_EARLY = 1.4
+# Bytes a second that a disk is taken to give until it was measured: an SSD's.
+_USUAL_DISK_RATE = 1e9
 # Milliseconds that nothing takes less than.
 LEAST_MS = 0.2
 # Nanoseconds of a value of the cache by its type: when it is written, and when a row attends to it (docs/LOG.md,
@@ -101,21 +102,25 @@ class DiskReads:
     rate: float | None
     always: int
     experts: ExpertBytes
-    room: float = math.inf
+    room: int = 0
 
     @property
     def weights(self) -> int:
         """Bytes of all of them."""
         return self.always + self.experts.total
 
+    @property
+    def taken_rate(self) -> float:
+        """The rate that is reckoned with."""
+        return self.rate or _USUAL_DISK_RATE
+
     def pass_ms(self, configuration: Configuration, rows: int) -> float:
-        """Milliseconds that a pass over so many rows takes for it, at a rate that is known."""
-        assert self.rate is not None, "only who knows the rate asks"
+        """Milliseconds that a pass over so many rows takes for it."""
         experts = self.experts.needed(rows)
         if configuration.expert_bytes:
             experts *= 1 - configuration.expert_bytes / self.experts.total
         share = min(1.0, _DROPPED_EARLY * (1 - self.room / self.weights))
-        return 1e3 * share * (self.always + experts) / self.rate
+        return 1e3 * share * (self.always + experts) / self.taken_rate
 
 
 def token_beside_ms(vocabulary: int) -> float:
@@ -151,11 +156,18 @@ class SpeedModel:
     Args:
         pace_of: what is known of a configuration whose weights stay in memory.
         disk: what passes read where they do not; None where that does not matter.
+        room: bytes of weights that the system can keep beside a configuration; None where it keeps all.
     """
 
-    def __init__(self, pace_of: Callable[[Configuration], Pace], disk: DiskReads | None = None) -> None:
+    def __init__(
+        self,
+        pace_of: Callable[[Configuration], Pace],
+        disk: DiskReads | None = None,
+        room: Callable[[Configuration], int] | None = None,
+    ) -> None:
         self._pace_in_memory = pace_of
         self._disk = disk
+        self._room = room
         self._rates: dict[Hashable, float] = {}
 
     def speed(self, configuration: Configuration) -> Speed:
@@ -167,18 +179,20 @@ class SpeedModel:
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
         return Speed(1e3 / token_ms, making_ms + prompt_ms + REPLY_TOKENS * token_ms, pace.measured)
 
-    @property
-    def disk(self) -> DiskReads | None:
-        """What passes read from the disk; None where all weights stay in memory."""
-        return self._disk if self._disk is not None and self._disk.room < self._disk.weights else None
+    def disk(self, configuration: Configuration) -> DiskReads | None:
+        """What passes of a configuration read from the disk; None where all weights stay in memory."""
+        if self._disk is None or self._room is None:
+            return None
+        room = max(0, self._room(configuration))
+        return replace(self._disk, room=room) if room < self._disk.weights else None
 
-    def within(self, room: int) -> SpeedModel:
-        """The same where the system can keep so many bytes of weights."""
-        return self if self._disk is None else SpeedModel(self._pace_in_memory, replace(self._disk, room=max(0, room)))
+    def within(self, room: Callable[[Configuration], int]) -> SpeedModel:
+        """The same where the system can keep so many bytes of weights beside a configuration."""
+        return SpeedModel(self._pace_in_memory, self._disk, room)
 
     def _pace_of(self, configuration: Configuration) -> Pace:
-        pace, disk = self._pace_in_memory(configuration), self.disk
-        if disk is None or disk.rate is None:
+        pace, disk = self._pace_in_memory(configuration), self.disk(configuration)
+        if disk is None:
             return pace
         points = []
         for rows, ms in pace.passes.points:
@@ -192,7 +206,8 @@ class SpeedModel:
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
         where = configuration.weights, configuration.window_layers, configuration.expert_bytes, configuration.gpu_layers
-        key = configuration.kv, where, names, draft_model, most
+        room = None if self._room is None else self._room(configuration)
+        key = configuration.kv, where, names, draft_model, most, room
         if key not in self._rates:
             asked = [each for each in pace.prospects if each.drafter in names and (draft_model or not each.model)]
             pass_ms = [pace.passes.ms(rows) for rows in range(1, most + 2)]

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "usable_processors",
 ]
 
-# The limit of the control group that the process is in, as containers see it: of cgroup 2, and of cgroup 1.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+# Where control groups are, by the controllers that /proc/self/cgroup names, and the file of a group's limit: of
+# cgroup 2, which names none, and of cgroup 1. Containers see their own group as the mount itself.
+_GROUPS = Path("/proc/self/cgroup")
+_MOUNTS = {"": (Path("/sys/fs/cgroup"), "memory.max")}
+_MOUNTS |= {"memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")}
 # What the group's processes have of their own, by the file beside the limit: of cgroup 2, and of cgroup 1.
 _USED = re.compile(r"^(?:anon|total_rss) (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
@@ -31,13 +35,14 @@ _SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
 
 
 def machine_memory() -> int:
-    """Bytes: what is built in, or what the container allows."""
-    return min([_built_in(), *(limit for path in _LIMITS if (limit := _limit(path)))])
+    """Bytes: what is built in, or what the container or another control group allows."""
+    return min([_built_in(), *(limit for path in _limit_files() if (limit := _limit(path)))])
 
 
 def free_memory() -> int:
     """Bytes that programs can still have, those included that only pages of files take: of what `machine_memory` is."""
-    groups = [limit - _number(_USED, path.with_name("memory.stat")) for path in _LIMITS if (limit := _limit(path))]
+    limits = ((path, limit) for path in _limit_files() if (limit := _limit(path)))
+    groups = (limit - _number(_USED, path.with_name("memory.stat")) for path, limit in limits)
     return max(0, min([_available(), *groups]))
 
 
@@ -101,6 +106,18 @@ def _number(pattern: re.Pattern[str], path: Path) -> int:
         found = pattern.search(path.read_text("ascii"))
         return int(found[1]) if found else 0
     return 0
+
+
+def _limit_files() -> Iterator[Path]:
+    """Where limits of this process's control groups and of all around them stand, if there are any."""
+    try:
+        lines = _GROUPS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        lines = []
+    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for controllers, (mount, name) in _MOUNTS.items():
+        group = mount / own.get(controllers, "").lstrip("/")
+        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount))
 
 
 def _limit(path: Path) -> int | None:

@@ -7,7 +7,7 @@ row is its index again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -129,11 +129,17 @@ class Rotation:
 
     def moved(self, keys: Floats, old: Positions, new: Positions) -> Floats:  # (H, n, h) -> (H, n, h)
         """Keys at `old` positions as they would be at `new` ones; dimensions that are not rotated stay."""
-        half = self._half
+        return self.turned(keys, *self.between(old, new))
+
+    def between(self, old: Positions, new: Positions) -> tuple[Floats, Floats]:  # (..., n, r/2) each
+        """Cosines and sines of the angles from `old` positions to `new` ones."""
         cos_old, sin_old, cos_new, sin_new = self._cos[old], self._sin[old], self._cos[new], self._sin[new]
         cos = (cos_new * cos_old + sin_new * sin_old) * self._scale
-        sin = (sin_new * cos_old - cos_new * sin_old) * self._scale
-        out = keys.copy()
+        return cos, (sin_new * cos_old - cos_new * sin_old) * self._scale
+
+    def turned(self, keys: Floats, cos: Floats, sin: Floats) -> Floats:  # (H, n, h) -> (H, n, h)
+        """Keys turned by angles that `between` gave."""
+        half, out = self._half, keys.copy()
         # Pairs are of both halves, or neighbours.
         first, second = slice(half), slice(half, 2 * half)
         if self._interleaved:
@@ -164,6 +170,16 @@ class LayerRotations:
         """Keys of a layer at `old` positions as they would be at `new` ones."""
         index = self._spec.rope_index(layer)
         return keys if index < 0 else self._rotations[index].moved(keys, old, new)
+
+    def mover(self, old: Positions, new: Positions) -> Callable[[int, Floats], Floats]:
+        """`moved` for one layer after the other, whose angles are computed once."""
+        angles = [rotation.between(old, new) for rotation in self._rotations]
+
+        def moved(layer: int, keys: Floats) -> Floats:  # (H, n, h) -> (H, n, h)
+            index = self._spec.rope_index(layer)
+            return keys if index < 0 else self._rotations[index].turned(keys, *angles[index])
+
+        return moved
 
 
 Indices = NDArray[np.intp]

@@ -130,15 +130,13 @@ class JoinedContexts:
         """Scores are products with keys, so these are divided in their place."""
         factor = np.float32(1 / self.use.temperature)
         for layer in range(self._spec.num_layers):
-            keys, values = cache.read(layer, self._prefix, cache.length)
-            cache.write(layer, self._prefix, keys * factor, values)
+            cache.write_keys(layer, self._prefix, cache.read_keys(layer, self._prefix, cache.length) * factor)
 
 
 def turn(cache: PagedCache, spec: DecoderSpec, first: int, old: int, new: int) -> None:
     """Turns the keys of the rows from `first` on as if the first of them had stood at position `new`, not `old`."""
     size = cache.length - first
     rotations = LayerRotations(spec, max(old, new) + size)
-    before, after = np.arange(old, old + size), np.arange(new, new + size)
+    moved = rotations.mover(np.arange(old, old + size), np.arange(new, new + size))
     for layer in range(spec.num_layers):
-        keys, values = cache.read(layer, first, cache.length)
-        cache.write(layer, first, rotations.moved(layer, keys, before, after), values)
+        cache.write_keys(layer, first, moved(layer, cache.read_keys(layer, first, cache.length)))

@@ -230,6 +230,22 @@ def test_forks_and_snapshots_copy_nothing_until_one_writes() -> None:
     assert cache.nbytes == 4 * pool.layout.page_bytes
 
 
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_keys_are_replaced_alone(kv: str) -> None:
+    """Values keep their bits, and rows that another cache shares keep their keys."""
+    cache = PagedCache(pool_of(kv), CAPACITY)
+    feed(cache, list(range(8)))
+    shared, before = cache.fork(), cache.snapshot().values
+    for layer in range(LAYERS):
+        cache.write_keys(layer, 2, cache.read_keys(layer, 2, 8) + 1)
+    codec, wanted = find_row_codec(kv), [*stored(kv, list(range(8)))]
+    for layer, rows in enumerate(wanted):
+        turned = codec.decode(codec.encode(rows[:, 2:] + 1), SIZE)
+        np.testing.assert_array_equal(cache.read_keys(layer, 0, 8), np.concatenate([rows[:, :2], turned], axis=1))
+        np.testing.assert_array_equal(cache.snapshot().values[layer], before[layer])
+    assert_holds(shared, kv, list(range(8)))
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     pool = pool_of("int8", 3)
     cache, other = PagedCache(pool, CAPACITY), PagedCache(pool_of("float32"), CAPACITY)

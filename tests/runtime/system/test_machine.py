@@ -24,14 +24,24 @@ def test_memory_is_what_is_built_in_or_less() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has control groups")
 def test_memory_that_is_free_is_the_machines_and_the_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Pages of files do not count as taken, whichever kind the group is of."""
+    """Pages of files do not count as taken, whichever kind the group is of, and groups around it count as well."""
     assert 0 < free_memory() <= machine_memory()
-    limit = tmp_path / "memory.max"
-    limit.write_text("300000000\n")
-    monkeypatch.setattr(machine, "_LIMITS", (limit,))
-    for statistics, taken in (("anon 100\nfile 200\n", 100), ("rss 7\ntotal_rss 90\n", 90), ("", 0)):
-        (tmp_path / "memory.stat").write_text(statistics)
-        assert free_memory() == 300_000_000 - taken
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    groups = tmp_path / "groups"
+    monkeypatch.setattr(machine, "_GROUPS", groups)
+    monkeypatch.setattr(machine, "_MOUNTS", {"": (tmp_path, "memory.max"), "memory": (tmp_path, "limit")})
+    for line, name in (("0::/outer/inner", "memory.max"), ("4:memory:/outer/inner", "limit"), ("0::/", "limit")):
+        groups.write_text(f"5:cpu:/elsewhere\n{line}\n")
+        for group in (inner, inner.parent, tmp_path) if "outer" in line else (tmp_path,):
+            (group / name).write_text("300000000\n")
+            assert machine_memory() == 300_000_000
+            for statistics, taken in (("anon 100\nfile 200\n", 100), ("rss 7\ntotal_rss 90\n", 90), ("", 0)):
+                (group / "memory.stat").write_text(statistics)
+                assert free_memory() == 300_000_000 - taken
+            (group / name).unlink()
+    groups.unlink()
+    assert 0 < free_memory() <= machine_memory()
 
 
 def test_where_the_system_says_nothing_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:

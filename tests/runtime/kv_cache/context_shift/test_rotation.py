@@ -65,6 +65,8 @@ def test_every_layer_has_its_own_rotation() -> None:
     for layer, name in ((0, "linear"), (2, "default")):
         wanted = Rotation(SPECS[name], 64).moved(keys, old, new)
         np.testing.assert_array_equal(rotations.moved(layer, keys, old, new), wanted)
+        np.testing.assert_array_equal(rotations.mover(old, new)(layer, keys), wanted)
+    np.testing.assert_array_equal(rotations.mover(old, new)(1, keys), keys)
     np.testing.assert_array_equal(rotations.moved(1, keys, old, new), keys)
 
 
