@@ -34,6 +34,9 @@ ROUND_MS = 0.3
 # Of a token besides its round, until a reply told: choosing it, its text and its figures; and of each token of the
 # vocabulary it is chosen from (docs/LOG.md, 2026-11-26).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
+# Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step, and
+# what is learnt at a reply's end (docs/LOG.md, 2026-11-26, sixth).
+_IN_VAIN_MS = 0.05
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
@@ -173,11 +176,15 @@ class SpeedModel:
     def speed(self, configuration: Configuration) -> Speed:
         """The pace of a configuration."""
         pace = self._pace_of(configuration)
-        token_ms = self._token_ms(pace, configuration)
+        round_ms = self._token_ms(pace, configuration)
+        token_ms = round_ms + pace.beside_ms
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
-        return Speed(1e3 / token_ms, making_ms + prompt_ms + REPLY_TOKENS * token_ms, pace.measured)
+        turn_ms = making_ms + prompt_ms + REPLY_TOKENS * token_ms
+        # This does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many times.
+        in_vain = configuration.draft_max and configuration.drafters and round_ms >= pace.passes.ms(1)
+        return Speed(1e3 / (token_ms + (_IN_VAIN_MS if in_vain else 0.0)), turn_ms, pace.measured)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:
         """What passes of a configuration read from the disk; None where all weights stay in memory."""
@@ -202,7 +209,7 @@ class SpeedModel:
         return replace(pace, passes=PassCosts(tuple(points), pace.passes.step))
 
     def _token_ms(self, pace: Pace, configuration: Configuration) -> float:
-        """Milliseconds per token where the governor drafts wherever that pays."""
+        """Milliseconds of rounds per token where the governor drafts wherever that pays."""
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
         where = configuration.weights, configuration.window_layers, configuration.expert_bytes, configuration.gpu_layers
@@ -212,7 +219,7 @@ class SpeedModel:
             asked = [each for each in pace.prospects if each.drafter in names and (draft_model or not each.model)]
             pass_ms = [pace.passes.ms(rows) for rows in range(1, most + 2)]
             self._rates[key] = decoding_rate(asked if most else (), pass_ms, pace.round_ms)
-        return 1 / self._rates[key] + pace.beside_ms
+        return 1 / self._rates[key]
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:

@@ -426,8 +426,10 @@ def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInpu
 def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
     steep = dataclasses.replace(PACE, passes=PassCosts(((1, 10.0), (2, 40.0), (64, 900.0))))
     c = _configuration(draft_max=15)
-    # Two rows cost four times one: no draft pays, and the speed is plain decoding's.
-    assert SpeedModel(lambda configuration: steep).speed(c).tokens_per_second == pytest.approx(100)
+    # Two rows cost four times one: no draft pays, so drafters are asked in vain, which does not decide who drafts.
+    asked, plain = map(SpeedModel(lambda configuration: steep).speed, (c, dataclasses.replace(c, draft_max=0)))
+    assert plain.tokens_per_second == pytest.approx(100)
+    assert 99 < asked.tokens_per_second < 100 and asked.turn_ms == plain.turn_ms
     # Copies pay for three tokens (0.8 + 0.64 + 0.512) where four rows cost what one does, and cover 0.3 of the rounds.
     copying = dataclasses.replace(c, drafters=("copy",), draft_max=3)
     ms = 10 + 0.3 + 0.01 + 0.3 * (0.5 + 3 * 0.01)
