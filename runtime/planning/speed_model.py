@@ -34,8 +34,8 @@ ROUND_MS = 0.3
 # Of a token besides its round, until a reply told: choosing it, its text and its figures; and of each token of the
 # vocabulary it is chosen from (docs/LOG.md, 2026-11-26).
 _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
-# Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step, and
-# what is learnt at a reply's end (docs/LOG.md, 2026-11-26, sixth).
+# Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step,
+# and what is learnt at a reply's end (docs/LOG.md, 2026-11-26, sixth).
 _IN_VAIN_MS = 0.05
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
@@ -176,7 +176,7 @@ class SpeedModel:
     def speed(self, configuration: Configuration) -> Speed:
         """The pace of a configuration."""
         pace = self._pace_of(configuration)
-        round_ms = self._token_ms(pace, configuration)
+        round_ms = self._round_ms(pace, configuration)
         token_ms = round_ms + pace.beside_ms
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
@@ -208,7 +208,7 @@ class SpeedModel:
             points.append((rows, max(ms, disk_ms) if pace.measured else ms + disk_ms))
         return replace(pace, passes=PassCosts(tuple(points), pace.passes.step))
 
-    def _token_ms(self, pace: Pace, configuration: Configuration) -> float:
+    def _round_ms(self, pace: Pace, configuration: Configuration) -> float:
         """Milliseconds of rounds per token where the governor drafts wherever that pays."""
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
