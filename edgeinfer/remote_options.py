@@ -158,6 +158,9 @@ class RemoteOptions:
         if parts.scheme == "http" and not _is_near(parts.hostname):
             message = f"Everyone on the way to {parts.hostname} could read what is sent by http."
             raise UsageError(message, "Use https, or an address of your own network.")
+        if self.remote_key is not None and not (self.remote_key.isascii() and self.remote_key.isprintable()):
+            hint = "Copy it again, without line breaks and typographic dashes."
+            raise UsageError(Setting("remote_key") + " has characters that no API key has.", hint)
 
 
 def _is_near(host: str) -> bool:

@@ -156,7 +156,7 @@ def _from_disk(plan: MemoryPlan) -> str:
     begin = f"Of {size} of weights this system can keep {room}, and tokens wait for its disk"
     if disk.rate is None:
         usual = format_size(round(disk.taken_rate))
-        return f"{begin}, which is taken to give {usual} a second until the model has run."
+        return f"{begin}, which is taken to give {usual} a second, as it was not measured."
     return f"{begin}, which gave {format_size(round(disk.rate))} a second."
 
 

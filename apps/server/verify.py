@@ -31,8 +31,8 @@ __all__ = ["VerifySessions", "verify_kinds"]
 
 # Tokens of a draft: more than any governor drafts, and few enough that others do not wait for them.
 _MOST_DRAFTED = 64
-# Fields of a request that is read at once; rounds have seven at most.
-_FEW_FIELDS = 8
+# Fields of a request that is read at once, and characters of each; rounds have seven at most.
+_FEW_FIELDS, _SHORT = 8, 64
 # Replies that are kept, and tokens of all of them: some 40 MB.
 _MOST_SESSIONS, _MOST_TOKENS = 256, 1_000_000
 # Share of drafted tokens that is expected to be right before any was seen, and how many tokens that weighs; and tokens
@@ -100,6 +100,11 @@ class _Session:
             made.give_up()
 
 
+def _is_short(value: object) -> bool:
+    """Whether a value is no list and no object, and can be told in few words."""
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _SHORT)
+
+
 class VerifySessions:
     """The replies that devices draft, by their names. Of more than `most`, or `tokens` in all, those asked for longest
     ago are forgotten, and the devices send them again."""
@@ -137,6 +142,8 @@ class VerifySessions:
         """Whether a request is for a further round of a reply whose options were checked, and has little to look at."""
         name, draft = body.get("session"), body.get("draft") or []
         if len(body) > _FEW_FIELDS or not isinstance(draft, list) or len(draft) > _MOST_DRAFTED:
+            return False
+        if not all(_is_short(value) for value in (*draft, *(body[field] for field in body if field != "draft"))):
             return False
         with self._lock:
             session = self._sessions.get(name) if isinstance(name, str) else None

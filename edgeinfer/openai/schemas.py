@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -16,7 +17,9 @@ _OPENING = (
 _MAPS = ("properties", "$defs", "definitions")
 # What may stand beside a reference that is followed here.
 _BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
-_MOST_HOPS, _MOST_STEPS = 8, 300_000
+# Alternatives are compared in pairs, value by value; a million comparisons take a third of a second.
+_MOST_HOPS, _MOST_STEPS = 8, 1_000_000
+_RECENT = ("https://json-schema.org/draft/2020-12/", "https://json-schema.org/draft/2019-09/")
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 
 
@@ -25,8 +28,8 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     By the standard they may have any others, of which small models make up one after another; llama.cpp's server and
     Ollama close them too. Every document of the result is one of the schema. One whose parts say together what an
-    object has is left as it is, and so is one with a `oneOf` of which a document that two alternatives allow would fit
-    but one of them when it is closed.
+    object has is left as it is, and so is one with a `oneOf` where closing could make a document that fits two
+    alternatives fit only one.
 
     Args:
         schema: plain values of JSON, of bounded depth.
@@ -65,24 +68,39 @@ def _closed(schema: Any) -> Any:
 
 def _blurs(schema: Mapping[str, Any]) -> bool:
     """Whether closing may change which documents fit exactly one alternative of a `oneOf`."""
-    parts = list(_parts(schema))
-    found = [part["oneOf"] for part in parts if isinstance(part.get("oneOf"), list)]
-    if sum(map(len, found)) * len(parts) > _MOST_STEPS:
+    found = [part["oneOf"] for part in _parts(schema) if isinstance(part.get("oneOf"), list)]
+    if found and "$schema" in schema and not str(schema["$schema"]).startswith(_RECENT):
+        # Older drafts leave out keywords by which alternatives are told apart here.
         return True
-    pairs = (permutations([_target(each, schema) for each in alternatives], 2) for alternatives in found)
-    return any(_is_closed_by(two) and not _excludes(one, two) for each in pairs for one, two in each)
+    followed = [[_target(each, schema) for each in alternatives] for alternatives in found]
+    sizes: dict[int, int] = {}  # of what references lead to many times
+    steps = 0
+    for targets in followed:
+        for each in targets:
+            if id(each) not in sizes:
+                sizes[id(each)] = sum(1 for _ in _values_in(each))
+        steps += sum(sizes[id(each)] for each in targets) ** 2
+    if steps > _MOST_STEPS:
+        return True
+    pairs = (permutations(list(map(_Alternative.of, targets)), 2) for targets in followed)
+    return any(two.closes and not one.excludes(two) for each in pairs for one, two in each)
 
 
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of JSON inside of a value, itself included; without recursion, as a caller's may be deep."""
+def _values_in(value: Any) -> Iterator[Any]:
+    """All values of JSON inside of one, itself included."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
+        yield part
         if isinstance(part, Mapping):
-            yield part
             waiting.extend(part.values())
         elif isinstance(part, list):
             waiting.extend(part)
+
+
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The objects among them."""
+    return (part for part in _values_in(value) if isinstance(part, Mapping))
 
 
 def _target(schema: Any, root: Mapping[str, Any]) -> Any:
@@ -98,30 +116,49 @@ def _target(schema: Any, root: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _is_closed_by(schema: Any) -> bool:
-    """Whether closing may leave fewer documents of a schema."""
-    return any("properties" in part or "$ref" in part for part in _parts(schema))
+@dataclass(frozen=True)
+class _Alternative:
+    """What tells an alternative of a `oneOf` from others.
 
+    Attributes:
+        closes: whether closing may leave fewer documents of it.
+        types: that it allows; none where it says nothing of them, or refers to another schema.
+        listed: of each property that it names, what it may be; empty where it may be anything, None where it names no
+            properties.
+        required: properties that its documents have.
+        ends: whether it has no properties but those, once it is closed.
+    """
 
-def _excludes(one: Any, two: Any) -> bool:
-    """Whether surely no document of a schema, when it is closed, is one of another as that stands."""
-    if not (isinstance(one, Mapping) and isinstance(two, Mapping)) or "$ref" in one or "$ref" in two:
-        return False
-    types = [_types(each) for each in (one, two)]
-    if types[0] and types[1] and types[0].isdisjoint(types[1]):
-        return True
-    made = _closed(one)
-    named, others = made.get("properties"), two.get("properties")
-    if {"object"} not in types or not isinstance(named, Mapping):
-        return False
-    required = [_listed(each.get("required")) for each in (one, two)]
-    ends = made.get("additionalProperties") is False and "patternProperties" not in made
-    if ends and any(name not in named for name in required[1]):
-        return True
-    if not isinstance(others, Mapping):
-        return False
-    certain = [name for name in named if name in others and (name in required[0] or name in required[1])]
-    return any(_differ(_values(named[name]), _values(others[name])) for name in certain)
+    closes: bool
+    types: frozenset[str] = frozenset()
+    listed: Mapping[str, list[Any]] | None = None
+    required: frozenset[str] = frozenset()
+    ends: bool = False
+
+    @classmethod
+    def of(cls, schema: Any) -> _Alternative:
+        """Reads it."""
+        closes = any("properties" in part or "$ref" in part for part in _parts(schema))
+        if not isinstance(schema, Mapping) or "$ref" in schema:
+            return cls(closes)
+        named, made = schema.get("properties"), _closed(schema)
+        listed = {name: _values(each) for name, each in named.items()} if isinstance(named, Mapping) else None
+        required = frozenset(name for name in _listed(schema.get("required")) if isinstance(name, str))
+        ends = made.get("additionalProperties") is False and "patternProperties" not in made
+        return cls(closes, frozenset(_types(schema)), listed, required, ends)
+
+    def excludes(self, other: _Alternative) -> bool:
+        """Whether surely no document of this schema, when it is closed, is one of another as that stands."""
+        if self.types and other.types and self.types.isdisjoint(other.types):
+            return True
+        if {"object"} not in (self.types, other.types) or self.listed is None:
+            return False
+        if self.ends and not other.required <= self.listed.keys():
+            return True
+        if other.listed is None:
+            return False
+        certain = (self.required | other.required) & self.listed.keys() & other.listed.keys()
+        return any(_differ(self.listed[name], other.listed[name]) for name in certain)
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:

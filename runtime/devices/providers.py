@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import DeviceError
@@ -24,6 +25,7 @@ __all__ = ["add_provider", "device_error", "is_installed", "plugin_devices", "re
 
 # Plugins whose library this process has loaded; onnxruntime refuses to load one twice.
 _LOADED: set[str] = set()
+_preloading, _PRELOADED = Lock(), list[bool]()
 
 
 def is_installed(device: Device) -> bool:
@@ -59,8 +61,12 @@ def _preload() -> None:
     """Loads CUDA's and cuDNN's libraries from packages of pip; where they are not, the system's are found later."""
     import onnxruntime as ort
 
-    with redirect_stdout(StringIO()):  # what it does not find, it prints
-        ort.preload_dlls()
+    # What it does not find, it prints, and what others print meanwhile is lost: so once.
+    with _preloading:
+        if not _PRELOADED:
+            with redirect_stdout(StringIO()):
+                ort.preload_dlls()
+            _PRELOADED.append(True)
 
 
 def require(device: Device) -> None:

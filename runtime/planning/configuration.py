@@ -11,7 +11,8 @@ from edgeinfer.records import dataclass
 __all__ = ["TOKENIZER", "Configuration", "Footprint", "GrammarMode", "ModelMemory", "TokenizerMode"]
 
 TOKENIZER = "tokenizer.json"
-# What a process had before, what the system may take back, and what is there at other times.
+# What free memory has counted already, as the process had it before; what the system may take back; and what is there
+# at other times. Pages of libraries are none of these, as the system counts files that are mapped as free.
 _NOT_BESIDE = frozenset({"interpreter", "weights_mapped", "experts", "reserve", "loading", "activations"})
 # The tokenizer is mapped from a table, stays in memory as the library has it, is loaded again for every prompt, or is
 # part of the model's file.

@@ -37,6 +37,8 @@ _TOKEN_MS, _CHOICE_MS = 0.12, 1.8e-6
 # Of a token where drafters are asked in vain: looking up what they would guess, the governor's part of a plain step,
 # and what is learnt at a reply's end (docs/LOG.md, 2026-11-26, sixth).
 _IN_VAIN_MS = 0.05
+# Of a pass: rounds that take no less than this share give a token each.
+_PLAIN = 1 - 1e-6
 # Bytes of weights that a core of a laptop reads per millisecond, and what each further row adds to a pass: what is
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
@@ -183,7 +185,7 @@ class SpeedModel:
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
         turn_ms = making_ms + prompt_ms + REPLY_TOKENS * token_ms
         # This does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many times.
-        in_vain = configuration.draft_max and configuration.drafters and round_ms >= pace.passes.ms(1)
+        in_vain = configuration.draft_max and configuration.drafters and round_ms >= _PLAIN * pace.passes.ms(1)
         return Speed(1e3 / (token_ms + (_IN_VAIN_MS if in_vain else 0.0)), turn_ms, pace.measured)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:
@@ -206,7 +208,8 @@ class SpeedModel:
             disk_ms = disk.pass_ms(configuration, rows)
             # Passes that were timed here may have read as much.
             points.append((rows, max(ms, disk_ms) if pace.measured else ms + disk_ms))
-        return replace(pace, passes=PassCosts(tuple(points), pace.passes.step))
+        measured = pace.measured and disk.rate is not None
+        return replace(pace, passes=PassCosts(tuple(points), pace.passes.step), measured=measured)
 
     def _round_ms(self, pace: Pace, configuration: Configuration) -> float:
         """Milliseconds of rounds per token where the governor drafts wherever that pays."""

@@ -49,8 +49,10 @@ class _Answers:
 
 
 class _Askers:
-    """Threads that ask the server. There is a second only while a stream that was left still waits for its next token,
-    and what has to be started for a round is waited for."""
+    """Threads that ask the server, kept because starting one delays a round.
+
+    A second one exists only while a stream that was left still waits for its next token.
+    """
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -163,7 +163,8 @@ class RetriedReply:
     def verify(self, reply: Sequence[int], draft: Sequence[int], further: int, tell: Callable[[Decided], bool]) -> None:
         """See `contract.RemoteReply.verify`."""
         reply, tried, pause = list(reply), 1, _FIRST_PAUSE_S
-        while True:
+        # A round that waited for a thread is of no use once the reply was left.
+        while not self._closed.is_set():
             told = len(reply)
             try:
                 for decided in self._round(reply, draft, further):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import GrammarError, UsageError
+from edgeinfer.errors import BackendError, GrammarError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
@@ -172,6 +172,7 @@ def check_grammar(config: GenerationConfig) -> None:
 
     Raises:
         GrammarError, UsageError: as `grammar_source`, or it takes too much.
+        BackendError: it was not found out in time, and may be another time.
     """
     source = grammar_source(config)
     if source is not None:
@@ -184,7 +185,7 @@ def _try(source: str) -> None:
             wrong = _tried(source)
         except TimeoutError as error:  # which is not kept, other than what is wrong with it
             message = "Whether the schema or grammar can be used was not found out in time."
-            raise GrammarError(message, "The machine was busy or asleep: ask again.") from error
+            raise BackendError(message, "The machine was busy or asleep: ask again.") from error
         if wrong:
             raise _unusable(in_words(wrong))
 

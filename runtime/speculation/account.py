@@ -33,8 +33,9 @@ _LONGEST_SAVING = 64
 # Tokens of a reply after which drafters are asked though nothing has paid for it: on models so small that asking costs
 # most of a pass, drafting would otherwise begin only after some seventy.
 _UNPAID = (8, 32)
-# Rounds after which it is asked whether drafting, its own work included, was faster than plain decoding; and how long
-# no drafter is asked for anything where it was not: twice as long each time, up to where looking again costs a percent.
+# Rounds after which it is asked whether drafting, its own work included but not what was read before, was faster than
+# plain decoding; and how long no drafter is asked for anything where it was not: twice as long each time, up to where
+# looking again costs a percent.
 _TRIAL = 24
 _FIRST_REST, _LONGEST_REST = 16, 1024
 

@@ -109,7 +109,7 @@ class Governor:
         self._asked_drafters: Sequence[Drafter] = self._drafters
         self._watched: int | None = None  # the surest guess for a plain step
         self._spent = self._least_ms = self._watching_ms = self.watched_ms = self._reading_ms = 0.0
-        self._unread: dict[str, int] = {}  # tokens that drafters read before their next guess
+        self._context: DraftContext  # of the round
         self._rounds_left = 1.0  # that the reply is expected to have
         self.timed_guesses: list[tuple[str, float]] = []
         self.timed_reading: list[tuple[str, float]] = []
@@ -260,7 +260,7 @@ class Governor:
     def _begin(self, context: DraftContext, depth: int) -> None:
         self._account.begin_round()
         self._forget_draft()
-        self._unread = {d.name: d.unread(context) for d in self._drafters if self._read_ms[d.name]}
+        self._context = context
         # Nothing tells how long a reply will be: it is taken to go on for as long as it has until now.
         self._rounds_left = max(1.0, min(self._account.said, depth) / max(1.0, self.rate * self._pass_ms[0]))
         # Of the pass to come: guesses leave enough for what they are for, the best draft so far or the shortest.
@@ -284,16 +284,21 @@ class Governor:
         """What a drafter's next guess costs."""
         return 0.0 if name in self._paid else self._guess_ms[name]
 
-    def _to_read(self, name: str) -> float:
+    def _to_read(self, drafter: Drafter) -> float:
         """What a drafter's reading before its next guess costs. All drafts to come have the use of it."""
-        return self._unread.get(name, 0) * self._read_ms[name]
+        price = self._read_ms[drafter.name]
+        return price * drafter.unread(self._context) if price else 0.0
+
+    def _due(self, drafter: Drafter) -> float:
+        """What savings have to pay of that."""
+        return self._account.reading_due(self._to_read(drafter))
 
     def _paid_guesses(
         self, drafter: Drafter, context: DraftContext, path: Sequence[int], width: int
     ) -> Sequence[Guess]:
         """Guesses behind a path, which the draft pays for."""
-        name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter.name)
-        unread, self._unread[name] = self._unread.get(name, 0), 0
+        name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter)
+        unread = drafter.unread(context) if reading else 0
         self._spent += price
         self._reading_ms += reading  # which is no part of what this draft is worth
         self._account.book_reading(reading)
@@ -307,7 +312,7 @@ class Governor:
         if guesses and unread >= _TELLING:
             self.timed_reading.append((name, max(0.0, ms - price) / unread))
         elif price and guesses:
-            self.timed_guesses.append((name, ms))
+            self.timed_guesses.append((name, max(0.0, ms - reading)))
         return guesses
 
     def _ahead(self, likely: float, acceptance: float, size: int, guess_ms: float, *, once: bool = False) -> float:
@@ -322,7 +327,7 @@ class Governor:
     def _worth_asking(self, drafter: Drafter, likely: float, acceptance: float, size: int) -> float:
         """The same of guesses that a drafter has not made yet, less this round's share of what it reads before."""
         worth = self._ahead(likely, acceptance, size, self._price(drafter.name), once=drafter.at_once)
-        return worth - self.rate * self._to_read(drafter.name) / self._rounds_left
+        return worth - self.rate * self._to_read(drafter) / self._rounds_left
 
     def _children(self, context: DraftContext, tree: Tree, node: int) -> list[NodeCandidate]:
         """The guesses that may follow a node, each token once, at the estimate of whoever is surest of it."""
@@ -348,7 +353,7 @@ class Governor:
         answers: list[Answer] = []
         mixture, asked = self._mixed(answers)
         for drafter in self._asked_drafters:
-            name, ms, reading = drafter.name, self._price(drafter.name), self._to_read(drafter.name)
+            name, ms, reading = drafter.name, self._price(drafter.name), self._to_read(drafter)
             if ms + reading > self._cheap_ms:
                 # Another's rows would be lost: only one drafter works on the target's cache at a time.
                 if drafter.uses_target and self._at_work not in (None, drafter):

@@ -106,13 +106,13 @@ class _ShapedGovernor(StochasticGovernor):
         """Whether the next depth of a draft of so many tokens, with what may follow, is worth its time."""
         name, reached, depth = drafter.name, sum(node.likely for node in level), len(level[0].path)
         ms, nodes, gained, spent = self._price(name), len(level), 0.0, 0.0
-        rows, pass_ms = size, self._prices[size]
+        rows, pass_ms, due = size, self._prices[size], self._due(drafter)
         for further in range(depth, depth + _AHEAD):
             drawn = self._rows(further, nodes)
             rows, spent = rows + drawn, ms if drafter.at_once else spent + ms * nodes
             if drawn == 0 or rows > most:
                 return False
-            if further == depth and not self._account.affords(self._prices[rows] + self._spent + spent):
+            if further == depth and not self._account.affords(self._prices[rows] + self._spent + spent + due):
                 return False
             reached *= self._any(name, drawn / nodes)
             gained, nodes = gained + reached, drawn

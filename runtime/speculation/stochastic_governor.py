@@ -157,8 +157,7 @@ class StochasticGovernor(Governor):
             ms = self._price(name)
             worth = self._worth_asking(drafter, likely, estimate, size)
             barred = drafter.uses_target and self._at_work not in (None, drafter)
-            due = self._account.reading_due(self._to_read(name))
-            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms + due)
+            affordable = self._account.affords(self._prices[size + 1] + self._spent + ms + self._due(drafter))
             if worth > most and not barred and affordable:
                 best, best_estimate, most = drafter, estimate, worth
         return best, best_estimate
@@ -206,7 +205,7 @@ class ChainsGovernor(StochasticGovernor):
 
     def _length(self, drafter: Drafter, estimate: float, most: int) -> int:
         """The length at which so many chains are worth most."""
-        ms = self._price(drafter.name)
+        ms, due = self._price(drafter.name), self._due(drafter)
         either = 1 - (1 - estimate) ** self.width
         best, length, gained, likely = 0.0, 0, 0.0, 1.0
         for depth in range(1, most + 1):
@@ -215,6 +214,6 @@ class ChainsGovernor(StochasticGovernor):
             rows = depth * self.width
             guessing = ms if drafter.at_once else rows * ms
             worth = gained - self.rate * (self._prices[rows] - self._prices[0] + guessing)
-            if worth > best and self._account.affords(self._prices[rows] + guessing):
+            if worth > best and self._account.affords(self._prices[rows] + guessing + due):
                 best, length = worth, depth
         return length

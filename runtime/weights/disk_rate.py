@@ -85,7 +85,7 @@ def keep_rate(path: Path, rate: float) -> None:
 
 def _place(path: Path) -> Path:
     # A file that is still to be made will lie on the disk of the nearest folder that is there.
-    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    there = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
     return user_cache() / "edgeinfer" / "disks" / f"{there.stat().st_dev}.json"
 
 

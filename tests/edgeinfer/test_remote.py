@@ -288,6 +288,8 @@ def test_options_of_servers_are_checked() -> None:
         ({"remote": "http://example.com"}, "could read"),
         ({"remote": "ftp://localhost"}, "not the URL"),
         ({"remote_key": "secret-key"}, "needs a server"),
+        ({"remote": "http://localhost:1", "remote_key": "secret—key"}, "no API key"),
+        ({"remote": "http://localhost:1", "remote_key": "secret\nkey"}, "no API key"),
         ({"remote": "http://localhost:1", "overflow": "window"}, "overflow"),
         ({"remote": "http://localhost:1", "remote_loss": "never"}, "remote_loss"),
     ):

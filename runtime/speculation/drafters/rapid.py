@@ -75,9 +75,10 @@ class RapidDrafter(ModelDrafter):
 
     def unread(self, context: DraftContext) -> int:
         """Before the first guess of a reply all of a short text, which is retrieved only then."""
-        if self._short is None:
-            return min(len(context.tokens), _longest()) - 1
-        return super().unread(self._shortened(context))
+        if self._short is not None:
+            return super().unread(self._shortened(context))
+        # A text that stays whole has a beginning that the model may have read.
+        return super().unread(context) if len(context.tokens) <= _longest() else _longest() - 1
 
     def _logits(self, context: DraftContext, drafted: Sequence[int]) -> Floats | None:  # (V,)
         return super()._logits(self._shortened(context), drafted)

@@ -88,8 +88,8 @@ def test_what_cannot_be_done_is_said_before_any_training(
     cases = (
         (2, "is not a bundle", "heads", folder / "target-checkpoint", tmp_path / "x", *medusa, *text),
         (5, "already exists", "heads", folder / "target", tmp_path / "there", *medusa, *text),
-        (2, "count=9", "heads", folder / "target", tmp_path / "x", *medusa, "--count", 9, *text),
-        (2, "keep=0", "routers", folder / "target", tmp_path / "x", "--keep", 0, *text),
+        (2, "--count 9", "heads", folder / "target", tmp_path / "x", *medusa, "--count", 9, *text),
+        (2, "--keep 0", "routers", folder / "target", tmp_path / "x", "--keep", 0, *text),
         (2, "are needed", "heads", folder / "target", tmp_path / "x", *medusa, "--text", short, *TRAINED),
     )
     for code, says, *command in cases:

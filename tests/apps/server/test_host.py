@@ -254,7 +254,7 @@ def test_room_for_turns_keeps_to_the_budget() -> None:
 def test_numbers_of_replies() -> None:
     async def work() -> None:
         for options in ({"parallel": 0}, {"queue": 0}):
-            with pytest.raises(UsageError, match="at least 1"):
+            with pytest.raises(UsageError, match="1 or more"):
                 ModelHost(**options)
 
     asyncio.run(work())

@@ -10,6 +10,7 @@ NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"
 CLOSED = {**NAMED, "additionalProperties": False}
 WIDER: dict[str, Any] = {**NAMED, "properties": {"a": {"type": "string"}, "b": {}}, "required": ["a", "b"]}
 OTHER: dict[str, Any] = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
+LONG = {**OTHER, "examples": [{}] * 700}
 CAT, DOG = (
     {"type": "object", "properties": {"kind": {"const": kind}, "a": {}}, "required": ["kind"]}
     for kind in ("cat", "dog")
@@ -60,8 +61,15 @@ def test_one_of_is_closed_where_no_document_of_two_alternatives_becomes_one_of_o
         [{"$ref": "#/$defs/n"}, WIDER],
         [CAT, {**DOG, "properties": {"kind": {"enum": ["dog", "cat"]}}}],
         [{"type": "array", "items": NAMED}, {"type": "array", "items": WIDER}],
-        # So many that comparing them would take minutes.
+        # What is required is no text.
+        [NAMED, {**OTHER, "required": [{}]}],
+        # So many, or so large, that comparing them would take minutes.
+        [{"$ref": "#/$defs/long"}] * 250,
         [{**NAMED, "required": ["a", str(number)], "properties": {"a": {"const": number}}} for number in range(5000)],
     ):
-        whole = {"$defs": {"n": NAMED}, "type": "object", "properties": {"c": {"oneOf": alternatives}}}
+        whole = {"$defs": {"n": NAMED, "long": LONG}, "type": "object", "properties": {"c": {"oneOf": alternatives}}}
         assert closed(whole) == whole
+    # Drafts before 2019-09 leave out keywords by which alternatives are told apart.
+    for draft in ("https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-04/schema#"):
+        dated = {"$schema": draft, "oneOf": [CAT, DOG]}
+        assert (closed(dated) == dated) == ("04" in draft)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import GrammarError, TokenizerError, UsageError
+from edgeinfer.errors import BackendError, GrammarError, TokenizerError, UsageError
 from edgeinfer.runtime.sampling import grammar_trial
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import MAX_SOURCE, grammar_source
@@ -323,7 +323,7 @@ def test_a_trial_ends_after_some_seconds(byte_level: Tokenizer, monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", waits)
-        with pytest.raises(GrammarError, match="not found out in time"):
+        with pytest.raises(BackendError, match="not found out in time"):
             made(byte_level, regex="a{1234}")
         patched.setattr(grammar_trial, "_BOUNDED", False)
         with pytest.raises(GrammarError, match="too large, too deeply nested or too ambiguous"):
