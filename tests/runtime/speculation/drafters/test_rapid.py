@@ -78,6 +78,15 @@ def test_it_says_what_the_draft_model_says_behind_the_short_text() -> None:
     assert guess.token == said(retrieved(other))
 
 
+def test_of_a_text_that_stays_whole_only_what_is_new_is_unread() -> None:
+    drafter = RapidDrafter(make_backend("portable", export("portable", num_hidden_layers=2)), 8)
+    for length, unread in ((40, 39), (60, 19)):
+        drafter.begin(TEXT[:length])
+        assert drafter.unread(context(TEXT[:length])) == unread
+        assert drafter.guesses(context(TEXT[:length]), [], 1)
+        assert drafter.unread(context(TEXT[:length])) == 0
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.slow
 def test_texts_are_those_without_drafts(tmp_path: Path) -> None:
