@@ -362,9 +362,8 @@ def test_a_plan_agrees_with_itself(
         kind = next((name for name in ASKED if name in way.name), None)
         if kind is not None:
             asked = ask(**{"memory": budget} | ASKED[kind](way))
-            assert (asked.planned_bytes, asked.speed, asked.fits) == (way.planned_bytes, way.speed, asked.fits), (
-                way.name
-            )
+            # Of ways that are equally fast it may be another that takes other bytes.
+            assert asked.speed == way.speed, way.name
     # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed, but
     # for what rows of another type of cache take.
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
