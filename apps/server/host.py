@@ -60,8 +60,8 @@ class HostState:
     number: int = 0
 
 
-# Chunks that are passed on together where nobody reads them as they come: few enough that the event loop does not stand
-# still for them.
+# Chunks that are passed on together where a client waits for the whole reply: few enough that the event loop does not
+# stand still for them.
 _TOGETHER = 16
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_provider", "device_error", "is_installed", "plugin_devices", "require"]
 
-# Plugins whose library this process has loaded; onnxruntime refuses to load one twice.
+# Plugins and providers whose libraries this process has loaded; onnxruntime refuses to load a plugin's twice.
 _LOADED: set[str] = set()
-_preloading, _PRELOADED = Lock(), list[bool]()
+_loading = Lock()
 
 
 def is_installed(device: Device) -> bool:
@@ -53,20 +53,20 @@ def add_provider(device: Device, options: ort.SessionOptions) -> Sequence[Any] |
     if device.provider == CPU_PROVIDER:
         return (CPU_PROVIDER,)
     if device.preloaded:
-        _preload()
+        _preload(device.provider)
     return ((device.provider, dict(device.options)), CPU_PROVIDER)
 
 
-def _preload() -> None:
+def _preload(provider: str) -> None:
     """Loads CUDA's and cuDNN's libraries from packages of pip; where they are not, the system's are found later."""
     import onnxruntime as ort
 
     # What it does not find, it prints, and what others print meanwhile is lost: so once.
-    with _preloading:
-        if not _PRELOADED:
+    with _loading:
+        if provider not in _LOADED:
             with redirect_stdout(StringIO()):
                 ort.preload_dlls()
-            _PRELOADED.append(True)
+            _LOADED.add(provider)
 
 
 def require(device: Device) -> None:
@@ -98,10 +98,11 @@ def plugin_devices(device: Device) -> list[Any]:
     import onnxruntime as ort
 
     try:
-        if device.plugin not in _LOADED:
-            package = importlib.import_module(device.plugin)
-            ort.register_execution_provider_library(device.plugin, package.get_library_path())
-            _LOADED.add(device.plugin)
+        with _loading:
+            if device.plugin not in _LOADED:
+                package = importlib.import_module(device.plugin)
+                ort.register_execution_provider_library(device.plugin, package.get_library_path())
+                _LOADED.add(device.plugin)
         return [found for found in ort.get_ep_devices() if found.ep_name == device.provider]
     except Exception as error:
         # onnxruntime raises a family of exceptions without a common base of its own, packages raise what they like.

@@ -109,6 +109,7 @@ class Governor:
         self._asked_drafters: Sequence[Drafter] = self._drafters
         self._watched: int | None = None  # the surest guess for a plain step
         self._spent = self._least_ms = self._watching_ms = self.watched_ms = self._reading_ms = 0.0
+        self._unread: dict[str, int] = {}  # tokens by drafter, as far as known in this round
         self._context: DraftContext  # of the round
         self._rounds_left = 1.0  # that the reply is expected to have
         self.timed_guesses: list[tuple[str, float]] = []
@@ -271,6 +272,7 @@ class Governor:
     def _forget_draft(self) -> None:
         self._asked, self._mixtures, self._at_work, self._spent, self._reading_ms = {}, {}, None, 0.0, 0.0
         self._paid.clear()
+        self._unread.clear()
         self.timed_guesses, self.timed_reading = [], []
 
     def _worth(self, tree: Tree) -> float:
@@ -286,8 +288,10 @@ class Governor:
 
     def _to_read(self, drafter: Drafter) -> float:
         """What a drafter's reading before its next guess costs. All drafts to come have the use of it."""
-        price = self._read_ms[drafter.name]
-        return price * drafter.unread(self._context) if price else 0.0
+        name, price = drafter.name, self._read_ms[drafter.name]
+        if price and name not in self._unread:  # once a round, as some copy the text to tell
+            self._unread[name] = drafter.unread(self._context)
+        return price * self._unread.get(name, 0)
 
     def _due(self, drafter: Drafter) -> float:
         """What savings have to pay of that."""
@@ -298,7 +302,7 @@ class Governor:
     ) -> Sequence[Guess]:
         """Guesses behind a path, which the draft pays for."""
         name, price, reading = drafter.name, self._price(drafter.name), self._to_read(drafter)
-        unread = drafter.unread(context) if reading else 0
+        unread = self._unread.pop(name, 0)
         self._spent += price
         self._reading_ms += reading  # which is no part of what this draft is worth
         self._account.book_reading(reading)

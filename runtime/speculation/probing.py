@@ -69,8 +69,8 @@ def choose_probe_rows(
 
 
 def _ends(draft: Draft) -> Sequence[float]:
-    """How likely the accepted path is to end at the root and at each node; at the main branch's end where nobody
-    estimated it."""
+    """How likely the accepted path is to end at the root and at each node; at the main branch's end where it
+    was not estimated."""
     if not draft.likely:
         ends = [0.0] * (1 + len(draft))
         ends[main_branch_end(draft) + 1] = 1.0

@@ -241,7 +241,18 @@ def test_a_changed_byte_is_no_crash(kept: Path, data: st.DataObject) -> None:
 
 
 def test_damaged_costs_are_dropped(kept: Path, log: pytest.LogCaptureFixture) -> None:
-    texts = ("", "null", "[]", "{}", '{"passes": 1', "[" * 100_000, '{"a": NaN}', "1" * 10_000, "\ud800", " " * 70_000)
+    texts = (
+        "",
+        "null",
+        "[]",
+        '{"format": 2}',
+        '{"passes": 1',
+        "[" * 100_000,
+        '{"format": 2, "a": NaN}',
+        "1" * 10_000,
+        "\ud800",
+        " " * 70_000,
+    )
     for text in texts:
         log.clear()
         (kept / "costs.json").write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -249,18 +260,22 @@ def test_damaged_costs_are_dropped(kept: Path, log: pytest.LogCaptureFixture) ->
         assert len(log.messages) == 1 and not (kept / "costs.json").exists(), text[:20]
 
 
-def test_costs_with_unknown_fields_are_dropped(kept: Path) -> None:
-    (kept / "costs.json").write_text(json.dumps(COSTS.to_dict() | {"more": 1}), "utf-8")
-    assert DeviceProfile.open(kept).costs() is None
+def test_costs_with_other_fields_are_dropped(kept: Path, log: pytest.LogCaptureFixture) -> None:
+    whole = json.loads((kept / "costs.json").read_text("utf-8"))
+    less = {name: value for name, value in whole["drafts"].items() if name != "token_ms"}
+    for number, data in enumerate((whole | {"more": 1}, whole | {"drafts": less}), 1):
+        (kept / "costs.json").write_text(json.dumps(data), "utf-8")
+        assert DeviceProfile.open(kept).costs() is None and not (kept / "costs.json").exists()
+        assert len(log.messages) == number
 
 
-def test_costs_that_do_not_know_what_tokens_take_are_measured_again(kept: Path) -> None:
-    data = COSTS.to_dict()
-    (kept / "costs.json").write_text(json.dumps(data), "utf-8")
-    assert DeviceProfile.open(kept).costs() == COSTS
-    del data["drafts"]["token_ms"]
-    (kept / "costs.json").write_text(json.dumps(data), "utf-8")
-    assert DeviceProfile.open(kept).costs() is None and not (kept / "costs.json").exists()
+def test_costs_of_another_version_are_measured_again_without_a_word(kept: Path, log: pytest.LogCaptureFixture) -> None:
+    for data in (COSTS.to_dict(), {"format": 3, "passes": {"more": 1}}):
+        (kept / "costs.json").write_text(json.dumps(data), "utf-8")
+        profile = DeviceProfile.open(kept)
+        assert profile.costs() is None and not log.messages
+        profile.save_costs(COSTS)
+        assert profile.costs() == COSTS
 
 
 def test_costs_of_another_device_are_not_used(kept: Path) -> None:

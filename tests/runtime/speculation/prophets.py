@@ -33,6 +33,7 @@ class Prophet(Drafter):
     uses_target = False
     draws = False
     priors = (0.3, 0.7)
+    behind = 0  # tokens that it has yet to read
 
     def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
         self.name = name
@@ -108,12 +109,21 @@ class Boaster(Prophet):
 
 
 class Reader(Prophet):
-    """Reads a prompt before its first guess."""
+    """Reads a prompt before its first guess.
+
+    Attributes:
+        told: lengths of the texts at which it was asked how much it has to read.
+    """
 
     draws = True
     behind = 200
 
+    def __init__(self, name: str, text: Sequence[int], right: float, *, seed: int = 0) -> None:
+        super().__init__(name, text, right, seed=seed)
+        self.told: list[int] = []
+
     def unread(self, context: DraftContext) -> int:
+        self.told.append(len(context.tokens))
         return self.behind
 
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
@@ -184,12 +194,12 @@ def decode(
             run.passes += [(1, prices.pass_ms(1))] * steps
             continue
         room = len(text) - len(context.tokens) - 1
-        before = [(d.asked, d.unread(context)) for d in drafters]
+        before = [(d.asked, d.behind) for d in drafters]
         draft = governor.draft(context, room, room)
         asked = 0.0
-        for drafter, (times, unread) in zip(drafters, before, strict=True):
+        for drafter, (times, behind) in zip(drafters, before, strict=True):
             asked += (drafter.asked - times) * prices.guess_ms(drafter.name)
-            asked += (unread - drafter.unread(context)) * prices.read_ms(drafter.name)
+            asked += (behind - drafter.behind) * prices.read_ms(drafter.name)
         run.passes.append((1 + len(draft), prices.pass_ms(1 + len(draft))))
         run.ms += run.passes[-1][1] + asked + prices.round_ms
         verdict: Verdict = verify_keyed(draft, Truth(text, len(context.tokens), draft))  # type: ignore[arg-type]

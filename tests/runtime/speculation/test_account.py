@@ -12,6 +12,9 @@ from edgeinfer.runtime.speculation.stochastic_governor import StochasticGovernor
 from tests.runtime.speculation.prices import FLAT, LINEAR, STAIRS, Prices
 from tests.runtime.speculation.prophets import Boaster, Late, Prophet, Reader, decode, text_of
 
+# More rows cost a third of a pass, and asking a little more than what a token may be slower.
+STEEP = Prices({rows: 10.0 if rows == 1 else 13.0 + rows / 10 for rows in range(1, 17)}, round_ms=0.13)
+
 
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8])
 @pytest.mark.parametrize("passes", [FLAT, STAIRS, LINEAR], ids=["flat", "stairs", "linear"])
@@ -42,16 +45,14 @@ def test_certain_tokens_are_drafted_at_once_and_likely_ones_once_something_was_s
 
 
 def test_what_a_good_draft_risks_is_saved_up_for_and_not_spent_on_asking() -> None:
-    """More rows cost a third of a pass, and asking a little more than what a token may be slower."""
     text = text_of(160)
-    steep = Prices({rows: 10.0 if rows == 1 else 13.0 + rows / 10 for rows in range(1, 17)}, round_ms=0.13)
     sure = Prophet("copy", text, 0.9)
     sure.priors = (0.9, 0.9)
-    run = decode([sure], text, steep, rests=True)
+    run = decode([sure], text, STEEP, rests=True)
     assert run.ms < 0.5 * run.plain_ms
     wrong = Prophet("copy", text, 0.0)
     wrong.priors = (0.9, 0.9)
-    assert decode([wrong], text, steep, rests=True).ms <= 1.0101 * 10.0 * (len(text) - 1)
+    assert decode([wrong], text, STEEP, rests=True).ms <= 1.0101 * 10.0 * (len(text) - 1)
 
 
 def test_tables_that_were_right_about_plain_steps_draft_early_and_lose_little() -> None:
@@ -74,10 +75,9 @@ def test_tables_that_were_right_about_plain_steps_draft_early_and_lose_little() 
 
 def test_asking_a_drafter_that_knows_nothing_leaves_what_its_first_draft_will_risk() -> None:
     text = text_of(60)
-    steep = Prices({rows: 10.0 if rows == 1 else 13.0 + rows / 10 for rows in range(1, 17)}, round_ms=0.13)
     late = Late("copy", text, 1.0)
     late.priors = (0.9, 0.9)
-    run = decode([late], text, steep, rests=True)
+    run = decode([late], text, STEEP, rests=True)
     assert run.sizes[: Late.place - 1] == [1] * (Late.place - 1)
     assert max(run.sizes[Late.place - 1 : Late.place + 2]) > 5
 
@@ -120,3 +120,4 @@ def test_nothing_is_read_for_the_last_tokens_of_a_reply() -> None:
     model.behind = 2000
     decode([table, model], text, Prices(FLAT, {"copy": 0.01, "model": 0.4}, 0.1, reading={"model": 0.01}), rests=True)
     assert model.behind == 2000
+    assert len(model.told) == len(set(model.told))  # a text may have to be copied to tell
