@@ -151,16 +151,28 @@ class RemoteOptions:
                 if name.startswith("remote") and getattr(self, name) != declared.default:
                     raise UsageError(Setting(name) + " needs a server.", "Name one with " + Setting("remote") + ".")
             return
-        parts = urlsplit(self.remote)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        parts = _server_address(self.remote)
+        if parts is None:
             hint = "Write it like http://192.168.1.20:8080 or https://example.com."
             raise UsageError(f"{self.remote!r} is not the URL of a server.", hint)
-        if parts.scheme == "http" and not _is_near(parts.hostname):
-            message = f"Everyone on the way to {parts.hostname} could read what is sent by http."
+        scheme, host = parts
+        if scheme == "http" and not _is_near(host):
+            message = f"Everyone on the way to {host} could read what is sent by http."
             raise UsageError(message, "Use https, or an address of your own network.")
         if self.remote_key is not None and not (self.remote_key.isascii() and self.remote_key.isprintable()):
             hint = "Copy it again, without line breaks and typographic dashes."
             raise UsageError(Setting("remote_key") + " has characters that no API key has.", hint)
+
+
+def _server_address(url: str) -> tuple[str, str] | None:
+    """Scheme and host of a server's URL; None where it is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna").decode("ascii"), parts.port
+    except ValueError:  # brackets that do not match, a port beyond all, a host that no name server takes
+        return None
+    is_server = parts.scheme in ("http", "https") and host and port != 0 and not (parts.query or parts.fragment)
+    return (parts.scheme, host) if is_server else None
 
 
 def _is_near(host: str) -> bool:

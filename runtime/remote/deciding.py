@@ -36,11 +36,13 @@ class RemoteDeciding:
         access: which server decides.
 
     Raises:
-        CapabilityError: httpx is not installed.
+        CapabilityError: httpcore is not installed.
     """
 
     def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
-        importlib.import_module("edgeinfer.runtime.remote.http")  # which raises an error where httpx is not installed
+        importlib.import_module(
+            "edgeinfer.runtime.remote.http"
+        )  # which raises an error where httpcore is not installed
         self._config, self._access = config, access
         self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
         self._server: RemoteServer | None = None

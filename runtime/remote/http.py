@@ -9,6 +9,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 from edgeinfer.errors import CapabilityError, RemoteError
 from edgeinfer.runtime.remote.contract import Decided, RemoteAccess
@@ -17,12 +18,11 @@ from edgeinfer.wording import shown
 
 try:
     import httpcore
-    import httpx
 
     from edgeinfer.runtime.remote.segments import connection_pool
 except ImportError as error:
     raise CapabilityError(
-        "Replies that another machine decides need httpx.", "Install it: pip install 'edgeinfer[remote]'"
+        "Replies that another machine decides need httpcore.", "Install it: pip install 'edgeinfer[remote]'"
     ) from error
 
 __all__ = ["UNANSWERED", "Connection", "RemoteRefusalError", "RetriedReply", "UnansweredError", "tokens_in"]
@@ -36,6 +36,8 @@ _FIRST_PAUSE_S, _LONGER, _TRIES = 0.05, 2.0, 7
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 # Bytes of an answer, and of one event of a stream. Log-probabilities of a long prompt are the largest.
 _LARGEST, _LARGEST_EVENT = 32_000_000, 1_000_000
+# Ports that a request does not name, and what stays of a path as it is written.
+_PORTS, _WRITTEN = {"http": 80, "https": 443}, "/%:@!$&'()*+,;="
 _TLS = "Look at the address, or trust the server's certificate: SSL_CERT_FILE names a file that has it."
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
 
@@ -70,15 +72,25 @@ class Connection:
     """
 
     def __init__(self, access: RemoteAccess) -> None:
+        base = urlsplit(access.url.rstrip("/"))
+        self._scheme, self._port, self._path = base.scheme.encode(), base.port, quote(base.path, safe=_WRITTEN)
+        self._host = (base.hostname or "").encode("idna")
+        host = b"[%b]" % self._host if b":" in self._host else self._host
         # What unpacks to more than was counted is not asked for.
-        self._headers = {"User-Agent": f"edgeinfer/{VERSION}", "Accept": "*/*", "Accept-Encoding": "identity"}
-        if access.key is not None:
-            self._headers["Authorization"] = f"Bearer {access.key}"
+        self._headers = [
+            (b"Host", host if self._port in (None, _PORTS[base.scheme]) else b"%b:%d" % (host, self._port)),
+            (b"User-Agent", f"edgeinfer/{VERSION}".encode()),
+            (b"Accept", b"*/*"),
+            (b"Accept-Encoding", b"identity"),
+        ]
+        if base.username is not None:
+            named = f"{unquote(base.username)}:{unquote(base.password or '')}"
+            self._headers.append((b"Authorization", b"Basic " + b64encode(named.encode())))
+        elif access.key is not None:
+            self._headers.append((b"Authorization", f"Bearer {access.key}".encode()))
         self._limits = {"timeout": {"connect": _CONNECT_S, "read": _READ_S, "write": _READ_S, "pool": _READ_S}}
-        self._base = access.url.rstrip("/")
-        self._heads: dict[str, tuple[httpcore.URL, list[tuple[bytes, bytes]]]] = {}  # by paths
         # Certificates of the system, or of SSL_CERT_FILE.
-        trusted = ssl.create_default_context() if access.url.startswith("https:") else None
+        trusted = ssl.create_default_context() if base.scheme == "https" else None
         self._pool = connection_pool(trusted)
 
     def get(self, path: str) -> Any:
@@ -116,25 +128,16 @@ class Connection:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> contextlib.AbstractContextManager[httpcore.Response]:
         """Asks, and is open while the answer is read."""
-        url, headers = self._head(path)
+        url = httpcore.URL(
+            scheme=self._scheme, host=self._host, port=self._port, target=(self._path + path).encode("ascii")
+        )
+        headers = self._headers
         content = None
         if body is not None:
             content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             sizes = [(b"Content-Type", b"application/json"), (b"Content-Length", b"%d" % len(content))]
             headers = [*headers, *sizes]
         return self._pool.stream(method, url, headers=headers, content=content, extensions=self._limits)
-
-    def _head(self, path: str) -> tuple[httpcore.URL, list[tuple[bytes, bytes]]]:
-        """What all requests for a path have in common."""
-        if path not in self._heads:
-            request = httpx.Request("GET", self._base + path, headers=self._headers)
-            url = request.url
-            if url.userinfo:
-                named = b64encode(f"{url.username}:{url.password}".encode()).decode("ascii")
-                request.headers["Authorization"] = f"Basic {named}"
-            place = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-            self._heads[path] = place, request.headers.raw
-        return self._heads[path]
 
     def close(self) -> None:
         """Ends the connection, and whatever waits for it."""

@@ -15,7 +15,7 @@ import httpcore
 
 __all__ = ["connection_pool"]
 
-# Seconds for which an unused connection is kept: as httpx has it, and no longer than servers keep theirs.
+# Seconds for which an unused connection is kept: no longer than servers keep theirs.
 _KEPT_S = 5.0
 
 

@@ -69,6 +69,17 @@ def test_names_within_an_address_are_sent(monkeypatch: pytest.MonkeyPatch) -> No
     assert b"\r\nAuthorization: Basic dG9tOnBAc3M=\r\n" in wire.written[0] and b"secret" not in wire.written[0]
 
 
+def test_addresses_are_sent_as_the_protocol_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, path, host in (
+        ("http://[::1]:8080", b"/list", b"[::1]:8080"),
+        ("HTTP://NAS:80/a b%20c/", b"/a%20b%20c/list", b"nas"),
+        ("http://münchen/straße", b"/stra%C3%9Fe/list", b"xn--mnchen-3ya"),
+    ):
+        wire = _Wire([_ANSWER])
+        _connection(monkeypatch, wire, url).get("/list")
+        assert wire.written[0].startswith(b"GET %b HTTP/1.1\r\nHost: %b\r\n" % (path, host)), url
+
+
 def test_a_broken_connection_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.runtime.remote.http._TRIES", 1)
 
