@@ -75,12 +75,14 @@ class DeviceTarget:
         device: as `edgeinfer.load` takes it.
         files: "bundle", "static" or "gguf".
         environment: of the process.
+        hardware: in words; empty where none are known, and of the CPU.
     """
 
     name: str
     device: str
     files: str = "bundle"
     environment: Mapping[str, str] = field(default_factory=dict)
+    hardware: str = ""
 
     @property
     def in_ordinary_memory(self) -> bool:
@@ -93,7 +95,7 @@ class DeviceRun:
     """What became of a target.
 
     Attributes:
-        error: why it has no figures; empty where it has.
+        error: why figures are missing; empty where none are.
         found: of the comparison with the reference: device, kernel, divergence, agreement, tokens per second.
         memory: of a context that was filled: bytes of budget, plan and peak.
     """
@@ -107,7 +109,7 @@ class DeviceRun:
     @property
     def same_predictions(self) -> bool:
         """Whether the device predicts what the reference does."""
-        if self.error:
+        if not self.found:
             return False
         divergence, agreement = self.found["divergence"], self.found["agreement"]
         return bool(divergence <= _LARGEST_DIVERGENCE and agreement >= _LEAST_AGREEMENT)
@@ -121,7 +123,7 @@ class DeviceRun:
     @property
     def passed(self) -> bool:
         """Whether all that was checked is so."""
-        return self.same_predictions and self.within_budget is not False
+        return not self.error and self.same_predictions and self.within_budget is not False
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON's types, with the verdicts."""
@@ -154,7 +156,7 @@ def _targets() -> Iterator[DeviceTarget]:
             )
             yield DeviceTarget("cpu:onnxruntime", "cpu", environment={"EDGEINFER_NATIVE": "0"})
         elif facts.installed and facts.hardware:
-            yield DeviceTarget(facts.name, facts.name, _FILES_OF[facts.bundles])
+            yield DeviceTarget(facts.name, facts.name, _FILES_OF[facts.bundles], hardware=facts.description)
     if find_spec("llama_cpp") is not None:
         yield DeviceTarget("llama.cpp", "cpu", "gguf")
 
@@ -208,7 +210,7 @@ def run_target(target: DeviceTarget, model: Path, repeats: int) -> DeviceRun:
     if "error" in found:
         return DeviceRun(target.name, target.files, found["error"])
     if found["device"] != target.device:
-        return DeviceRun(target.name, target.files, f"it ran on {found['device']}: {found['note']}", found)
+        return DeviceRun(target.name, target.files, f"it ran on {found['device']}: {found['note']}")
     memory = _job("fill", target, {**where, "slack": _SLACK if target.in_ordinary_memory else None})
     return DeviceRun(target.name, target.files, memory.pop("error", ""), found, memory)
 
@@ -222,7 +224,9 @@ def _run(config: DevicesConfig, context: BenchContext) -> BenchResult:
             told(done, len(targets))
             runs.append(run_target(target, files.path(target.files), config.repeats))
         told(len(targets), len(targets))
-    return BenchResult({"runs": [run.to_dict() for run in runs]}, passed=all(run.passed for run in runs))
+    accelerators = list(dict.fromkeys(target.hardware for target in targets if target.hardware))
+    found = {"accelerators": accelerators, "runs": [run.to_dict() for run in runs]}
+    return BenchResult(found, passed=all(run.passed for run in runs))
 
 
 _HEADER = ("device", "model", "predictions", "replies", "memory", "prompt, tokens/s", "reply, tokens/s")
@@ -232,12 +236,18 @@ _FILES = {"bundle": "bundle", "static": "static bundle, float32", "gguf": "GGUF,
 def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     """A line of the table, of the JSON."""
     name, files, found = run["name"], _FILES[run["files"]], run["found"]
-    if run["error"] and not found:
+    if not found:
         return (name, files, f"failed: {run['error']}", "", "", "", "")
     verdict = "same" if run["same_predictions"] else "DIFFERENT"
-    predictions = f"{verdict}, {found['agreement']:.1%}" if not run["error"] else f"failed: {run['error']}"
     replies = f"{found['replied_same']} of {found['replied']} tokens"
-    return (name, files, predictions, replies, _memory(run), *(f"{found[key]:.0f}" for key in _SPEEDS))
+    return (
+        name,
+        files,
+        f"{verdict}, {found['agreement']:.1%}",
+        replies,
+        _memory(run),
+        *(f"{found[key]:.0f}" for key in _SPEEDS),
+    )
 
 
 _SPEEDS = ("prompt_per_second", "reply_per_second")
@@ -246,7 +256,7 @@ _SPEEDS = ("prompt_per_second", "reply_per_second")
 def _memory(run: Mapping[str, Any]) -> str:
     memory = run["memory"]
     if not memory:
-        return ""
+        return f"failed: {run['error']}"
     peak = format_size(memory["peak_rss_bytes"])
     if memory["budget"] is None:
         return peak
@@ -266,7 +276,8 @@ def devices_table(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
         environment = data["environment"]
-        machine = f"{environment['processor']}, {environment['system'].partition(' ')[0]}"
+        hardware = (environment["processor"], *data.get("accelerators", ()), environment["system"].partition(" ")[0])
+        machine = ", ".join(hardware)
         rows += [(row[0], machine, *row[1:5]) for row in map(_row, data["runs"])]
     return markdown_table(("device", "machine", *_HEADER[1:5]), rows, left=range(6))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ class Ended:
 
     Attributes:
         returncode: as subprocess has it: negative where a signal ended it.
-        reason: the last line of its stderr, or the exit code.
+        reason: the last line of its stderr, or what ended it.
         watched: None where it ended before it could be measured.
         late: it was ended because its time was over.
     """
@@ -131,9 +132,15 @@ def watch(
                 time.sleep(INTERVAL_SECONDS)
         taken = time.perf_counter() - started
         stdout, stderr = _text(out), _text(err)
-    lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+    lines = stderr.strip().splitlines() or [_ending(process.returncode)]
     watched = _watched(samples, stdout, taken) if samples else None
     return Ended(process.returncode, lines[-1].removeprefix("error: "), watched, late)
+
+
+def _ending(returncode: int) -> str:
+    """How a process ended that said nothing."""
+    name = signal.strsignal(-returncode) if returncode < 0 else None
+    return name.lower() if name else f"exit code {returncode}"
 
 
 def _watched(samples: Sequence[_Sample], stdout: str, seconds: float) -> Watched:

@@ -93,3 +93,14 @@ def test_a_driver_that_ends_the_process_ends_no_other(
     assert asked == ["standin", "cpu"]
     assert capsys.readouterr().out.count("failed: Segmentation fault") == 2
     assert devices_table(tmp_path).count("failed: Segmentation fault") == 2
+
+
+def test_a_driver_that_fails_later_has_told_its_predictions(tmp_path: Path) -> None:
+    run = DeviceRun("CUDA0", "gguf", "segmentation fault", FOUND)
+    assert not run.passed
+    machine = {"processor": "Processor", "system": "Linux 6"}
+    data = {"environment": machine, "accelerators": ["NVIDIA H200"], "runs": [run.to_dict()]}
+    (tmp_path / "here.json").write_text(json.dumps(data), "utf-8")
+    row = [cell.strip() for cell in devices_table(tmp_path).splitlines()[-1].split("|")]
+    assert row[2] == "Processor, NVIDIA H200, Linux"
+    assert row[4:7] == ["same, 99.0%", "60 of 72 tokens", "failed: segmentation fault"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def test_what_takes_too_long_is_ended() -> None:
     """No time at all is over at the first look, at which this one has not ended."""
     ended = watch([sys.executable, "-c", "import threading; threading.Event().wait(600)"], seconds=0)
     assert ended.late and ended.returncode != 0
+    assert ended.reason == ("killed" if os.name == "posix" else f"exit code {ended.returncode}")
     assert not watch([sys.executable, "-c", "pass"]).late
 
 
