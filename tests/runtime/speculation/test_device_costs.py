@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
+from edgeinfer import load
 from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
+from edgeinfer.runtime.speculation import device, measuring
 from edgeinfer.runtime.speculation.device import DeviceCosts
+from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Guess
+from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from tests.runtime.speculation.prices import FLAT, Prices
 from tests.runtime.speculation.prophets import Prophet, decode, text_of
 
@@ -110,11 +116,23 @@ def test_what_reading_costs_follows_the_replies_and_one_busy_moment_moves_it_lit
     assert saved[-1].drafts.read_ms == {"model": pytest.approx(0.01)}
 
 
-def test_reading_is_measured_with_the_guesses_of_a_draft_model() -> None:
-    from edgeinfer import load
+def test_reading_is_measured_with_the_guesses_of_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a guess moves by 1 ms, each token that it reads by 0.25, and one busy moment by 40."""
+    now, guesses, busy = [0.0], ModelDrafter.guesses, iter([40.0])
+
+    def timed(self: ModelDrafter, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
+        unread = 0 if drafted else self.unread(context)
+        now[0] += (1.0 + 0.25 * unread + (next(busy, 0.0) if len(context.tokens) > 40 else 0.0)) / 1e3
+        return guesses(self, context, drafted, width)
 
     with load(None, remember=False, speculation="auto") as model, model._idle() as parts:
         assert parts.speculator is not None
-        known = parts.speculator._costs.of([])
-        assert 0 < known.read_ms("model") < known.guess_ms("model")
+        costs = parts.speculator._costs
+        monkeypatch.setattr(ModelDrafter, "guesses", timed)
+        for module in (device, measuring):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        costs.forget("model")
+        known = costs.of([parts.speculator._drafter("model")])
+        assert known.guess_ms("model") == pytest.approx(1.0)
+        assert known.read_ms("model") == pytest.approx(0.25)
         assert known.read_ms("copy") == 0
