@@ -18,6 +18,7 @@ __all__ = [
     "Ahead",
     "Prior",
     "Prospect",
+    "asking_ms",
     "asking_pays",
     "decoding_rate",
     "look_ahead",
@@ -133,6 +134,11 @@ def tokens_per_ms(tokens: float, pass_ms: float, guessed_ms: float, round_ms: fl
     return tokens / (pass_ms + guessed_ms + round_ms)
 
 
+def asking_ms(prospects: Sequence[Prospect], round_ms: float) -> float:
+    """What asking the tables among drafters takes in a round, with what the round takes besides its pass."""
+    return round_ms + sum(each.guess_ms for each in prospects if each.tables)
+
+
 def asking_pays(asking_ms: float, pass_ms: float) -> bool:
     """Whether tables are worth asking, given what that takes in a round beside a pass over one row."""
     return asking_ms <= _MOST_ASKING * pass_ms
@@ -181,12 +187,12 @@ def decoding_rate(prospects: Sequence[Prospect], pass_ms: Sequence[float], round
         round_ms: of a round in which drafters are asked, besides its pass and its guesses.
     """
     plain = 1 / pass_ms[0]
-    tables = sum(each.guess_ms for each in prospects if each.tables)
-    if not prospects or not asking_pays(round_ms + tables, pass_ms[0]):
+    asking = asking_ms(prospects, round_ms)
+    if not prospects or not asking_pays(asking, pass_ms[0]):
         return plain
     rate = plain
     for _ in range(_STEPS):
-        tokens, ms, left = 1.0, pass_ms[0] + round_ms + tables, 1.0
+        tokens, ms, left = 1.0, pass_ms[0] + asking, 1.0
         for each in prospects:
             most = min(each.most or len(pass_ms), len(pass_ms) - 1)
             ahead = look_ahead(pass_ms, 0, most, 1.0, each.accepted, rate, each.guess_ms, once=each.at_once)

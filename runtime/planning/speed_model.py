@@ -9,7 +9,7 @@ from edgeinfer.bundle.geometry import Geometry
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.economics import Prospect, decoding_rate
+from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 
@@ -173,20 +173,20 @@ class SpeedModel:
         self._pace_in_memory = pace_of
         self._disk = disk
         self._room = room
-        self._rates: dict[Hashable, float] = {}
+        self._rounds: dict[Hashable, tuple[float, float]] = {}
 
     def speed(self, configuration: Configuration) -> Speed:
         """The pace of a configuration."""
         pace = self._pace_of(configuration)
-        round_ms = self._round_ms(pace, configuration)
+        round_ms, in_vain_ms = self._round_ms(pace, configuration)
         token_ms = round_ms + pace.beside_ms
         chunk = min(configuration.prefill_chunk, TURN_TOKENS)
         prompt_ms = -(-TURN_TOKENS // chunk) * _chunk_ms(pace, chunk)
         making_ms = pace.tokenizer_ms if configuration.tokenizer == "transient" else 0.0
         turn_ms = making_ms + prompt_ms + REPLY_TOKENS * token_ms
-        # This does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many times.
-        in_vain = configuration.draft_max and configuration.drafters and round_ms >= _PLAIN * pace.passes.ms(1)
-        return Speed(1e3 / (token_ms + (_IN_VAIN_MS if in_vain else 0.0)), turn_ms, pace.measured)
+        # Asking in vain does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many
+        # times.
+        return Speed(1e3 / (token_ms + in_vain_ms), turn_ms, pace.measured)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:
         """What passes of a configuration read from the disk; None where all weights stay in memory."""
@@ -211,18 +211,22 @@ class SpeedModel:
         measured = pace.measured and disk.rate is not None
         return replace(pace, passes=PassCosts(tuple(points), pace.passes.step), measured=measured)
 
-    def _round_ms(self, pace: Pace, configuration: Configuration) -> float:
-        """Milliseconds of rounds per token where the governor drafts wherever that pays."""
+    def _round_ms(self, pace: Pace, configuration: Configuration) -> tuple[float, float]:
+        """Milliseconds of rounds per token where the governor drafts wherever that pays; and where it never does, of
+        asking in vain."""
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
         where = configuration.weights, configuration.window_layers, configuration.expert_bytes, configuration.gpu_layers
         room = None if self._room is None else self._room(configuration)
         key = configuration.kv, where, names, draft_model, most, room
-        if key not in self._rates:
+        if key not in self._rounds:
             asked = [each for each in pace.prospects if each.drafter in names and (draft_model or not each.model)]
             pass_ms = [pace.passes.ms(rows) for rows in range(1, most + 2)]
-            self._rates[key] = decoding_rate(asked if most else (), pass_ms, pace.round_ms)
-        return 1 / self._rates[key]
+            round_ms = 1 / decoding_rate(asked if most else (), pass_ms, pace.round_ms)
+            asks = bool(names) and most > 0 and asking_pays(asking_ms(asked, pace.round_ms), pass_ms[0])
+            in_vain = asks and round_ms >= _PLAIN * pass_ms[0]
+            self._rounds[key] = round_ms, _IN_VAIN_MS if in_vain else 0.0
+        return self._rounds[key]
 
 
 def _chunk_ms(pace: Pace, chunk: int) -> float:

@@ -429,6 +429,9 @@ def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
     asked, plain = map(SpeedModel(lambda configuration: steep).speed, (c, dataclasses.replace(c, draft_max=0)))
     assert plain.tokens_per_second == pytest.approx(100)
     assert 99 < asked.tokens_per_second < 100 and asked.turn_ms == plain.turn_ms
+    # Asking takes more than 0.4 of a pass: "auto" asks none.
+    small = SpeedModel(lambda configuration: dataclasses.replace(PACE, passes=PassCosts(((1, 0.7), (2, 2.8)))))
+    assert small.speed(c) == small.speed(dataclasses.replace(c, draft_max=0))
     # Copies pay for three tokens (0.8 + 0.64 + 0.512) where four rows cost what one does, and cover 0.3 of the rounds.
     copying = dataclasses.replace(c, drafters=("copy",), draft_max=3)
     ms = 10 + 0.3 + 0.01 + 0.3 * (0.5 + 3 * 0.01)
