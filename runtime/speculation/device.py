@@ -56,7 +56,7 @@ _ENOUGH = 5
 _SHARED = 512
 # Passes of one size in a session after which its cost is no longer a matter of the moment it was measured in.
 _CONFIRMED = 3
-# Times that a text is read to find out what reading costs, and seconds after which none of them is started.
+# Times that a text is read to find out what reading costs, and seconds after which none but the second is started.
 _READINGS = 4
 _READING_S = 0.03
 # What a guess was believed to cost counts as so many rounds, and what reading was as so many texts.
@@ -279,20 +279,20 @@ class DeviceCosts:
             self._read_ms[drafter.name] = max(0.0, ms - guess_ms) / unread
 
     def _measure_reading(self, drafter: Drafter, tokens: list[int]) -> tuple[int, float]:
-        """Tokens of the second half and milliseconds of a guess that reads them, the least of a few.
+        """Tokens of the second half and milliseconds of a guess that reads them: the least of a few times.
 
-        One busy moment must not decide: who is held for a slow reader is not asked to read, and then nothing corrects
-        it. Reading the first half, which is no measure, brings what reads into memory.
+        One busy moment must not decide: a drafter that seems slow at reading is not asked to read, and then nothing
+        corrects it. Reading the first half, which is no measure, brings what reads into memory.
         """
         base = self._backend.cache.length
         middle = (base + 1 + len(tokens)) // 2
         deadline, least = time.perf_counter() + _READING_S, math.inf
-        for _ in range(_READINGS):
+        for turn in range(_READINGS):
             self._backend.cache.trim(base)
             measure_reading(drafter, self._shown_text(drafter, tokens[:middle]))
             unread, ms = measure_reading(drafter, self._shown_text(drafter, tokens))
             least = min(least, ms)
-            if not unread or time.perf_counter() > deadline:
+            if not unread or (turn and time.perf_counter() > deadline):
                 break
         return unread, least
 
