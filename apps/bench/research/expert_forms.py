@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.apps.bench.research.simulation import grid_bytes
 from edgeinfer.apps.bench.research.spectral import Heterogeneity, heterogeneity, quantize_spectral, share_space
 from edgeinfer.bundle import DecoderSpec
-from edgeinfer.bundle.packing import BLOCK_SIZES
+from edgeinfer.bundle.packing import BLOCK_SIZES, packed_bytes
 from edgeinfer.config import BITS
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.export.architectures import find_architecture
@@ -30,11 +29,20 @@ from edgeinfer.quant.policy import make_scheme
 from edgeinfer.quant.probing import expert_group, probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
 
-__all__ = ["ExpertModel", "Forms", "Made"]
+__all__ = ["ExpertModel", "Forms", "Made", "grid_bytes"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Schemes = Mapping[str, QuantScheme]
+_SCALE_BYTES, _ZERO_BYTES = 2, 1
+
+
+def grid_bytes(shape: tuple[int, ...], grid: Grid) -> int:
+    """Packed codes, and a bfloat16 scale and a zero point of a byte per block, as our own layout has them."""
+    rows, columns = shape
+    blocks = -(-columns // grid.size)
+    per_block = _SCALE_BYTES + (0 if grid.symmetric else _ZERO_BYTES)
+    return rows * (packed_bytes(columns, grid.bits) + per_block * blocks)
 
 
 class ExpertModel:

@@ -18,8 +18,7 @@ from edgeinfer.apps.bench.research.expert_comparison import (
     compare,
     main,
 )
-from edgeinfer.apps.bench.research.expert_forms import ExpertModel
-from edgeinfer.apps.bench.research.simulation import grid_bytes
+from edgeinfer.apps.bench.research.expert_forms import ExpertModel, grid_bytes
 from edgeinfer.errors import BudgetError, UsageError
 from edgeinfer.quant import Grid
 from tests.factories import make_checkpoint
