@@ -13,18 +13,13 @@ from edgeinfer.results import PassWork
 from edgeinfer.runtime.experts.statistics import ExpertCounts
 from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from edgeinfer.runtime.tuning import measure
-from edgeinfer.runtime.tuning.fewer_experts import FewerExperts
-from edgeinfer.runtime.tuning.fewer_experts import compare_fewer_experts as compare_experts
-from edgeinfer.runtime.tuning.measure import DecodeTimes, WorkTimes
+from edgeinfer.runtime.tuning.measure import WorkTimes
 from edgeinfer.runtime.tuning.reply_reading import ReplyReading
 from edgeinfer.runtime.tuning.reply_reading import read_reply as read
 
 __all__ = [
-    "DecodeTimes",
-    "FewerExperts",
     "ReplyReading",
     "WorkTimes",
-    "compare_fewer_experts",
     "drafting_state",
     "expert_counts",
     "experts_per_token",
@@ -51,8 +46,8 @@ def measure_prefill(model: Model, tokens: int, *, repeats: int) -> list[float]:
         return measure.prefill_times(parts.engine, tokens, repeats=repeats)
 
 
-def measure_decode(model: Model, tokens: int, *, past: int) -> DecodeTimes:
-    """Per greedily decoded token, milliseconds inside the session and in all; empties the cache."""
+def measure_decode(model: Model, tokens: int, *, past: int) -> list[float]:
+    """Milliseconds of each token that is decoded greedily after `past` others; empties the cache."""
     with model._idle() as parts:
         return measure.decode_times(parts.engine, tokens, past=past)
 
@@ -91,12 +86,6 @@ def experts_per_token(model: Model) -> tuple[int, ...]:
     """How many experts of a layer a token may use, ascending; the last is the model itself, () has none."""
     with model._idle() as parts:
         return parts.engine.backend.capabilities.expert_counts
-
-
-def compare_fewer_experts(model: Model, tokens: Sequence[int], count: int) -> FewerExperts:
-    """What passes with fewer experts would have guessed along a text, and what they cost; empties the cache."""
-    with model._idle() as parts:
-        return compare_experts(parts.engine, tokens, count)
 
 
 def read_reply(

@@ -159,10 +159,6 @@ class Backend(Protocol):
     def cache(self) -> KVCache:
         """Keys and values of the text so far, which a pass reads and appends to."""
 
-    @property
-    def run_ns(self) -> int:
-        """Nanoseconds that the last pass spent inside the execution engine."""
-
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """Runs the model over S new tokens and appends their keys and values.
 

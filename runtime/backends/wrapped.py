@@ -63,11 +63,6 @@ class WrappedBackend(Generic[B]):
         return self._inner.cache
 
     @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside the execution engine."""
-        return self._inner.run_ns
-
-    @property
     def adapters(self) -> Mapping[str, str]:
         """See `adapting.AdaptingBackend.adapters`; none where the backend inside takes none."""
         return adapters_of(self._inner)

@@ -14,14 +14,13 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
+from edgeinfer.runtime.backends.contract import ForwardInput, require
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = [
-    "DecodeTimes",
     "TokenScores",
     "TurnTimes",
     "WorkTimes",
@@ -39,14 +38,6 @@ __all__ = [
 
 # Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
 _LOGIT_ROWS = 16
-
-
-@dataclass(frozen=True)
-class DecodeTimes:
-    """Per decoded token: milliseconds inside the backend's session call, and of the whole engine step."""
-
-    session_ms: tuple[float, ...]
-    total_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -68,15 +59,13 @@ class TokenScores:
 
 
 class _Greedy(Sampler):
-    """Takes the most likely token and notes how long the session call before it took."""
+    """Takes the most likely token."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.session_ns: list[int] = []
+    def __init__(self) -> None:
+        """Nothing is asked for."""
 
     def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:  # (V,)
         """The most likely token."""
-        self.session_ns.append(self._backend.run_ns)
         return int(logits.argmax())
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
@@ -160,20 +149,19 @@ def prefill_times(engine: Engine, tokens: int, *, repeats: int) -> list[float]:
     return times
 
 
-def decode_times(engine: Engine, tokens: int, *, past: int) -> DecodeTimes:
-    """Decodes greedily after `past` tokens and times every step.
+def decode_times(engine: Engine, tokens: int, *, past: int) -> list[float]:
+    """Milliseconds of each token that is decoded greedily after `past` others.
 
     Raises:
         UsageError: the context is too small.
     """
     _require_room(engine, past + tokens)
     engine.forget()
-    sampler = _Greedy(engine.backend)
-    steps = engine.generate(_filler(engine, past), sampler, max_tokens=tokens + 1, stop_ids=frozenset())
-    total = tuple(step.ms for step in steps)
+    steps = engine.generate(_filler(engine, past), _Greedy(), max_tokens=tokens + 1, stop_ids=frozenset())
+    times = [step.ms for step in steps]
     engine.forget()
     # The first token carries the prompt.
-    return DecodeTimes(tuple(ns / 1e6 for ns in sampler.session_ns[1:]), total[1:])
+    return times[1:]
 
 
 @dataclass(frozen=True)
@@ -202,7 +190,7 @@ def work_times(engine: Engine, prompt: int, reply: int, *, past: int) -> WorkTim
     else:
         engine.forget()
     count = reply + 1 if prompt else reply
-    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=count, stop_ids=frozenset()))
+    steps = list(engine.generate(tokens, _Greedy(), max_tokens=count, stop_ids=frozenset()))
     ms = sum(step.ms for step in steps) if reply else engine.prefill.ms
     return WorkTimes(ms, tuple(step.token for step in steps))
 
@@ -225,7 +213,7 @@ def turn_times(engine: Engine, prompt: int, reply: int) -> TurnTimes:
     engine.forget()
     tokens = _filler(engine, prompt)
     # The prompt's last row gives the first token.
-    steps = list(engine.generate(tokens, _Greedy(engine.backend), max_tokens=reply + 1, stop_ids=frozenset()))
+    steps = list(engine.generate(tokens, _Greedy(), max_tokens=reply + 1, stop_ids=frozenset()))
     prompt_ms = engine.prefill.ms
     engine.forget()
     return TurnTimes(prompt_ms, sum(step.ms for step in steps[1:]))

@@ -278,7 +278,6 @@ def test_memory_stays_as_planned(backend: ConcatBackend) -> None:
     backend.cache.trim(3)
     feed(backend, [2], [0])
     assert backend.nbytes()["kv"] == before
-    assert backend.run_ns > 0
 
 
 def test_a_cancelled_pass_leaves_the_cache(sums: Sums, backend: ConcatBackend) -> None:

@@ -86,7 +86,6 @@ class TableBackend:
     kernel = "table"
     geometry = Geometry(VOCABULARY, 1, 1, 1, 1, 1000)
     capabilities = Capabilities(layer_skip=False, hidden=False, tree=False)
-    run_ns = 0
 
     def __init__(self) -> None:
         self.cache = TableCache(CAPACITY)

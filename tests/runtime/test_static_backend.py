@@ -180,7 +180,7 @@ def test_only_the_rows_asked_for(llama: Made, backend: StaticBackend) -> None:
     )
     rest = backend.forward(ForwardInput(np.array(TEXT[6:]), np.arange(6, 20), np.array([0, 13, 5, 5])))
     assert close(rest.logits, expected[[6, 19, 11, 11]])
-    assert rest.hidden is None and rest.experts is None and backend.run_ns > 0
+    assert rest.hidden is None and rest.experts is None
 
 
 def test_a_full_cache(llama: Made) -> None:

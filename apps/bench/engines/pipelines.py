@@ -80,7 +80,7 @@ class EdgeInferEngine:
 
     def decode_times(self, tokens: int, past: list[int]) -> list[float]:
         """See worker.Engine."""
-        return list(self._package.tools.measure_decode(self._model, tokens, past=len(past)).total_ms)
+        return list(self._package.tools.measure_decode(self._model, tokens, past=len(past)))
 
     def prefill_times(self, prompt: list[int]) -> list[float]:
         """See worker.Engine."""

@@ -86,7 +86,6 @@ class LlamaCppBackend:
     ) -> None:
         self.geometry = bundle.manifest.geometry
         _check_kv(kv, self.geometry.head_dim)
-        self._run_ns = 0
         self.vocabulary = LlamaModel(
             bundle.gguf, weights=weights, expert_count=expert_count, offload=offload, progress=progress
         )
@@ -139,11 +138,6 @@ class LlamaCppBackend:
         """See `adapting.AdaptingBackend.use_adapter`."""
         self._adapters.choose(self._context.pointer, name)
 
-    @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside llama.cpp."""
-        return self._run_ns
-
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`.
 
@@ -185,7 +179,7 @@ class LlamaCppBackend:
 
     def _run_in_parts(self, tokens: Ints, picked: Ints) -> None:
         """Runs a chain part by part; the logits of these ascending rows go to `_gathered`."""
-        options, first, start, done, spent = self._context.options, self.cache.length, 0, 0, 0
+        options, first, start, done = self._context.options, self.cache.length, 0, 0
         while start < len(tokens):
             size = min(options.batch, self.cache.begin(first + start, len(tokens) - start))
             if done + options.outputs < len(picked):
@@ -195,10 +189,8 @@ class LlamaCppBackend:
             self._context.batch.fill(tokens[start : start + size], first + start, picked[done:last] - start)
             self._run(size, first + start, last - done)
             self.cache.passed(first + start, size)
-            spent += self._run_ns
             self._gathered[done:last] = self._context.logits(last - done)
             start, done = start + size, last
-        self._run_ns = spent
 
     def _tree(self, tokens: Ints, positions: Ints, rows: Ints, tree: TreePaths) -> Floats:
         options, context = self._context.options, self._context
@@ -224,7 +216,6 @@ class LlamaCppBackend:
         if size + padding > options.batch or start + size + padding > self._cells:
             padding = outputs = 0
         answer = self._context.run(size, padding, outputs if rows + outputs <= options.outputs else 0)
-        self._run_ns = self._context.run_ns
         if answer == 0:
             return
         if answer == ABORTED:

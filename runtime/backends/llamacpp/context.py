@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 ABORTED = 2  # llama_decode's answer where the abort callback ended it
-NO_ROOM = 1
 # ggml_type of the KV types.
 _TYPES = {FLOAT32: 0, FLOAT16: 1, "q8_0": 8, "q4_0": 2}
 
@@ -71,7 +69,6 @@ class LlamaContext:
         kv_bytes: of the cache in the process, as llama.cpp says; all of it is taken at once.
         cell_layers: those with cells of their own; where some have a sliding window, those without one and those with
             one, which lie in two caches.
-        run_ns: nanoseconds of the last pass.
 
     Raises:
         BackendError: llama.cpp cannot make it.
@@ -80,7 +77,6 @@ class LlamaContext:
     def __init__(self, lib: Any, model: Any, options: ContextOptions) -> None:
         self._lib = lib
         self.options = options
-        self.run_ns = 0
         self._abort = ctypes.create_string_buffer(2)
         params = _params(lib, options)
         params.abort_callback = ctypes.cast(_c_library().strlen, lib.ggml_abort_callback)
@@ -123,13 +119,11 @@ class LlamaContext:
         self._abort[0] = b"\0"
         self.batch.struct.n_tokens = size + padding
         self._choose_threads()
-        started = time.perf_counter_ns()
         answer = int(self._lib.llama_decode(self.pointer, self.batch.struct))
         if answer == 0:
             self._lib.llama_synchronize(self.pointer)
         if padding:
             self.cut(self.options.spare, 0)
-        self.run_ns = time.perf_counter_ns() - started
         return answer
 
     def _choose_threads(self) -> None:

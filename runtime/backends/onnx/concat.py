@@ -65,11 +65,6 @@ class ConcatBackend:
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._binding = self._session.binding()
 
-    @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside onnxruntime."""
-        return self._session.run_ns
-
     def forward(self, batch: ForwardInput) -> ForwardOutput:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)

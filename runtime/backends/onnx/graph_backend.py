@@ -147,11 +147,6 @@ class GraphBackend(ABC):
         return {name: device_value(table, self._device) for name, table in tables}
 
     @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside onnxruntime."""
-        return self._session.run_ns
-
-    @property
     def drops_behind(self) -> bool:
         """Whether its operators can drop the pages of embedding and head while they run."""
         return self._graph.layout == NATIVE

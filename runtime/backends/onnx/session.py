@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from pathlib import Path
 from typing import TypeAlias
 
@@ -83,7 +82,6 @@ class OrtSession:
 
     Attributes:
         inputs, outputs: names in the order of the graph.
-        run_ns: nanoseconds of the last completed run.
 
     Raises:
         NativeUnavailableError: this onnxruntime does not take the kernel.
@@ -138,7 +136,6 @@ class OrtSession:
             raise device_error(device, "onnxruntime could not make its provider")
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
-        self.run_ns = 0
         self._run_options = ort.RunOptions()
         # What is meant anyway. Where it is not said, the Python side of 1.32 has an exception tell it so at every run,
         # which took 57 microseconds.
@@ -167,7 +164,6 @@ class OrtSession:
             BackendError: onnxruntime failed.
         """
         self._run_options.terminate = False
-        started = time.perf_counter_ns()
         try:
             self._session.run_with_iobinding(_bound(binding), self._run_options)
         except Exception as error:
@@ -179,7 +175,6 @@ class OrtSession:
             if not self._device.on_cpu:
                 raise device_error(self._device, error) from error
             raise BackendError(f"onnxruntime failed: {str(error).splitlines()[0]}") from error
-        self.run_ns = time.perf_counter_ns() - started
 
     def cancel(self) -> None:
         """Ends the running run; safe from any thread."""

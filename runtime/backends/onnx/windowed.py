@@ -67,12 +67,6 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         super().__init__(inner)
         self._watching = nullcontext if meter is None else meter.watching
         self._cancelled = False
-        self._run_ns = 0
-
-    @property
-    def run_ns(self) -> int:
-        """Nanoseconds of the last pass inside the execution engine, which fetches the weights there."""
-        return self._run_ns
 
     @abstractmethod
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
@@ -87,7 +81,7 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         self._cancelled = False
-        start, run_ns = self.cache.length, 0
+        start = self.cache.length
         windows, hidden = self._windows(batch), batch.hidden
         used: Ints | None = None  # (L, S, k)
         try:
@@ -104,11 +98,10 @@ class WindowedBackend(WrappedBackend[GraphBackend]):
                         output = self._inner.forward(replace(batch, rows=wanted, layer_mask=mask, hidden=hidden))
                     used = _merged(used, output.experts)
                     window.after(output)
-                    hidden, run_ns = output.hidden, run_ns + self._inner.run_ns
+                    hidden = output.hidden
         except BaseException:
             self.cache.trim(start)
             raise
-        self._run_ns = run_ns
         return replace(output, experts=used)
 
 

@@ -6,7 +6,6 @@ Reads weights through the bundle's tensor table.
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,7 +85,6 @@ class ReferenceBackend:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
         self._spec: DecoderSpec = bundle.manifest.decoder
-        self.run_ns = 0
         self._windows = {0, *self._spec.windows}
         self._bundle = bundle
         self._whole = {t.name: bundle.tensor(t.name) for t in bundle.manifest.tensors}
@@ -138,7 +136,6 @@ class ReferenceBackend:
         """One pass; see `contract.Backend.forward`."""
         check_pass(self, batch)
         tokens, positions, rows = batch.tokens, batch.positions, batch.rows
-        started = time.perf_counter_ns()
         start, size = self.cache.length, len(tokens)
         self._weights = self._whole if batch.planes == 2 else self._halved
         self._reserve(size)
@@ -154,7 +151,6 @@ class ReferenceBackend:
         self.cache.length = start + size
         last = self._norm("final_norm", self._ends.left(x[rows]))
         logits = softcapped(self._linear("head", last), self._spec.logit_softcap)
-        self.run_ns = time.perf_counter_ns() - started
         return ForwardOutput(logits, x, self._choices(run.used, size, batch.experts))
 
     def _layer(self, layer: int, x: Floats, run: _Pass) -> Floats:  # (S, D), or of all streams -> likewise

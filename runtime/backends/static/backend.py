@@ -97,7 +97,6 @@ class StaticBackend:
         self._logits = np.zeros((1, self.geometry.vocab_size), np.float32)
         self._sessions: dict[StaticGraph, StaticSession] = {}
         self._running: StaticSession | None = None
-        self.run_ns = 0
         # Here, where a caller expects a device to fail, and not in the first pass.
         self._session(self.graphs.narrow[0])
 
@@ -113,14 +112,14 @@ class StaticBackend:
         near = visible_rows(start, size, batch.tree, window) if window else full
         if len(rows) > len(self._logits):
             self._logits = np.zeros((len(rows), self.geometry.vocab_size), np.float32)
-        logits, spent = self._logits[: len(rows)], 0
+        logits = self._logits[: len(rows)]
         for run in self.graphs.runs(size, rows):
             session = self._running = self._session(run.graph)
             new, end = slice(run.start, run.stop), start + run.stop
             places = positions[new]
             here = np.flatnonzero((run.start <= rows) & (rows < run.stop))
             wanted = rows[here] - run.start
-            spent += session.run(
+            session.run(
                 tokens[new],
                 (self._tables[0][places], self._tables[1][places]),
                 (full[new, :end], near[new, :end]),
@@ -129,7 +128,7 @@ class StaticBackend:
             )
             self._take(session, run, start)
             logits[here] = session.logits[:1] if run.graph.prompts else session.logits[wanted]
-        self.cache.length, self.run_ns = start + size, spent
+        self.cache.length = start + size
         return ForwardOutput(logits, None)
 
     def _take(self, session: StaticSession, run: Run, start: int) -> None:

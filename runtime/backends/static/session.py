@@ -64,16 +64,13 @@ class StaticSession:
         seen: tuple[Bools, Bools],  # 2 x (n, T)
         start: int,
         logit_row: int,
-    ) -> int:
+    ) -> None:
         """Runs over new tokens that will lie from row `start` on; padding repeats the last, and is seen by no token.
 
         Args:
             tables: rotary rows, cosine and sine.
             seen: rows of the cache that each token sees, in layers of full attention and of a window.
             logit_row: that goes through the head of the graph for prompts.
-
-        Returns:
-            Nanoseconds inside onnxruntime.
         """
         size, inputs = len(tokens), self._inputs
         ids = inputs[io.INPUT_IDS][0]
@@ -93,7 +90,6 @@ class StaticSession:
         if self.graph.prompts:
             inputs[io.LOGIT_ROWS][0] = logit_row
         self._session.run(self._binding)
-        return self._session.run_ns
 
     def new(self, layer: int) -> tuple[Floats, Floats]:  # 2 x (H, S, h)
         """Keys and values of the last run."""

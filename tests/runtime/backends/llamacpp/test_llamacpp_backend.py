@@ -104,7 +104,6 @@ def test_more_rows_than_fit_a_pass_run_in_parts(make_backend: Make) -> None:
     backend.cache.trim(0)
     feed(backend, TEXT[:5], [])
     assert close(feed(backend, TEXT[5:], [42]), whole[[47]], NEAR["float32"])
-    assert backend.run_ns > 0
 
 
 @pytest.mark.parametrize("shape", [Shape(head_dim=64), Shape(experts=4, used=2)], ids=["dense", "experts"])
