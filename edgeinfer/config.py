@@ -26,7 +26,6 @@ __all__ = [
     "CONVERTED_BITS",
     "COUNTED",
     "FLOAT_BITS",
-    "GGUF_KV_TYPES",
     "KV_TYPES",
     "LOAD_GROUPS",
     "MERGING",
@@ -51,7 +50,6 @@ CONVERTED_BITS = (*BITS, FLOAT_BITS)
 # How the KV cache stores numbers; edgeinfer/bundle/kv_types.py describes them.
 KvType = Literal["float32", "int8", "int4", "float16", "q8_0", "q4_0"]
 ONNX_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "int8", "int4")
-GGUF_KV_TYPES: tuple[KvType, ...] = ("float32", "float16", "q8_0", "q4_0")
 KV_TYPES: tuple[str, ...] = get_args(KvType)
 # What happens when a conversation outgrows the context (runtime/kv_cache/context_shift). All but "stop" are lossy.
 OverflowPolicy = Literal["stop", "window", "merge", "cluster", "auto"]

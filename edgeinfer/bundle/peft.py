@@ -51,7 +51,6 @@ _VARIANTS = {
 # Ways to begin training that change the base model's weights as well.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
 _PLAIN_HINT = "Merge it into the model with PEFT (merge_and_unload), save that, and convert the result."
-_BASE_HINT = "Load the model that the adapter was trained on."
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from edgeinfer.errors import UsageError
 __all__ = [
     "COPY",
     "FILE_TYPES",
-    "NEEDS_IMPORTANCE",
     "PACKED_KIND",
     "TENSOR_TYPES",
     "FileType",
@@ -59,7 +58,6 @@ _ROWS = (
 )  # fmt: skip
 # By name, from large to small.
 FILE_TYPES = {name: FileType(name, number, base, name in _NEEDY) for name, number, base in _ROWS}
-NEEDS_IMPORTANCE = frozenset(_NEEDY)
 # Of the quantizer: tensors as they are, those of some layers left out.
 COPY = FileType("COPY", 0, "F32")
 # The type whose experts are those of a checkpoint in MXFP4.

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
+from edgeinfer.bundle.graph import PAGE_SLOTS
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
@@ -22,7 +23,7 @@ from edgeinfer.runtime.paging.codecs import RowCodec, find_row_codec
 
 __all__ = ["PAGE", "PAGE_UNIT", "TILE", "LayerGroup", "PageLayout", "StoredRows", "pages_for"]
 
-PAGE = 64
+PAGE = PAGE_SLOTS
 TILE = 16
 _VALUE_CHANNELS = 16  # values are padded to a multiple of this
 _ALIGNED = 64  # bytes: keys and values begin at multiples of it

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import edgeinfer
-from edgeinfer.config import GGUF_KV_TYPES
+from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.errors import BudgetError, CapabilityError, ModelError
 from edgeinfer.export import ExportConfig
 from edgeinfer.export.gguf.quantize import quantize_gguf
@@ -124,7 +124,7 @@ def test_its_text_is_that_of_the_onnx_bundle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "weights"), [("Q4_0", "packed"), ("Q4_0", "mapped"), ("F16", "mapped")])
-@pytest.mark.parametrize("kv", GGUF_KV_TYPES)
+@pytest.mark.parametrize("kv", LLAMA_KV)
 def test_every_cache_and_both_kinds_of_weights_give_the_same_text_drafted_or_not(
     kind: str, kv: str, weights: str
 ) -> None:

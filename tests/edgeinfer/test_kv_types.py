@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry
 from edgeinfer.bundle.kv_types import KV, LLAMA_KV, PAGED_KV, QUANTIZED_KV, find_kv_type, load, store
-from edgeinfer.config import GGUF_KV_TYPES, ONNX_KV_TYPES
+from edgeinfer.config import ONNX_KV_TYPES
 from edgeinfer.errors import UsageError
 
 HEADS, HEAD_DIM = 2, 6
@@ -50,7 +50,7 @@ def test_float32_needs_no_scales_and_no_copy() -> None:
 
 def test_every_type_that_can_be_asked_for_is_there() -> None:
     assert PAGED_KV == ONNX_KV_TYPES and set(KV) <= {*PAGED_KV}
-    assert tuple(LLAMA_KV) == GGUF_KV_TYPES
+    assert tuple(LLAMA_KV) == ("float32", "float16", "q8_0", "q4_0")
     assert [kind.row_bytes(64) for kind in KV.values()] == [256, 64, 32]
     with pytest.raises(UsageError, match=r"no KV type 'int3'.*float32, int8, int4"):
         find_kv_type("int3")
