@@ -35,12 +35,12 @@ from edgeinfer.option_types import (
     given_by,
 )
 from edgeinfer.reply_decoding import GenerationRequest, require_plain, require_shareable
-from edgeinfer.replying import Replying, token_ids
+from edgeinfer.replying import Replying
 from edgeinfer.results import Progress, Result
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.template import ChatTemplate
-from edgeinfer.tokenizing import chat_template
+from edgeinfer.tokenizing import chat_template, several, token_ids
 from edgeinfer.turns import Turns
 from edgeinfer.verification_round import VerificationStream
 
@@ -293,7 +293,7 @@ class Model(Replying):
         require_shareable(config)
         if parallel < 1:
             raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
-        ids = [self._prompt_ids(prompt, config) for prompt in prompts]
+        ids = [self._prompt_ids(prompt, config) for prompt in several(prompts)]
         with closing(self.reply_batch(parallel, streamed=False)) as batch:
             for tokens in ids:
                 batch.main_engine.check(tokens)

@@ -70,7 +70,7 @@ class Chat:
         history: what was said before, as messages with "role" and "content". A system message may come first.
 
     Raises:
-        UsageError: a message of the history is malformed, or there are two system messages.
+        UsageError: a message of the history or the system message is malformed, or there are two system messages.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class Chat:
             if system is not None:
                 raise UsageError("There are two system messages.", "Leave out `system`, or the one in the history.")
             system = turns.pop(0)["content"]
+        if not isinstance(system, str | None):
+            raise UsageError(f"The system message is {shown(system)}, which is not a string.", "Pass a string.")
         self.system = system
         self._turns: list[dict[str, str]] = turns
 

@@ -353,7 +353,10 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
         """
         options = flat_options(options, REPLY_GROUPS)
         require_known("generation option", options, options_of(cls), _OF_LOADING)
-        return cls(**options)
+        config = cls(**options)
+        # An empty list of candidates would give any text at all.
+        require("choices" not in options or len(config.choices) > 0, "choices", (), "at least one text")
+        return config
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -380,6 +380,7 @@ class TokenStream:
             remote=strategy.remote_use(),
             stop_string=self._text.stop_string,
             contexts=None if self._contexts is None else self._contexts.use,
+            logprobs=() if self._logprobs is None else tuple(self._logprobs.given),
         )
         parts.speculator.finished(strategy, self._beside_ms)
         self._turns.leave(self)

@@ -130,7 +130,7 @@ else:
 
 
 def listed(value: Any) -> Any:
-    """Nested data with lists for tuples, as JSON has them."""
+    """Nested data with lists for tuples and bytes, as JSON has them."""
     if isinstance(value, dict):
         return {key: listed(inner) for key, inner in value.items()}
-    return [listed(inner) for inner in value] if isinstance(value, tuple) else value
+    return [listed(inner) for inner in value] if isinstance(value, tuple | bytes) else value

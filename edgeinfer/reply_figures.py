@@ -20,11 +20,15 @@ class ShownLogprobs:
     Args:
         tokenizer: of the model.
         found: grows with the reply's tokens; stays empty where they are not asked for.
+
+    Attributes:
+        given: of all text that was shown.
     """
 
     def __init__(self, tokenizer: TokenizerLike, found: Sequence[TokenLogprobs]) -> None:
         self._tokenizer = tokenizer
         self._found = found
+        self.given: list[TokenLogprob] = []
         self._tokens = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
         self._decoded = 0  # characters of the tokens so far
@@ -51,6 +55,7 @@ class ShownLogprobs:
         shown = []
         while self._waiting and (rest or self._waiting[0][0] < self._shown):
             shown.append(self._waiting.popleft()[1])
+        self.given += shown
         return tuple(shown)
 
     def _of(self, token: int, logprob: float) -> TokenLogprob:

@@ -217,7 +217,7 @@ class ReplyOptions(SamplingOptions):
     )
     logprobs: int | None = option(
         None,
-        help="return the log-probabilities of the reply's tokens (`Chunk.logprobs`) and of this many of the "
+        help="return the log-probabilities of the reply's tokens (`Result.logprobs`) and of this many of the "
         "likeliest tokens at each position (default: none)",
         low=0,
         high=20,

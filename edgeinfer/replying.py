@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.batching import ReplyBatch
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import PromptError
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loaded import LoadedModel
@@ -25,17 +24,16 @@ from edgeinfer.option_types import (
     SpeculationOption,
     given_by,
 )
-from edgeinfer.options import is_integer
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
 from edgeinfer.runtime.text.template import ChatTemplate
-from edgeinfer.wording import shown
+from edgeinfer.tokenizing import token_ids
 
 if TYPE_CHECKING:
     from edgeinfer.openai.wire import ChatCompletionChunk, ChatCompletionObject, ChatRequestFields
 
-__all__ = ["Replying", "token_ids"]
+__all__ = ["Replying"]
 
 
 class Replying(LoadedModel):
@@ -369,20 +367,3 @@ def _asking(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[st
     """The same conversation with this in the place of the user's last message."""
     last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
     return [*messages[:last], {"role": "user", "content": text}, *messages[last + 1 :]]
-
-
-def token_ids(prompt: Sequence[int]) -> list[int]:
-    """The prompt as a list, which is no text.
-
-    Raises:
-        PromptError: it holds something else.
-    """
-    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
-        raise PromptError("The prompt is a list of messages, not a string.", hint)
-    ids = list(prompt) if isinstance(prompt, Iterable) else None
-    if ids is None or not all(map(is_integer, ids)):
-        raise PromptError(
-            f"The prompt is {shown(prompt)}, which is neither a string nor token ids.", "Pass one or the other."
-        )
-    return ids

@@ -354,6 +354,7 @@ class Result:
         remote: what the server did that decided the text; None where this machine's model did.
         stop_string: of those that were asked for, the one that ended the reply; None where none did.
         contexts: that were evaluated apart from the prompt; None where there were none.
+        logprobs: of the text's tokens, where they were asked for.
         sampling: version of how a seed makes text: the same seed gives the same text by the same version.
     """
 
@@ -372,6 +373,7 @@ class Result:
     remote: RemoteUse | None = None
     stop_string: str | None = None
     contexts: ContextUse | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
     sampling: int = SAMPLING
 
     @property
@@ -393,4 +395,4 @@ class Result:
         """The JSON object that `edgeinfer run --json` prints."""
         data: dict[str, Any] = listed(asdict(self))
         data["usage"]["total_tokens"] = self.usage.total_tokens
-        return data
+        return data if self.logprobs else {name: value for name, value in data.items() if name != "logprobs"}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
 from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
+from edgeinfer.option_types import Prompt
+from edgeinfer.options import is_integer
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
 from edgeinfer.runtime.text import MappedTokenizer, Tokenizer, TokenizerLike, TransientTokenizer, surely_longer
 from edgeinfer.runtime.text.template import ChatTemplate
-from edgeinfer.wording import Setting
+from edgeinfer.wording import Setting, shown
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.text.guarded_template import GuardedTemplate
@@ -29,6 +31,8 @@ __all__ = [
     "parsed_tokenizer",
     "require_fitting_messages",
     "require_fitting_text",
+    "several",
+    "token_ids",
 ]
 
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.
@@ -86,6 +90,8 @@ class Tokenizing:
         Args:
             parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
         """
+        if not isinstance(text, str):
+            raise PromptError(f"The text is {shown(text)}, which is not a string.", "Pass a string.")
         if not text:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
@@ -192,9 +198,9 @@ class Tokenizing:
         return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens spelled out."""
+        """Text of token ids, special tokens spelled out; errors as `detokenize`."""
         with self._lifecycle.acquire(verified=False) as parts:
-            return parts.tokenizer.decode(ids, skip_special_tokens=False)
+            return parts.tokenizer.decode(_known_ids(parts, ids), skip_special_tokens=False)
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
@@ -203,9 +209,13 @@ class Tokenizing:
         return self._template
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, special tokens left out.
+
+        Raises:
+            PromptError: one is no id of the model's vocabulary.
+        """
         with self._lifecycle.acquire(verified=False) as parts:
-            return parts.tokenizer.decode(ids)
+            return parts.tokenizer.decode(_known_ids(parts, ids))
 
 
 # Contexts that a prompt may fill whose beginning is forgotten anyway.
@@ -242,6 +252,45 @@ def _most_tokens(parts: ModelParts) -> int:
 def _too_long(size: int, most: int) -> ContextLengthError:
     message = f"The prompt has {size} characters, far more than the {most} tokens that the model takes."
     return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """The prompt as a list, which is no text.
+
+    Raises:
+        PromptError: it holds something else.
+    """
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
+        raise PromptError("The prompt is a list of messages, not a string.", hint)
+    ids = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray) else None
+    if ids is None or not all(map(is_integer, ids)):
+        raise PromptError(
+            f"The prompt is {shown(prompt)}, which is neither a string nor token ids.", "Pass one or the other."
+        )
+    return ids
+
+
+def several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Prompts as they were given, which are not one text: that would be a prompt for each character.
+
+    Raises:
+        PromptError: they are.
+    """
+    if isinstance(prompts, str | bytes):
+        raise PromptError(f"The prompts are one text, {shown(prompts)}.", "Pass a list, or call generate().")
+    return prompts
+
+
+def _known_ids(parts: ModelParts, ids: Sequence[int]) -> list[int]:
+    known = token_ids(ids)
+    # Tokenizers may have tokens that the model has no rows for.
+    vocabulary = max(parts.engine.backend.geometry.vocab_size, parts.tokenizer.vocab_size)
+    for id_ in known:
+        if not 0 <= id_ < vocabulary:
+            message = f"The token id {id_} is outside the model's vocabulary of {vocabulary}."
+            raise PromptError(message, f"Ids range from 0 to {vocabulary - 1}.")
+    return known
 
 
 def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgeinfer import hub
 from edgeinfer.apps.cli.distill_drafter import add_drafter_parser, add_sorted_parser
 from edgeinfer.apps.cli.distill_heads import add_heads_parsers
 from edgeinfer.apps.cli.distill_modules import add_module_parsers
 from edgeinfer.apps.cli.distill_training import (
     add_training_options,
-    find_model,
     given,
     report,
     require_free,
@@ -72,7 +72,7 @@ def _add_exits_parser(commands: Subparsers) -> None:
 
 def _execute_exits(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    source = find_model(args.target)
+    source = hub.find(args.target)
     require_free(args.out)
     with torch_needed():
         from edgeinfer.export.training.exits import ExitsOptions, tune_exits

@@ -13,7 +13,6 @@ import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.distill_training import (
     add_training_options,
-    find_model,
     given,
     report,
     require_free,
@@ -105,7 +104,7 @@ def _make(args: argparse.Namespace, *, nested: bool) -> int:
 
 def _checked(args: argparse.Namespace) -> Path:
     """Returns the target's folder; refuses at once what could not be done at the end."""
-    source = find_model(args.target)
+    source = hub.find(args.target)
     require_free(args.out)
     if args.into is not None:
         require_free(args.into)

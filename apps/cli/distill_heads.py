@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import hub
 from edgeinfer.apps.cli.distill_drafter import repliers
 from edgeinfer.apps.cli.distill_training import (
     add_training_options,
-    find_model,
     given,
     report,
     require_free,
@@ -20,7 +20,6 @@ from edgeinfer.apps.cli.distill_training import (
 from edgeinfer.apps.cli.output import print_note, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
 from edgeinfer.errors import UsageError
-from edgeinfer.hub import is_bundle
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -96,8 +95,8 @@ def _add_training(parser: Parser, samples: str = "none") -> None:
 
 def _execute(args: argparse.Namespace) -> int:
     """Runs any of the three."""
-    source = find_model(args.target)
-    if not is_bundle(source):
+    source = hub.find(args.target)
+    if not hub.is_bundle(source):
         raise UsageError(f"{args.target} is not a bundle, and only bundles can contain heads.", "Export it first.")
     adapter: Path | None = getattr(args, "lora", None)
     in_place = args.out.exists() and args.out.resolve() == source.resolve()
@@ -123,7 +122,7 @@ def _execute(args: argparse.Namespace) -> int:
         options = HeadsOptions(args.kind, **given(args), **{n: value for n, value in own.items() if value is not None})
         device = find_device(options.device)
         judged = args.kind == "acceptance"
-        model = find_model(args.model) if judged else source
+        model = hub.find(args.model) if judged else source
         target, drafter = load_target(model, device), load_target(source, device) if judged else None
         text = TextSource(tuple(args.text), target)
         with working_folder(args) as work, progress_bar(enabled=not args.json) as bar, repliers(model) as replier:

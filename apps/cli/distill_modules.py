@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgeinfer import hub
 from edgeinfer.apps.cli.distill_drafter import repliers, speed_rows
 from edgeinfer.apps.cli.distill_training import (
     add_training_options,
-    find_model,
     given,
     report,
     require_free,
@@ -20,7 +20,6 @@ from edgeinfer.apps.cli.distill_training import (
 )
 from edgeinfer.apps.cli.output import Progress, progress_bar
 from edgeinfer.apps.cli.parser import add_command, add_json_option
-from edgeinfer.hub import is_bundle
 from edgeinfer.tools.distilling import require_native
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _make(args: argparse.Namespace, drafter: str, prepare: Callable[[], Train]) 
         drafter: its name among the drafters.
         prepare: checks the options and returns the training.
     """
-    source = find_model(args.target)
+    source = hub.find(args.target)
     require_free(args.out)
     require_native()
     with torch_needed():
@@ -162,7 +161,7 @@ def _make(args: argparse.Namespace, drafter: str, prepare: Callable[[], Train]) 
         from edgeinfer.export.training.text import TextSource
         from edgeinfer.export.training.trainer import find_device
 
-        if is_bundle(source):
+        if hub.is_bundle(source):
             require_attachable(open_bundle(source))
         train = prepare()
         target = load_target(source, find_device(args.device or "auto"), any_family=True)
@@ -192,7 +191,7 @@ def _finish(
     from edgeinfer.export.drafters.attaching import attach_drafter
     from edgeinfer.tools.distilling import measure_drafter
 
-    if is_bundle(source):
+    if hub.is_bundle(source):
         attach_drafter(open_bundle(source), trained.checkpoint, args.out, ExportConfig(bits=args.bits), bar)
     else:
         export_checkpoint(source, args.out, ExportConfig(bits=args.bits, drafter=trained.checkpoint), bar)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer import hub
 from edgeinfer.apps.cli.output import print_json, print_table
 from edgeinfer.bundle import write_file
 from edgeinfer.errors import StorageError, UsageError
@@ -17,7 +16,7 @@ from edgeinfer.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser
 
-__all__ = ["add_training_options", "find_model", "given", "report", "require_free", "torch_needed", "working_folder"]
+__all__ = ["add_training_options", "given", "report", "require_free", "torch_needed", "working_folder"]
 
 _TRAIN = ("torch", "transformers", "safetensors", "onnx", "scipy")
 # Fields of every training's options, by the names of the arguments.
@@ -63,11 +62,6 @@ def given(args: argparse.Namespace, own: Sequence[str] = ()) -> dict[str, Any]:
     """
     found = {name: getattr(args, name, None) for name in (*_COMMON, *own)}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def find_model(source: str) -> Path:
-    """Finds a bundle or checkpoint here or in the hub; "tales" is the built-in model unless there is such a path."""
-    return hub.resolve(None) if source == hub.BUILTIN and not Path(source).exists() else hub.find(source)
 
 
 def require_free(out: Path) -> None:

@@ -81,8 +81,11 @@ def existing(source: str | Path) -> Path | None:
     """The path that was given, if something is there.
 
     Raises:
-        ModelError: it cannot be looked at.
+        ModelError: it is no path, or cannot be looked at.
     """
+    if not isinstance(source, str | Path) or not str(source):
+        hint = "Give a folder, a .gguf file, OWNER/NAME or a name of the catalog."
+        raise ModelError(f"{source!r} is no name of a model.", hint)
     try:
         path = Path(source).expanduser()
         return path if path.exists() else None

@@ -107,7 +107,8 @@ def local(model: str | Path | None) -> Path | None:
 
 
 def find(source: str | Path) -> Path:
-    """The local directory of a bundle or checkpoint: an existing path, or a hub id, fetched unless it is cached.
+    """The local directory of a bundle or checkpoint: an existing path, the built-in model by its name, or a hub id,
+    fetched unless it is cached.
 
     Raises:
         ModelError: no such path.
@@ -116,6 +117,8 @@ def find(source: str | Path) -> Path:
     path = existing(source)
     if path is not None:
         return path
+    if source == BUILTIN:
+        return builtin()
     name = name_of(source)
     return cached_snapshot(name.repo_id) or pull(name.repo_id)
 
