@@ -68,7 +68,7 @@ ALLOWED = {
     # Distilling is measured by the face and done by the export; only the commands know both.
     "edgeinfer.apps.cli": CORE | {"edgeinfer.apps", "edgeinfer.hub", "edgeinfer.export", "edgeinfer.tools"},
     # Benchmarks of what makes bundles, and of other engines on the same weights.
-    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.openai", "edgeinfer.export", "edgeinfer.quant"},
+    "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
         "edgeinfer.user_folders",
         "edgeinfer.options",
@@ -88,7 +88,7 @@ GROUND = CORE - {"edgeinfer.bundle"}
 NOT_IN_THE_FACE = {"edgeinfer.quant", "edgeinfer.export", "edgeinfer.apps"}
 # Making a bundle needs these; running one does not.
 HEAVY = {"torch", "transformers", "onnx", "safetensors", "optimum", "ml_dtypes"}
-MAKERS = ("edgeinfer.export", "edgeinfer.quant", "edgeinfer.apps.bench.research")
+MAKERS = ("edgeinfer.export", "edgeinfer.quant")
 # Packages whose names come in when they are asked for.
 LAZY = ("edgeinfer", "edgeinfer.hub", "edgeinfer.tools")
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60

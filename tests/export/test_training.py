@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from edgeinfer.apps.bench.research import tales_moe
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.text import (
     SEPARATOR,
@@ -19,6 +18,7 @@ from edgeinfer.export.training.text import (
 )
 from tests.recorded import check_recorded
 from tests.tables import each_row
+from tests.tools.research import tales_moe
 
 STORIES = [f"Once there was a dog number {i}. It ran and ran {i * i} times." for i in range(120)]
 

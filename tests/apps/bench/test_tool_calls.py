@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.tool_calls import CallOutcome, Entry, json_schema, main, read_entries, run_entry
 from edgeinfer.errors import UsageError
 from tests.speculation import needs_builtin
+from tests.tools.tool_calls import CallOutcome, Entry, json_schema, main, read_entries, run_entry
 
 pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")

@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgeinfer.apps.bench.research import expert_forms
-from edgeinfer.apps.bench.research.expert_comparison import (
+from edgeinfer.errors import BudgetError, UsageError
+from edgeinfer.quant import Grid
+from tests.factories import make_checkpoint
+from tests.tools.research import expert_forms
+from tests.tools.research.expert_comparison import (
     ComparisonRow,
     ComparisonSettings,
     ExpertComparison,
     compare,
     main,
 )
-from edgeinfer.apps.bench.research.expert_forms import ExpertModel, grid_bytes
-from edgeinfer.errors import BudgetError, UsageError
-from edgeinfer.quant import Grid
-from tests.factories import make_checkpoint
+from tests.tools.research.expert_forms import ExpertModel, grid_bytes
 
 TEXT = "Once upon a time there was a little dog. She said: the cat is not here, is it? " * 60
 SETTINGS = ComparisonSettings((3.0, 4.0), 192)

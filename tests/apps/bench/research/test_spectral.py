@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edgeinfer.apps.bench.research.spectral import heterogeneity, quantize_spectral, share_space
 from edgeinfer.errors import BudgetError, UsageError
+from tests.tools.research.spectral import heterogeneity, quantize_spectral, share_space
 
 Floats = NDArray[np.float32]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.bench.research.two_models import METHODS, measure
 from tests.speculation import random_bundle
+from tests.tools.research.two_models import METHODS, measure
 
 
 @pytest.mark.slow

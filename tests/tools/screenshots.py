@@ -1,7 +1,7 @@
 """Pictures of the chat app's main states and of a report page, taken in a real browser.
 
-    python -m edgeinfer.apps.bench.screenshots --models FOLDER --large NAME
-    python -m edgeinfer.apps.bench.screenshots --report docs/results/report.html
+    python -m tests.tools.screenshots --models FOLDER --large NAME
+    python -m tests.tools.screenshots --report docs/results/report.html
 
 The folder's models are shown in the picker beside the built-in one, another small one with "stories" in its name among
 them. `--large` is the one that is planned and loaded there: a model of some hundred megabytes, so that its plan has

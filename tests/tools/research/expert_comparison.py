@@ -1,6 +1,6 @@
 """What ways to quantize experts cost a mixture-of-experts checkpoint at equal bytes.
 
-python -m edgeinfer.apps.bench.research.expert_comparison CHECKPOINT --text FILE [--bits 2.125,2.375,...]
+python -m tests.tools.research.expert_comparison CHECKPOINT --text FILE [--bits 2.125,2.375,...]
     [--tokens N] [--methods rtn,gptq] [--shared-space DIRECTIONS] [--json OUT]
 
 One scheme for all experts, the best that fits; a scheme for each, as the integer programme of `edgeinfer export`
@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.apps.bench.research.expert_forms import ExpertModel, Forms, Made
-from edgeinfer.apps.bench.research.spectral import Heterogeneity
 from edgeinfer.bundle.arithmetic import rms_norm
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.source.calibration_text import LENGTH, read_calibration_text
 from edgeinfer.quant import METHODS, QuantScheme
 from edgeinfer.quant.calibration_layers import LayerWalk
+from tests.tools.research.expert_forms import ExpertModel, Forms, Made
+from tests.tools.research.spectral import Heterogeneity
 
 __all__ = ["ComparisonRow", "ComparisonSettings", "ExpertComparison", "Group", "compare", "main", "table"]
 
@@ -292,7 +292,7 @@ def _line(outcome: ComparisonRow) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the script and returns its exit code."""
     parser = argparse.ArgumentParser(
-        "python -m edgeinfer.apps.bench.research.expert_comparison", description=__doc__.splitlines()[0]
+        "python -m tests.tools.research.expert_comparison", description=__doc__.splitlines()[0]
     )
     parser.add_argument("checkpoint", type=Path, help="of a model with a mixture of experts")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")

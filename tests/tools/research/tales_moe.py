@@ -1,6 +1,6 @@
 """The recipe of the small mixture-of-experts model that quantization and decoding are measured on.
 
-python -m edgeinfer.apps.bench.research.tales_moe STORIES OUT [--exclude FILE] [--threads 2]
+python -m tests.tools.research.tales_moe STORIES OUT [--exclude FILE] [--threads 2]
 
 A Qwen3-MoE checkpoint of 7.5M weights in Hugging Face's format, trained from scratch on short stories in about half an
 hour on two quiet cores. Its sizes are multiples of 256, which llama.cpp's k-quants need, so

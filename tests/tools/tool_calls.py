@@ -1,6 +1,6 @@
 """Calls of BFCL's functions: which compile, whether true calls are read back, how many forced calls are valid.
 
-    python -m edgeinfer.apps.bench.tool_calls DATA/bfcl --max-tokens 256
+    python -m tests.tools.tool_calls DATA/bfcl --max-tokens 256
 
 Functions of the Berkeley Function Calling Leaderboard are offered as tools. Its true calls are written in every format
 and read back in pieces. Then the model is made to call, and `jsonschema` judges the arguments; replies that
@@ -22,13 +22,13 @@ from typing import Any
 import edgeinfer
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
-from edgeinfer.apps.bench.structured import add_reply_options, sample_groups
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
 from edgeinfer.openai.tool_formats import FORMATS, ToolFormat
 from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
 from edgeinfer.results import Chunk
+from tests.tools.structured import add_reply_options, sample_groups
 
 __all__ = ["CallOutcome", "Entry", "json_schema", "main", "read_entries", "run_entry"]
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.apps.bench.research.spectral import Heterogeneity, heterogeneity, quantize_spectral, share_space
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.packing import BLOCK_SIZES, packed_bytes
 from edgeinfer.config import BITS
@@ -28,6 +27,7 @@ from edgeinfer.quant.calibration import CalibrationOptions, calibrate, default_s
 from edgeinfer.quant.policy import make_scheme
 from edgeinfer.quant.probing import expert_group, probe_tokens
 from edgeinfer.quant.sensitivity import choose_texts, measure_costs
+from tests.tools.research.spectral import Heterogeneity, heterogeneity, quantize_spectral, share_space
 
 __all__ = ["ExpertModel", "Forms", "Made", "grid_bytes"]
 

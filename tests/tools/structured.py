@@ -1,6 +1,6 @@
 """Replies by the schemas of jsonschemabench: which compile, what a mask costs, how many replies are valid.
 
-    python -m edgeinfer.apps.bench.structured DATA/jsonschemabench --sample 300 --max-tokens 256
+    python -m tests.tools.structured DATA/jsonschemabench --sample 300 --max-tokens 256
 
 A reply that `max_tokens` cuts short is no document and counts apart; `jsonschema` judges all others, formats included.
 """

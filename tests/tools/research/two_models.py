@@ -1,6 +1,6 @@
 """Replies that two models write together, beside those of each alone: how likely both find them, and what they took.
 
-python -m edgeinfer.apps.bench.research.two_models --draft-model MODEL [-m MODEL] [--prompts FILE] [--tokens N]
+python -m tests.tools.research.two_models --draft-model MODEL [-m MODEL] [--prompts FILE] [--tokens N]
 
 A prompt is a line of the file; without one, beginnings of stories. Replies are drawn at temperature 1. Times are of the
 processor, so that they say something on a busy machine as well.
@@ -19,8 +19,8 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.apps.bench.research.reporting import report_figures
 from edgeinfer.errors import UsageError
+from tests.tools.research.reporting import report_figures
 
 __all__ = ["PairGain", "main", "measure"]
 

@@ -1,6 +1,6 @@
 """How often searches choose the next token of reference answers, each behind the reference's own beginning.
 
-python -m edgeinfer.apps.bench.research.search_references FILE [-m MODEL] [--questions N] [--places N] [--json OUT]
+python -m tests.tools.research.search_references FILE [-m MODEL] [--questions N] [--places N] [--json OUT]
 
 FILE is mbpp's, gsm8k's or one of dialogues as `search_gains` reads, of which those with an answer are taken. This shows
 differences on texts of which a model gets no whole answer right. Programs and sums are asked behind one example; the
@@ -21,8 +21,8 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.apps.bench.research.reporting import report_figures
 from edgeinfer.errors import UsageError
+from tests.tools.research.reporting import report_figures
 
 __all__ = ["SEEN", "ReferenceShare", "ReferenceText", "main", "measure_references", "read_references"]
 

@@ -1,6 +1,6 @@
 """What searches gain on questions whose answers are known: right answers and passes beside greedy decoding.
 
-python -m edgeinfer.apps.bench.research.search_gains DIALOGUES [-m MODEL] [--questions N] [--seeds N] [--json OUT]
+python -m tests.tools.research.search_gains DIALOGUES [-m MODEL] [--questions N] [--seeds N] [--json OUT]
 
 DIALOGUES has a JSON object on each line: "messages" to answer, and "answer", the right text, or "words" that the text
 is to have. Methods that draw are asked with several seeds. The worse prompt of "contrast" is the last message alone,
@@ -21,9 +21,9 @@ from typing import Any
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.apps.bench.research.reporting import report_figures
-from edgeinfer.apps.bench.research.search_references import SEEN
 from edgeinfer.results import Result
+from tests.tools.research.reporting import report_figures
+from tests.tools.research.search_references import SEEN
 
 __all__ = ["SearchGain", "main", "measure", "read_first"]
 

@@ -1,6 +1,6 @@
 """Predicted against measured speed of plans: random ones, and what budgets choose against all that fits in them.
 
-    XDG_CACHE_HOME=EMPTY python -m edgeinfer.apps.bench.plan_speeds -m MODEL --plans 100 --budgets 10 --out FILE
+    XDG_CACHE_HOME=EMPTY python -m tests.tools.plan_speeds -m MODEL --plans 100 --budgets 10 --out FILE
 
 A device is measured as it is in use: some replies by default options, then every way to run. All of it goes by the
 processor's time, what passes and guesses cost as well as what replies take, so with one thread: by a busy machine's
