@@ -18,7 +18,7 @@ from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, limit, sampling
-from edgeinfer.openai.messages import Message, read_message
+from edgeinfer.openai.messages import Message, read_message, split_begun
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
 from edgeinfer.openai.schemas import closed
@@ -29,7 +29,7 @@ from edgeinfer.results import Chunk, Result
 __all__ = ["ANTHROPIC_KINDS", "MessagesReply", "count_tokens"]
 
 _IGNORED = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "inference_geo", "speed")
-_HINT = "Blocks of type text, tool_use and tool_result are supported; files and URLs are not opened."
+_HINT = "Blocks of text, documents of text, tool_use and tool_result are supported; files and URLs are not opened."
 # Where the whole answer would be told, blocks of thought are left out, as no model is told again what one thought.
 _THOUGHT = ("thinking", "redacted_thinking")
 
@@ -170,7 +170,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, An
     Raises:
         RequestError: it is malformed, or holds what is no text.
     """
-    messages = _messages(fields.any("messages"), fields.any("system"))
+    messages, begun = split_begun(_messages(fields.any("messages"), fields.any("system")))
     functions = read_functions([_tool(tool, place) for place, tool in enumerate(fields.items("tools"))])
     choice = _choice(fields, functions)
     thinking = fields.inner("thinking")
@@ -179,7 +179,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, An
     if thinking is not None and budget is not None and "json_schema" not in options:
         options = {**options, **thinking.checked("budget_tokens", "thinking_budget", budget)}
     use = ToolUse(dialect_of(model.chat_template_text), choice)
-    return ChatPrompt(messages, use, options, variables, fields=("messages", "output_config.format"))
+    return ChatPrompt(messages, use, options, variables, begun, fields=("messages", "output_config.format"))
 
 
 def _form(fields: Fields) -> dict[str, Any]:
@@ -259,6 +259,8 @@ def _message(message: Any, where: str) -> list[Message]:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
             text += _plain([block], at)
+        elif kind == "document" and role == "user":
+            text += _document(block, at)
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -272,6 +274,17 @@ def _message(message: Any, where: str) -> list[Message]:
         own = {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
         made.append(read_message(own, where))
     return made
+
+
+def _document(block: Mapping[str, Any], where: str) -> str:
+    """The text of a document, behind its title."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("text", "content"):
+        raise RequestError(f"{where} is a document that is not text.", _HINT, param=where, code="unsupported_content")
+    text = _plain(source.get("data" if kind == "text" else "content"), f"{where}.source")
+    title = block.get("title")
+    return f"{title}\n\n{text}\n\n" if isinstance(title, str) and title else f"{text}\n\n"
 
 
 def _plain(content: Any, where: str) -> str:

@@ -22,7 +22,7 @@ from edgeinfer.openai.fields import (
     warnings,
 )
 from edgeinfer.openai.figures import entries, timings, usage
-from edgeinfer.openai.messages import Message, read_messages
+from edgeinfer.openai.messages import Message, read_messages, split_begun
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
 from edgeinfer.openai.tool_formats import dialect_of
@@ -160,11 +160,11 @@ def _prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -
 
 def _continued(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before the last, and that one's text, which the reply goes on with."""
-    *before, last = messages
-    if last["role"] != "assistant" or "tool_calls" in last or not before:
+    before, begun = split_begun(messages)
+    if before is messages:
         message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")
-    return before, last["content"]
+    return before, begun
 
 
 def _refuse(fields: Fields) -> None:

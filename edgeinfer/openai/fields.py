@@ -47,7 +47,7 @@ class Fields:
         self._where = where
         if not isinstance(body, Mapping) or not all(isinstance(name, str) for name in body):
             name = where.rstrip(".") or "The request"
-            raise RequestError(f"{name} is not an object.", "See the OpenAI API reference.", param=where.rstrip("."))
+            raise RequestError(f"{name} is not an object.", "See the reference of the API.", param=where.rstrip("."))
         self._left = {name: value for name, value in body.items() if value is not None}
         self._known: set[str] = set()
         self.ignored: list[str] = []
@@ -157,7 +157,7 @@ class Fields:
         """
         for name in self._left:
             close = nearest(name, sorted(self._known))
-            hint = f"Did you mean {close!r}?" if close else "Leave it out; the OpenAI API reference lists fields."
+            hint = f"Did you mean {close!r}?" if close else "Leave it out; the reference of the API lists fields."
             message = f"Unknown field {shown(self._where + name)}."
             raise RequestError(message, hint, param=self._where + name)
 
@@ -215,9 +215,10 @@ def sampling(fields: Fields) -> dict[str, Any]:
 
 
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
-    """The length of the reply, by the first of these fields that is there."""
-    found = [fields.option(name, "max_tokens") for name in names]
-    return next((option for option in found if option), {})
+    """The length of the reply, by the first of these fields that is there; -1 is none, as for llama.cpp's server."""
+    given = {name: value for name in names if (value := fields.any(name)) is not None}
+    found = [{} if value == -1 else fields.checked(name, "max_tokens", value) for name, value in given.items()]
+    return next(iter(found), {})
 
 
 def form(fields: Fields, name: str) -> dict[str, Any]:

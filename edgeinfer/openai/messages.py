@@ -11,7 +11,7 @@ from typing import Any
 
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Message", "joined", "read_message", "read_messages"]
+__all__ = ["Message", "joined", "read_message", "read_messages", "split_begun"]
 
 Message = dict[str, Any]
 
@@ -60,6 +60,15 @@ def read_message(message: Any, where: str) -> Message:
     if calls:
         read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return read
+
+
+def split_begun(messages: list[Message]) -> tuple[list[Message], str]:
+    """The messages before a reply that the client began, and what that says already; all of them and "" where none was
+    begun."""
+    *before, last = messages
+    if not before or last["role"] != "assistant" or "tool_calls" in last:
+        return messages, ""
+    return before, last["content"]
 
 
 def joined(content: Any, where: str) -> str:

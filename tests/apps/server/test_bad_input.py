@@ -64,6 +64,7 @@ def error_of(answer: Any) -> dict[str, Any]:
         (CHAT, chat_body(tools=[{"type": "function"}]), None),
         (CHAT, chat_body(tools=[], tool_choice="required"), None),
         (CHAT, chat_body(stream_options=3), "stream_options"),
+        (CHAT, chat_body(choices=[]), "choices"),
         (TEXT, {}, "prompt"),
         (TEXT, {"prompt": {"a": 1}}, "prompt"),
         (TEXT, {"prompt": [-1]}, None),
