@@ -6,50 +6,27 @@ On random models, whose every layer matters, against the same thing done in the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from edgeinfer.adaptive import ComputeOptions
 from edgeinfer.errors import CapabilityError, UsageError
-from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, ForwardOutput
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import EvaluatedPrompt, Mask, SpeedTarget, feed, whole_pass
-from edgeinfer.runtime.layer_skip.divergence import DivergenceLimit
 from edgeinfer.runtime.layer_skip.exiting import EarlyExitDecoding
 from edgeinfer.runtime.layer_skip.policies import ImportancePolicy, importance
 from edgeinfer.runtime.layer_skip.skipping import LayerSkipDecoding, PromptStates
-from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
 from edgeinfer.runtime.layer_skip.switching import ModelSwitchDecoding
-from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.distributions import Logits
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
-from tests.runtime.speculation.drafters.models import export, make_backend
+from tests.runtime.layer_skip.conftest import MOST, PROMPT, Greedy, Script, given, plain, reply
 from tests.tables import each_row
 
-PROMPT = [5, 17, 80, 3, 44, 210, 9, 9, 101, 33]
 LAYERS = 4
 COSTS = BlockCosts(1.0, (1.0,) * (2 * LAYERS), (1.0 + 2 * LAYERS, 1.1 + 2 * LAYERS))
 SKIPS = np.array([1, 1, 0, 1, 1, 0, 1, 1], np.bool_)
-MOST = 20
-
-
-class Greedy(Sampler):
-    """Takes the likeliest token and notes the logits it was taken from."""
-
-    def __init__(self) -> None:
-        self.logits: list[Floats] = []
-
-    def sample(self, logits: Logits, position: int, path: Sequence[int] = ()) -> int:
-        assert position == len(PROMPT) + len(self.logits)
-        return int(logits.argmax())
-
-    def accept(self, token: int, logits: Logits) -> None:
-        self.logits.append(logits.copy())
 
 
 class Fixed:
@@ -62,48 +39,6 @@ class Fixed:
 
     def mask(self, prompt: EvaluatedPrompt, wanted: SpeedTarget) -> Mask:
         return self._mask
-
-
-class Script:
-    """A policy that says whose turn it is, and notes the entropies."""
-
-    def __init__(self, turns: Sequence[bool]) -> None:
-        self._turns = list(turns)
-        self.entropies: list[float] = []
-
-    def seen(self, entropy: float) -> None:
-        self.entropies.append(entropy)
-
-    def large(self) -> bool:
-        return self._turns.pop(0)
-
-
-def given(backend: Backend, sampler: Greedy, *, chunk: int = 16, **options: Any) -> StrategyArguments:
-    return StrategyArguments(backend, sampler, ComputeOptions(**options), chunk, 16, 2.0)
-
-
-def reply(engine: Engine, steps: ReducedDecoding | None, sampler: Greedy, most: int = MOST) -> list[int]:
-    """Tokens of a reply; afterwards the cache holds whole rows of the first tokens, as the engine believes."""
-    made = [
-        step.token for step in engine.generate(PROMPT, sampler, max_tokens=most, stop_ids=frozenset(), strategy=steps)
-    ]
-    text = [*PROMPT, *made]
-    assert engine.backend.cache.length == len(engine.cached_tokens)
-    assert list(engine.cached_tokens) == text[: len(engine.cached_tokens)]
-    held = engine.backend.cache.snapshot()
-    engine.backend.cache.trim(0)
-    again = list(feed(whole_pass(engine.backend), text[: held.length], 0, [], 4))
-    assert again == []
-    whole = engine.backend.cache.snapshot()
-    assert all(map(np.array_equal, (*held.keys, *held.values), (*whole.keys, *whole.values)))
-    return made
-
-
-def plain(engine: Engine, most: int = MOST) -> tuple[list[int], list[Floats]]:
-    sampler = Greedy()
-    made = reply(engine, None, sampler, most)
-    engine.forget()
-    return made, sampler.logits
 
 
 def test_skipping_nothing_is_plain(engine: Engine) -> None:
@@ -315,39 +250,6 @@ def test_states_come_of_the_passes_that_evaluate_the_prompt(engine: Engine, monk
     assert np.array_equal(tail.states(), again[:, -6:]) and blocks[0] == before
 
 
-def test_two_models_take_turns(engine: Engine, other: Backend) -> None:
-    """Whoever's turn it is says what it would say of the text that there is."""
-    backend, sampler = engine.backend, Greedy()
-    turns = [True, False, False, False, True, True, *[False] * 6, True, False, False, True, False, False, False]
-    policy = Script(turns)
-    steps = ModelSwitchDecoding(given(backend, sampler, chunk=4), ModelDrafter(other, 4), policy, 0.25)
-    made = reply(engine, steps, sampler)
-    text = [*PROMPT, *made]
-    said = {}
-    for name, model in ((True, backend), (False, other)):
-        model.cache.trim(0)
-        rows = range(len(PROMPT) - 1, len(text) - 1)
-        said[name] = {index: row.copy() for index, row in feed(whole_pass(model), text[:-1], 0, list(rows), 4)}
-    for place, (turn, logits) in enumerate(zip([True, *turns], sampler.logits, strict=True)):
-        np.testing.assert_allclose(said[turn][len(PROMPT) - 1 + place], logits, rtol=1e-4, atol=1e-4)
-    use = steps.compute_use()
-    assert (use.tokens, use.reduced, use.switches) == (MOST - 1, 14, 7)
-    assert use.large_share == pytest.approx(5 / 19)
-    assert use.parameter_share == pytest.approx((5 + 14 * 0.25) / 19)
-    # The large model fed what it had missed in three turns.
-    assert use.caught_up == 3 + 6 + 2
-    assert len(policy.entropies) == MOST
-
-
-def test_a_large_model_alone_is_plain(engine: Engine, other: Backend) -> None:
-    expected, logits = plain(engine)
-    sampler = Greedy()
-    steps = ModelSwitchDecoding(given(engine.backend, sampler), ModelDrafter(other, 4), Script([True] * MOST), 0.25)
-    assert reply(engine, steps, sampler) == expected
-    assert all(map(np.array_equal, sampler.logits, logits))
-    assert steps.compute_use().lossless
-
-
 @each_row("way", ["exit", "entropy"])
 def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backend, way: str) -> None:
     """As `test_a_tight_floor_skips_nothing`, where tokens rather than blocks are left out."""
@@ -362,32 +264,6 @@ def test_a_prompt_that_diverges_is_answered_in_full(engine: Engine, other: Backe
     assert reply(engine, steps, sampler) == expected
     assert all(map(np.array_equal, sampler.logits, logits))
     assert steps.compute_use().stopped_at == 0 and steps.compute_use().lossless
-
-
-def test_a_floor_gives_the_text_to_the_large_model(
-    engine: Engine, other: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promising = DivergenceLimit(1e-3)
-    promising.add(np.zeros(4, np.float32), np.zeros(4, np.float32))
-    monkeypatch.setattr(ModelSwitchDecoding, "_try", lambda self, share: self._limit.expect(promising))
-    sampler = Greedy()
-    parts = given(engine.backend, sampler, quality_floor=1e-3)
-    steps = ModelSwitchDecoding(parts, ModelDrafter(other, 4), Script([False] * 50), 0.25)
-    reply(engine, steps, sampler, 45)
-    use = steps.compute_use()
-    # It looks after four tokens, and stays.
-    assert use.reduced == 4 and use.stopped_at == 4 and use.switches == 2
-    assert use.sampled == 4 and use.divergence is not None and use.divergence > 1e-3
-
-
-def test_what_the_small_model_has_no_room_for_is_the_large_ones(engine: Engine) -> None:
-    bundle = export("portable", num_hidden_layers=2, seed=9)
-    short = ModelDrafter(make_backend("portable", bundle, 16), 4)
-    sampler = Greedy()
-    steps = ModelSwitchDecoding(given(engine.backend, sampler), short, Script([False] * 30), 0.25)
-    reply(engine, steps, sampler)
-    use = steps.compute_use()
-    assert use.reduced == 16 - len(PROMPT) and use.tokens == MOST - 1
 
 
 def test_a_backend_that_cannot_skip_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

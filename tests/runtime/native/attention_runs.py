@@ -15,12 +15,13 @@ from edgeinfer.runtime.paging.layout import PAGE, PageLayout
 from tests.runtime.native.attention_oracle import Floats, Shape, Tables, Weights, make_layout
 from tests.runtime.native.graphs import make_model, open_session, run
 
-__all__ = ["NAMES", "Node", "Runner", "Store", "aligned", "attributes"]
+__all__ = ["NAMES", "PLAIN", "Node", "Runner", "Store", "aligned", "attributes", "make_weights", "small"]
 
 NAMES = (
     *("qkv", "pool", "layout", "pages", "rows", "extras", "position_ids"),
     *("cos", "sin", "q_norm", "k_norm", "sinks"),
 )
+PLAIN = Shape(heads=4, kv_heads=2, key_size=16, value_size=16)
 
 
 def attributes(shape: Shape) -> dict[str, Any]:
@@ -133,3 +134,29 @@ class Runner:
     def tables(self, store: Store, nodes: Sequence[Node]) -> Tables:
         """What `nodes` tell the operator."""
         return _tables(store.pages, nodes)
+
+
+def make_weights(rng: np.random.Generator, shape: Shape, norm: str = "", sinks: bool = False) -> Weights:
+    """Random ones; `norm` is "", "head" or "whole"."""
+    tables: dict[str, Floats] = {}
+    if shape.rotary:
+        angles = rng.uniform(0, 6, (600, shape.rotary // 2))
+        tables = {"cos": np.cos(angles).astype(np.float32), "sin": np.sin(angles).astype(np.float32)}
+    for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+        if norm:
+            tables[name] = rng.uniform(0.5, 2, shape.key_size * (heads if norm == "whole" else 1)).astype(np.float32)
+    if sinks:
+        tables["sinks"] = rng.standard_normal(shape.heads).astype(np.float32) * np.float32(3)
+    return Weights(**tables)
+
+
+def small(kernel: NativeKernel, **changes: Any) -> tuple[Runner, Store, dict[str, NDArray[Any]]]:
+    """Two sequences with five rows in a pass, of which two are branches; their inputs."""
+    shape = replace(PLAIN, rotary=16, **changes)
+    rng = np.random.default_rng(5)
+    store = Store.of(make_layout(shape, "float32", "float32"), 2, 2 * PAGE)
+    runner = Runner(kernel, shape, make_weights(rng, shape))
+    paths = [(0, (0,)), (0, (0, 1)), (0, (0, 2)), (1, (0,)), (0, (0, 2, 3))]
+    nodes = [Node(s, path, rng.standard_normal(shape.width, np.float32), len(path) - 1) for s, path in paths]
+    runner(store, nodes)
+    return runner, store, runner.inputs(store, nodes)
