@@ -104,7 +104,6 @@ def check(family: Family, settings: Any, folder: Path) -> None:
         theirs = expected_logits(model, np.array([*TOKENS, *said[:-1]]))[len(TOKENS) - 1 :]
         # A tie may be decided otherwise.
         assert (theirs.max(axis=1) - theirs[range(REPLY), said] <= TOLERANCE).all()
-    check_few_bits(family, folder)
 
 
 def check_few_bits(family: Family, folder: Path) -> None:
@@ -132,12 +131,19 @@ def test_each_family_computes_what_transformers_does(family: Family, tmp_path: P
     check(family, family.settings[0], tmp_path)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_family_keeps_to_the_reference_in_few_bits(family: Family, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoint", family.name, **family.settings[0])
+    check_few_bits(family, tmp_path)
+
+
 FURTHER = [pytest.param(family, place, id=f"{family.name}-{place}") for family, place in cases() if place]
 
 
 @pytest.mark.parametrize(("family", "place"), FURTHER)
 def test_its_other_configurations_do_too(family: Family, place: int, tmp_path: Path) -> None:
     check(family, family.settings[place], tmp_path)
+    check_few_bits(family, tmp_path)
 
 
 def test_blockffn_with_latent_attention(tmp_path: Path) -> None:

@@ -15,93 +15,24 @@ from hypothesis import strategies as st
 from edgeinfer.config import COUNTED, CountedPages, LoadConfig
 from edgeinfer.drafting import drafters_in
 from edgeinfer.errors import BudgetError, ContextLengthError, UsageError
-from edgeinfer.export import ExportConfig
-from edgeinfer.runtime.backends.onnx.memory import OnnxMemory
-from edgeinfer.runtime.planning import planner as planner_module
 from edgeinfer.runtime.planning import search as search_module
-from edgeinfer.runtime.planning.candidates import Drafting, configurations
-from edgeinfer.runtime.planning.configuration import Configuration, Footprint
+from edgeinfer.runtime.planning.candidates import configurations
+from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.economics import Prospect
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.planning.planner import make_plan, speed_model
+from edgeinfer.runtime.planning.planner import speed_model
 from edgeinfer.runtime.planning.search import search
 from edgeinfer.runtime.planning.speed_model import (
-    REPLY_TOKENS,
     Pace,
     SpeedModel,
-    cache_ms,
-    guessed_passes,
-    token_beside_ms,
 )
-from edgeinfer.runtime.profile.costs import Costs, DraftCosts, PassCosts
-from edgeinfer.runtime.profile.device_profile import DeviceProfile, stamped
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
-from edgeinfer.runtime.speculation.registry import OPTION_BYTES
-from edgeinfer.runtime.system.memory import ProcessMemory
 from tests.recorded import check_recorded
-from tests.runtime.models import bundle_of
-from tests.tables import each_row
-
-PROCESS = ProcessMemory(60_000_000, 60_000_000, 35_000_000, 25_000_000)
-# A device on which four rows cost what one does, and reading the weights again ten times as much.
-PASSES = PassCosts(((1, 10.0), (4, 10.5), (8, 20.0), (64, 150.0)))
-TABLES = (Prospect("copy", 0.3, 0.8, 0.01, tables=True), Prospect("ngram", 0.2, 0.7, 0.01, tables=True))
-PACE = Pace(PASSES, True, 0.3, (*TABLES, Prospect("recycle", 0.1, 0.5, 0.01, tables=True)), 50.0)
-PLAIN = (Drafting((), 0, False),)
-
-
-@pytest.fixture(scope="module")
-def plan_input() -> PlanInput:
-    """A model with a large vocabulary for its size, so that drafts take memory; everything is open to choice."""
-    return plan_input_of(8192)
-
-
-def plan_input_of(max_positions: int) -> PlanInput:
-    bundle = bundle_of("llama-tied", ExportConfig(bits=4, keep_small=False))
-    assert bundle.manifest.decoder is not None
-    manifest = dataclasses.replace(
-        bundle.manifest,
-        decoder=dataclasses.replace(bundle.manifest.decoder, max_positions=max_positions, vocab_size=20_000),
-        geometry=dataclasses.replace(bundle.manifest.geometry, max_positions=max_positions, vocab_size=20_000),
-    )
-    bundle = dataclasses.replace(bundle, manifest=manifest)
-    memory = OnnxMemory(bundle, "native", merge_pairs=True, packed_ready=True)
-    kinds, modes = ("float32", "int8", "int4"), ("mapped", "streamed")
-    return PlanInput(
-        "onnx", bundle, "native", None, kinds, modes, ("kept", "transient"), 1, memory, option_bytes=OPTION_BYTES
-    )
-
-
-def pace_of(configuration: Configuration) -> Pace:
-    window = configuration.window_layers
-    extra = 100.0 / window if window else 0.0
-    return dataclasses.replace(PACE, passes=PassCosts(tuple((rows, ms + extra) for rows, ms in PACE.passes.points)))
-
-
-class Large(MemoryModel):
-    """The weights of a model that fills most of a budget."""
-
-    def footprint(self, configuration: Configuration) -> Footprint:
-        layers = configuration.window_layers or 20
-        whole = super().footprint(configuration)
-        # Beside so much, loading is nothing.
-        return Footprint(dict(whole.anonymous) | {"loading": 0}, whole.file) + Footprint(
-            {}, {"weights_mapped": layers * 20_000_000}
-        )
-
-
-def plan(plan_input: PlanInput, all_ways: bool = False, **options: Any) -> MemoryPlan:
-    config = LoadConfig(**options)
-    return search(
-        plan_input,
-        config,
-        Large(plan_input, config, PROCESS),
-        SpeedModel(pace_of),
-        all_ways=all_ways,
-    )
+from tests.runtime.planning.conftest import PACE, PLAIN, PROCESS, Large, Measured, pace_of, plan
 
 
 def test_without_a_budget_nothing_is_given_up(plan_input: PlanInput) -> None:
@@ -298,19 +229,6 @@ def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
     assert plan(plan_input, all_ways=True, speculation="off").to_dict()["speculation_bytes"] is None
 
 
-class Measured(DeviceProfile):
-    """A profile whose passes took so many times what `PACE` says."""
-
-    def __init__(self, times: float, token_ms: float | None = None) -> None:
-        super().__init__(None)
-        self._costs = stamped(
-            PassCosts(tuple((rows, ms * times) for rows, ms in PACE.passes.points)), DraftCosts({}, 0.3, token_ms)
-        )
-
-    def costs(self) -> Costs | None:
-        return self._costs
-
-
 # How to ask for what an alternative's name says.
 ASKED: dict[str, Callable[[Alternative], dict[str, Any]]] = {
     "smallest": lambda way: {"memory": way.planned_bytes},
@@ -344,14 +262,15 @@ def test_a_plan_agrees_with_itself(
         key = variant, draft_model
         return Measured(measured[key]) if key in measured else DeviceProfile(None)
 
-    def ask(**options: Any) -> MemoryPlan:
+    def ask(all_ways: bool = False, **options: Any) -> MemoryPlan:
         subject = dataclasses.replace(nested, drafter=None) if options.get("speculation") == "off" else nested
         config = LoadConfig(counted=counted, prefill_chunk=32, **options)
-        return search(subject, config, Large(subject, config, PROCESS), speed_model(nested, profiles), all_ways=True)
+        memory, speed = Large(subject, config, PROCESS), speed_model(nested, profiles)
+        return search(subject, config, memory, speed, all_ways=all_ways)
 
     free = ask()
     budget = max(1, round(free.minimum_bytes + share * (free.planned_bytes - free.minimum_bytes)))
-    found = ask(memory=budget)
+    found = ask(all_ways=True, memory=budget)
     assert found.minimum_bytes == free.minimum_bytes
     assert found.fits == (budget >= found.minimum_bytes) == (found.planned_bytes <= budget)
     assert found.fits or found.planned_bytes == found.minimum_bytes
@@ -371,25 +290,6 @@ def test_a_plan_agrees_with_itself(
     assert len(plain) == len({kv for kv, _ in plain})
 
 
-@pytest.mark.parametrize("timed", [("",), ("int4",), ("", "int4")])
-def test_rows_of_four_bits_take_longer_whichever_type_was_timed(plan_input: PlanInput, timed: tuple[str, ...]) -> None:
-    """Also where those of the usual type were timed in a slower moment."""
-    moments = {"": 1.3, "int4": 0.8}
-
-    def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
-        return Measured(moments[variant]) if variant in timed and not draft_model else DeviceProfile(None)
-
-    speed = speed_model(plan_input, profiles)
-    token_ms = {
-        kv: 1e3 / speed.speed(_configuration(kv=kv, draft_max=0)).tokens_per_second for kv in plan_input.kv_types
-    }
-    geometry = plan_input.manifest.geometry
-    more = cache_ms(geometry, "int4") - cache_ms(geometry, "float32")
-    assert more > 0
-    assert token_ms["int4"] - token_ms["float32"] == pytest.approx(more)
-    assert token_ms["int8"] < token_ms["int4"]
-
-
 def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
     nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
     free = plan(nested)
@@ -399,7 +299,8 @@ def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
         {"counted": "resident", "kv": "int8", "context": 1000},
         {"weights": "streamed", "prefix_cache": 9_000_000},
     ]
-    found = {str(options): plan(nested, all_ways=True, **options).to_dict() for options in [{}, *asked]}
+    found = {str(options): plan(nested, **options).to_dict() for options in [{}, *asked[2:]]}
+    found |= {str(options): plan(nested, all_ways=True, **options).to_dict() for options in asked[:2]}
     check_recorded("plans", found)
 
 
@@ -422,34 +323,8 @@ def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInpu
         assert order[0] == first and set(order) == {"copy", "ngram", "recycle", "model"}
 
 
-def test_speed_follows_measured_costs_and_the_draft_that_pays() -> None:
-    steep = dataclasses.replace(PACE, passes=PassCosts(((1, 10.0), (2, 40.0), (64, 900.0))))
-    c = _configuration(draft_max=15)
-    # Two rows cost four times one: no draft pays, so drafters are asked in vain, which does not decide who drafts.
-    asked, plain = map(SpeedModel(lambda configuration: steep).speed, (c, dataclasses.replace(c, draft_max=0)))
-    assert plain.tokens_per_second == pytest.approx(100)
-    assert 99 < asked.tokens_per_second < 100 and asked.turn_ms == plain.turn_ms
-    # Asking takes more than 0.4 of a pass: "auto" asks none.
-    small = SpeedModel(lambda configuration: dataclasses.replace(PACE, passes=PassCosts(((1, 0.7), (2, 2.8)))))
-    assert small.speed(c) == small.speed(dataclasses.replace(c, draft_max=0))
-    # Copies pay for three tokens (0.8 + 0.64 + 0.512) where four rows cost what one does, and cover 0.3 of the rounds.
-    copying = dataclasses.replace(c, drafters=("copy",), draft_max=3)
-    ms = 10 + 0.3 + 0.01 + 0.3 * (0.5 + 3 * 0.01)
-    assert SpeedModel(pace_of).speed(copying).tokens_per_second == pytest.approx(1e3 * (1 + 0.3 * 1.952) / ms)
-    streamed = dataclasses.replace(c, weights="streamed", window_layers=1)
-    assert SpeedModel(pace_of).speed(streamed).tokens_per_second < 30
-    transient = SpeedModel(lambda configuration: PACE).speed(dataclasses.replace(c, tokenizer="transient"))
-    assert transient.turn_ms == pytest.approx(SpeedModel(lambda configuration: PACE).speed(c).turn_ms + 50)
-    assert guessed_passes(240_000_000).ms(1) == pytest.approx(20)
-
-
 def _paced(pace: Pace, configuration: Configuration) -> Pace:
     return pace
-
-
-def _configuration(**changes: Any) -> Configuration:
-    base = Configuration(2048, 64, "float32", "mapped", 0, drafters_in("auto"), 15, "kept")
-    return dataclasses.replace(base, **changes)
 
 
 def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput) -> None:
@@ -475,89 +350,3 @@ def test_tuned_weights_come_first_and_stay_the_callers_choice(plan_input: PlanIn
     # A mode that this backend does not have is not taken.
     other = dataclasses.replace(plan_input, settings=TunedSettings(weights="packed"))
     assert plan(other).configuration.weights == "mapped" and plan(other).tuned == ()
-
-
-@each_row("known", [True, False])
-def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
-    plan_input: PlanInput, monkeypatch: pytest.MonkeyPatch, known: bool
-) -> None:
-    """In part where the system keeps a part, all of them where it keeps little; as an SSD's while nobody knows it."""
-    weights = plan_input.manifest.weight_bytes
-    rate = weights / 2 if known else None
-
-    def profiles(variant: str, *, draft_model: bool) -> DeviceProfile:
-        return DeviceProfile(None) if variant else Measured(1.0)
-
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: rate)
-    speed = speed_model(plan_input, profiles)
-
-    def planned(free: int) -> MemoryPlan:
-        monkeypatch.setattr(planner_module, "free_memory", lambda: free)
-        config = LoadConfig(speculation="off", weights="mapped")
-        return make_plan(plan_input, config, speed, process=PROCESS)
-
-    whole = planned(10**9)
-    beside = whole.footprint.beside_weights
-    assert whole.disk is None and beside + weights < 10**9
-    part, none = planned(beside + round(0.9 * weights)), planned(0)
-    assert part.disk is not None and none.disk is not None
-    assert part.disk.room < part.disk.weights and none.disk.room == 0
-    assert none.to_dict()["speed"]["disk_bytes_per_second"] == rate
-    token_ms = [1e3 / plan.speed.tokens_per_second for plan in (whole, part, none)]
-    # Passes that were timed may have read from the disk already, so the disk alone bounds them.
-    disk_ms = 1e3 * none.disk.weights / none.disk.taken_rate
-    assert token_ms[0] <= token_ms[1] <= token_ms[2]
-    assert token_ms[2] >= disk_ms
-    if rate is not None:
-        assert token_ms[0] < token_ms[1] and token_ms[2] == pytest.approx(disk_ms, rel=0.1)
-
-
-def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A budget that holds a larger cache is no reason to take it, if the file would then come from the disk again."""
-    plan_input = dataclasses.replace(plan_input_of(65_536), tokenizers=("kept",))
-    monkeypatch.setattr(planner_module, "kept_rate", lambda path: plan_input.manifest.weight_bytes)
-    speed = speed_model(plan_input, lambda variant, *, draft_model: Measured(1.0))
-
-    def planned(free: int, **options: Any) -> MemoryPlan:
-        monkeypatch.setattr(planner_module, "free_memory", lambda: free)
-        config = LoadConfig(speculation="off", context=65_536, weights="mapped", **options)
-        return make_plan(plan_input, config, speed, process=PROCESS)
-
-    modest = planned(10**9, kv="int8").footprint.beside_weights
-    budget = planned(10**9).planned_bytes - 1
-    roomy, short = (planned(free, memory=budget) for free in (10**9, modest + plan_input.manifest.weight_bytes))
-    assert (roomy.configuration.kv, short.configuration.kv) == ("float32", "int8")
-    assert roomy.disk is None and short.disk is None
-
-
-def test_tokens_take_time_besides_their_rounds() -> None:
-    pace = dataclasses.replace(PACE, prospects=(), beside_ms=0.5)
-    configuration = _configuration(draft_max=0, drafters=())
-    without = SpeedModel(lambda _: dataclasses.replace(pace, beside_ms=0.0)).speed(configuration)
-    found = SpeedModel(lambda _: pace).speed(configuration)
-    assert 1e3 / found.tokens_per_second == pytest.approx(1e3 / without.tokens_per_second + 0.5)
-    assert found.turn_ms == pytest.approx(without.turn_ms + REPLY_TOKENS * 0.5)
-    assert token_beside_ms(150_000) > 2 * token_beside_ms(4_000)
-
-
-@pytest.mark.parametrize(
-    ("usual", "own", "expected"),
-    [(0.05, 0.5, 0.05), (0.05, None, 0.05), (None, 0.5, 0.5), (None, None, None)],
-    ids=["both told", "the usual variant told", "the variant itself told", "none told"],
-)
-def test_tokens_take_what_replies_told(
-    plan_input: PlanInput, usual: float | None, own: float | None, expected: float | None
-) -> None:
-    """A variant's own replies tell only where those of the usual one do not; where none do, a guess is left."""
-    told = {"": usual, "int8": own}
-
-    def token_ms(kv: str, pace: Callable[[float | None], DeviceProfile]) -> float:
-        speed = speed_model(plan_input, lambda variant, **_: pace(told[variant]))
-        return 1e3 / speed.speed(_configuration(kv=kv, draft_max=0, drafters=())).tokens_per_second
-
-    passes = token_ms("int8", lambda _: Measured(1.0, 0.0))
-    guess = token_beside_ms(plan_input.manifest.geometry.vocab_size)
-    found = token_ms("int8", functools.partial(Measured, 1.0)) - passes
-    assert found == pytest.approx(guess if expected is None else expected)
