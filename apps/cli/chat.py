@@ -54,7 +54,7 @@ def add_parser(commands: Subparsers) -> None:
     _add_window_options(parser)
     parser.advanced("--data", "--models", "--port")
     add_load_options(parser, remote=True)
-    add_generation_options(parser)
+    add_generation_options(parser, usual={name: f"{value}, or the model's" for name, value in CONVERSATIONAL.items()})
 
 
 def _add_window_options(parser: Parser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import shlex
 import typing
@@ -60,6 +61,7 @@ REMOTE = (
 # An argument would be seen by other users of the machine.
 _REMOTE_KEY = "EDGEINFER_REMOTE_KEY"
 _DECLARED = {**options_of(LoadConfig), **options_of(GenerationConfig)}
+_DEFAULT = re.compile(r"\(default: [^)]*\)")
 # Options of a reply that commands offer.
 GENERATION = tuple(name for name, option in options_of(GenerationConfig).items() if option.flags)
 
@@ -85,11 +87,14 @@ def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = Fa
     add_options(parser, LoadConfig, (*LOADING, *(CONVERTING if converts else ()), *(REMOTE if remote else ())))
 
 
-def add_generation_options(parser: Parser, limit: str = "until the context is full") -> None:
+def add_generation_options(
+    parser: Parser, limit: str = "until the context is full", usual: Mapping[str, str] | None = None
+) -> None:
     """Adds the options of GenerationConfig but for those that loading has too, such as --speculation.
 
     Args:
         limit: of a reply where -n is not given, in words.
+        usual: defaults that differ from the declared ones here, in words, by name.
     """
     help = {
         "max_tokens": f"maximum number of tokens to generate (default: {limit})",
@@ -97,7 +102,7 @@ def add_generation_options(parser: Parser, limit: str = "until the context is fu
         "grammar": "file with a grammar that the reply must match, in Lark's notation or GBNF; - reads stdin",
         "logit_bias": "value to add to a token's logit, such as 42=-5; can be repeated",
     }
-    add_options(parser, ReplyOptions, help=help)
+    add_options(parser, ReplyOptions, help=help, usual=usual)
     text = "UTF-8 file whose lines are the allowed replies; - reads stdin"
     group = next(group for group in parser._action_groups if group.title == options_of(ReplyOptions)["choices"].group)
     parser.advanced(group.add_argument("--choices", dest="choices_file", metavar="FILE", help=text))
@@ -118,6 +123,7 @@ def add_options(
     names: Iterable[str] | None = None,
     *,
     help: Mapping[str, str] | None = None,
+    usual: Mapping[str, str] | None = None,
 ) -> None:
     """Adds options of a configuration as they are declared there, under their headings.
 
@@ -126,7 +132,13 @@ def add_options(
     Args:
         names: of the options; None is all that have a flag.
         help: texts that stand in place of the declared ones, by name.
+        usual: defaults that these name in place of the declared ones, by name.
     """
+
+    def described(name: str, text: str) -> str:
+        default = (usual or {}).get(name)
+        return text if default is None else _DEFAULT.sub(f"(default: {default})", text)
+
     declared = options_of(configuration)
     groups = {group.title: group for group in parser._action_groups}
     for name in declared if names is None else names:
@@ -135,13 +147,13 @@ def add_options(
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        text = (help or {}).get(name, option.help).replace("%", "%%")
+        text = described(name, (help or {}).get(name, option.help)).replace("%", "%%")
         group, settings = groups[option.group], _action(option)
         action = group.add_argument(*option.flags, dest=name, help=text, **settings)
         if not option.basic:
             parser.advanced(action)
         if option.brief:
-            parser.brief(action, option.brief)
+            parser.brief(action, described(name, option.brief))
         if option.former_flags:
             group.add_argument(*option.former_flags, dest=name, help=argparse.SUPPRESS, **settings)
 

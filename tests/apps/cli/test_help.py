@@ -96,6 +96,14 @@ def test_what_the_short_help_of_a_model_shows(capsys: pytest.CaptureFixture[str]
         assert "--beams" in capsys.readouterr().out
 
 
+def test_help_of_chats_tells_what_they_sample_at(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, texts in (("--help", ["0.7 lively"]), ("--help-all", ["above 1 is wild", "add up to P"])):
+        assert main(["chat", flag]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        for text, value in zip(texts, ("0.7", "0.9"), strict=False):
+            assert f"{text} (default: {value}, or the model's)" in told
+
+
 def test_flags_are_called_as_in_python(parsers: list[Parser]) -> None:
     run = next(parser for parser in parsers if parser.prog == "edgeinfer run")
     for name in (*LOADING, *GENERATION):
