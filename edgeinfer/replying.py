@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from edgeinfer.async_replies import AsyncTokenStream
 from edgeinfer.batching import ReplyBatch
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
+from edgeinfer.contexts import Context, Placement
 from edgeinfer.generation import TokenStream
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.loaded import LoadedModel
@@ -353,6 +355,12 @@ class Replying(LoadedModel):
     def _prompt_ids(self, prompt: Prompt, config: GenerationConfig) -> list[int]:
         ids = self.tokenize_prompt(prompt, parse_special=config.parses_prompt) if isinstance(prompt, str) else prompt
         return token_ids(ids)
+
+    def with_contexts(
+        self, contexts: Sequence[Context | str | Path], *, placement: Placement = "sequence", temperature: float = 1.0
+    ) -> Any:
+        """The model with texts before every prompt, as `Model` has it."""
+        raise NotImplementedError
 
     def _open_batch(self) -> ReplyBatch | None:
         """What replies for event loops share passes by; None where they are made one after the other."""

@@ -45,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "serve", execute, _DESCRIPTION)
     _add_server_options(parser)
     parser.advanced("--parallel", "--queue", "--alias", "--allow-origin", "--allow-host", "--max-body")
-    parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--verbose")
+    parser.advanced("--inter-token-latency", "--sse-ping-interval", "--idle-unload", "--context-file", "--verbose")
     add_load_options(parser, remote=True)
     add_json_option(parser)
 
@@ -67,6 +67,8 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
+    text = "text file that requests may name in `contexts`, read once and kept read; can be repeated"
+    group.add_argument("--context-file", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
     text = "file with the API key that requests must carry, or more, one a line; KEY requests=60 tokens=9000 limits one"
@@ -123,7 +125,7 @@ def execute(args: argparse.Namespace) -> int:
         host.cancel_load()
         await host.unload()
 
-    app = make_app(host, security, aliases=args.alias, switch=switch)
+    app = make_app(host, security, aliases=args.alias, switch=switch, contexts=args.context_file)
     ready = announcement.urls.append
     Server(app, args.host, args.port, ready=ready, alongside=load, stopping=stop).run()
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from edgeinfer import Context
 from edgeinfer.apps.server.anthropic import ANTHROPIC_KINDS, count_tokens
 from edgeinfer.apps.server.completions import OPENAI_KINDS, completion_endpoint
 from edgeinfer.apps.server.errors import error_response
@@ -28,7 +30,7 @@ from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.apps.server.verify import VerifySessions, verify_kinds
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.errors import EdgeInferError, UsageError
 from edgeinfer.openai.errors import RequestError
 
 __all__ = ["make_app"]
@@ -40,6 +42,7 @@ def make_app(
     *,
     aliases: Sequence[str] = (),
     switch: ModelSwitch | None = None,
+    contexts: Sequence[Path] = (),
     extra_routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The application; it closes the host when it ends.
@@ -49,10 +52,15 @@ def make_app(
         security: who may ask what.
         aliases: names, beside its own, by which requests may call the model.
         switch: loads other models of this machine when requests name them; None serves the loaded one alone.
+        contexts: text files that requests may name, by the names of the files.
         extra_routes: served too. They are guarded as the rest, but for the API key, which they ask for themselves.
+
+    Raises:
+        PromptError: a context cannot be read, or is no text.
+        UsageError: two contexts have one name.
     """
     local = NamedModels(None if switch is None else switch.source, tuple(aliases))
-    service = Service(host, security, tuple(aliases), switch, local)
+    service = Service(host, security, tuple(aliases), switch, local, contexts=_by_name(contexts))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -71,6 +79,16 @@ def make_app(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _by_name(files: Sequence[Path]) -> dict[str, Context]:
+    contexts: dict[str, Context] = {}
+    for file in files:
+        if file.name in contexts:
+            raise UsageError(f"Two contexts are named {file.name}.", "Rename one of the files.")
+        contexts[file.name] = Context(file)
+        contexts[file.name].text()
+    return contexts
 
 
 def _routes(service: Service) -> list[BaseRoute]:

@@ -122,6 +122,7 @@ async def _read(
         model = await using.enter_async_context(service.use(body.get("model"), request.receive))
         if body.get("model") is not None and body["model"] in model.adapters:
             body.setdefault("adapter", body["model"])  # adapters are chosen as vLLM's are
+        service.name_contexts(body)
         answer = None if kind.aside is None else kind.aside(service, request.url.path, body)
         if answer is not None:
             return answer

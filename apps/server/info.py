@@ -28,7 +28,7 @@ _CHARACTERS = 4
 
 # What the root tells of, by whose API it is.
 _SERVED = {
-    "OpenAI": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"],
+    "OpenAI": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/contexts"],
     "Anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
     "Ollama": ["/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/ps", "/api/version"],
     "llama.cpp": ["/completion", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots", "/metrics"],
@@ -57,6 +57,7 @@ class InfoEndpoints:
         self.asked: dict[str, Endpoint] = {
             "/models": self.models,
             "/models/{name:path}": self.model,
+            "/contexts": self.contexts,
             "/metrics": self.metrics,
         }
         self.posted: dict[str, Endpoint] = {
@@ -100,6 +101,11 @@ class InfoEndpoints:
         reason = str(state.error) if state.error is not None else f"The model is not ready: {state.status}."
         told["error"] = {"message": reason, "type": "unavailable_error", "param": None, "code": "not_ready"}
         return JSONResponse(told, status_code=503, headers={"Retry-After": "1"})
+
+    async def contexts(self, _: Request) -> Response:
+        """Lists the texts that requests may name."""
+        listed = [{"id": name, "object": "context"} for name in self._service.contexts]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def metrics(self, _: Request) -> Response:
         """Writes the figures for Prometheus."""

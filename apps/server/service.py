@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from edgeinfer import Model
+from edgeinfer import Context, Model
 from edgeinfer.apps.server.events import while_connected
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.apps.server.metrics import Load, Metrics
@@ -20,6 +20,7 @@ from edgeinfer.apps.server.named_models import NamedModel, NamedModels, plain_na
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.openai.errors import RequestError, unknown_model
+from edgeinfer.wording import shown
 
 __all__ = ["Endpoint", "Service"]
 
@@ -42,6 +43,7 @@ class Service:
         switch: loads the models that requests name; None where only the loaded one is served.
         local: the models that may be named.
         metrics: what is counted.
+        contexts: texts that requests may have read before their messages, by name.
         compiling: requests whose schemas and grammars are looked at, at once; the rest must not wait for them.
     """
 
@@ -51,6 +53,7 @@ class Service:
     switch: ModelSwitch | None = None
     local: NamedModels = field(default_factory=NamedModels)
     metrics: Metrics = field(default_factory=Metrics)
+    contexts: Mapping[str, Context] = field(default_factory=dict)
     compiling: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
     def model(self) -> Model:
@@ -70,6 +73,21 @@ class Service:
             return None
         context = model.context if self.switch is None else max(model.context, self.switch.most_context)
         return _OTHER_FIELDS + _BYTES_A_TOKEN * context
+
+    def name_contexts(self, body: MutableMapping[str, Any]) -> None:
+        """Puts the texts into a request that names them.
+
+        Raises:
+            RequestError: there is no text of a name.
+        """
+        names = body.get("contexts")
+        if not isinstance(names, list):  # nothing, or what is refused as every field of a wrong type
+            return
+        for name in names:
+            if not isinstance(name, str) or name not in self.contexts:
+                hint = "GET /v1/contexts lists them; edgeinfer serve --context-file FILE adds one."
+                raise RequestError(f"There is no context {shown(name)}.", hint, param="contexts", status=404)
+        body["contexts"] = [self.contexts[name] for name in names]
 
     @contextlib.asynccontextmanager
     async def use(self, name: Any, receive: Receive) -> AsyncIterator[Model]:

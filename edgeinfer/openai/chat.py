@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from edgeinfer.contexts import Context
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import (
@@ -77,7 +79,7 @@ class ChatCompletion(PromptReplies):
         reply = self._replies[index]
         events = self._events(index, reply.finish(result))
         last = self._event(index, {}, self._told(reply), reply.finish_reason)
-        return [*events, last | {"timings": timings([result])}]
+        return [*events, last | {"timings": timings([result])} | _context_use(result)]
 
     def closing(self) -> list[Event]:
         """The tokens of all replies, where they were asked for."""
@@ -88,7 +90,9 @@ class ChatCompletion(PromptReplies):
     def whole(self) -> Event:
         """The answer."""
         choices = [self._choice(index, reply) for index, reply in enumerate(self._replies)]
-        return {**self._head, "choices": choices, **self._figures()} | warnings(self.ignored)
+        first = self._replies[0].result
+        used = {} if first is None else _context_use(first)
+        return {**self._head, "choices": choices, **self._figures(), **used} | warnings(self.ignored)
 
     def _events(self, index: int, pieces: list[Piece]) -> list[Event]:
         reply = self._replies[index]
@@ -116,6 +120,10 @@ class ChatCompletion(PromptReplies):
     def _figures(self) -> dict[str, Any]:
         results = [reply.result for reply in self._replies if reply.result is not None]
         return {"usage": usage(results, per_prompt=self.n), "timings": timings(results)}
+
+
+def _context_use(result: Result) -> Event:
+    return {} if result.contexts is None else {"contexts": asdict(result.contexts)}
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
@@ -155,7 +163,20 @@ def _prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -
         messages, begun = _continued(messages)
     fields.ignore("add_generation_prompt")
     tools = ToolUse(dialect_of(model.chat_template_text), choice)
-    return ChatPrompt(messages, tools, options, variables or None, begun)
+    contexts = _contexts(fields)
+    if contexts and (functions or variables):
+        hint = "Leave out tools, chat_template_kwargs and reasoning_effort."
+        raise RequestError("contexts stand before plain messages alone.", hint, param="contexts")
+    return ChatPrompt(messages, tools, options, variables or None, begun, contexts=contexts)
+
+
+def _contexts(fields: Fields) -> tuple[Context, ...]:
+    """Texts to read before the messages. Requests name them, and who serves them says which texts these are: a name
+    never becomes a path here."""
+    given = fields.items("contexts")
+    if not all(isinstance(each, Context) for each in given):
+        raise fields.wrong("contexts", given, "They are names of texts that the server was started with.")
+    return tuple(given)
 
 
 def _continued(messages: list[Message]) -> tuple[list[Message], str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+from edgeinfer.contexts import Context
 from edgeinfer.results import Chunk, ModelInfo, Result
 
 __all__ = ["ChatModel", "Completion", "Event", "ReplyStream", "StreamT"]
@@ -82,6 +83,9 @@ class ChatModel(Protocol[StreamT_co]):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of token ids."""
+
+    def with_contexts(self, contexts: Sequence[Context]) -> Any:
+        """The model behind texts that it reads apart."""
 
     @property
     def stream(self) -> Callable[..., StreamT_co]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
+from edgeinfer.contexts import Context
 from edgeinfer.errors import ContextLengthError, GrammarError
 from edgeinfer.openai.contract import ChatModel, StreamT
 from edgeinfer.openai.errors import RequestError
@@ -57,6 +58,7 @@ class ChatPrompt:
         begun: what the reply already says.
         tokens: of all that, once they are made; messages are kept then only for a worse prompt among them.
         fields: of the request that hold the messages and ask for a form of the reply.
+        contexts: texts that the model reads apart, before the messages.
     """
 
     messages: Sequence[Message]
@@ -66,6 +68,7 @@ class ChatPrompt:
     begun: str = ""
     tokens: PromptTokens | None = None
     fields: tuple[str, str] = ("messages", "response_format")
+    contexts: Sequence[Context] = ()
 
     def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread.
@@ -77,7 +80,9 @@ class ChatPrompt:
             model.check(**self.tools.options(model, self.options))
 
     def prepared(self, model: ChatModel[Any]) -> ChatPrompt:
-        """The same with its tokens made; errors as `start`."""
+        """The same with its tokens made, where there are no contexts; errors as `start`."""
+        if self.contexts:
+            return self
         if model.chat_template_text is None:
             message, hint = f"{model.info.name} has no chat template.", "Send a text to /v1/completions instead."
             raise RequestError(message, hint, param=self.fields[0], code="template_rejected")
@@ -101,7 +106,10 @@ class ChatPrompt:
         Raises:
             RequestError: the form of the reply cannot be had, or the context is too small.
             PromptError, TemplateError, UsageError: as `Model.stream_chat`.
+            CapabilityError: the model cannot read contexts.
         """
+        if self.contexts:
+            return self._start_behind(model, index), self.tools.reader(model)
         prepared = self if self.tokens is not None else self.prepared(model)
         assert prepared.tokens is not None, "it was just prepared"
         with self._naming():
@@ -114,6 +122,13 @@ class ChatPrompt:
                 **reply_options(self.tools.options(model, self.options), index),
             )
         return stream, self.tools.reader(model)
+
+    def _start_behind(self, model: ChatModel[StreamT], index: int) -> StreamT:
+        with self._naming():
+            options = reply_options(self.tools.options(model, self.options), index)
+            behind = model.with_contexts(self.contexts)
+            stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, **options)
+        return stream
 
     def _naming(self) -> AbstractContextManager[None]:
         messages, form = self.fields

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -106,6 +107,7 @@ def served(
     queued: int = 64,
     security: Security | None = None,
     models: bool = False,
+    contexts: Sequence[Path] = (),
     **options: Any,
 ) -> Iterator[Local]:
     """A server of the built-in model on a free port; it has ended when the block has.
@@ -114,6 +116,7 @@ def served(
         aliases: further names of the model.
         queued: requests that wait at most.
         models: whether requests may name other models of this machine.
+        contexts: files that requests may name.
         options: of LoadConfig.
     """
     host, ready = ModelHost(parallel=parallel, queue=queued), queue.Queue[str | Exception]()
@@ -130,7 +133,7 @@ def served(
             raise
         ready.put(urls[0])
 
-    app = make_app(host, security or Security(refusal_seconds=0.05), aliases=aliases, switch=switch)
+    app = make_app(host, security or Security(refusal_seconds=0.05), aliases=aliases, switch=switch, contexts=contexts)
     server = Server(app, "127.0.0.1", 0, ready=urls.append, alongside=load, stopping=host.unload)
     thread = threading.Thread(target=server.run, name="server")
     thread.start()

@@ -1,0 +1,81 @@
+"""Texts that a server was started with: requests name them, they are read once, and no name becomes a path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgeinfer
+from edgeinfer.errors import PromptError, UsageError
+from edgeinfer.openai import make_completion
+from tests.apps.server.served import MESSAGES, Local, chat_body, served
+from tests.speculation import needs_builtin
+
+pytestmark = needs_builtin
+
+CHAT = "/v1/chat/completions"
+TOM, ANNA = "Tom had a red ball. He took it to the park every day.", "Anna had a blue boat. It could not swim."
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("contexts")
+    for name, text in (("tom.txt", TOM), ("anna.txt", ANNA)):
+        (folder / name).write_text(text)
+    return [folder / "tom.txt", folder / "anna.txt"]
+
+
+@pytest.fixture(scope="module")
+def server(files: list[Path]) -> Iterator[Local]:
+    with served(contexts=files) as running:
+        yield running
+
+
+def answered(server: Local, **fields: Any) -> dict[str, Any]:
+    answer = server.post(CHAT, chat_body(max_tokens=8, **fields))
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def test_a_text_is_read_once_and_replied_to(server: Local, files: list[Path]) -> None:
+    assert [each["id"] for each in server.get("/v1/contexts").json()["data"]] == ["tom.txt", "anna.txt"]
+    first, second = (answered(server, contexts=["tom.txt"]) for _ in range(2))
+    with edgeinfer.load() as model:
+        expected = model.with_contexts(files[:1]).chat().send(MESSAGES[0]["content"], max_tokens=8)
+    for told in (first, second):
+        assert told["choices"][0]["message"]["content"] == expected.text
+        assert told["contexts"]["lossless"] and told["usage"]["prompt_tokens"] == expected.usage.prompt_tokens
+    assert second["contexts"]["evaluated"] == 0
+    both = answered(server, contexts=["anna.txt", "tom.txt"], n=2)
+    assert both["contexts"]["contexts"] == 2 and not both["contexts"]["lossless"]
+    plain = answered(server)
+    assert "contexts" not in plain and plain == answered(server, contexts=[]) | {
+        name: plain[name] for name in ("id", "created", "timings", "usage")
+    }
+
+
+def test_streams_tell_of_them_at_the_end(server: Local) -> None:
+    answer = server.post(CHAT, chat_body(max_tokens=4, stream=True, contexts=["tom.txt"]))
+    assert '"contexts":{' in answer.text.replace(" ", "").splitlines()[-4]
+
+
+def test_what_is_not_named_is_not_read(server: Local, files: list[Path]) -> None:
+    for name in (str(files[0]), "../tom.txt", "/etc/passwd", "no.txt", 5, None):
+        refused = server.post(CHAT, chat_body(contexts=[name]))
+        assert refused.status_code == 404 and "There is no context" in refused.text
+    for fields in ({"contexts": "tom.txt"}, {"contexts": ["tom.txt"], "reasoning_effort": "low"}):
+        assert server.post(CHAT, chat_body(**fields)).status_code == 400
+    assert server.post("/v1/completions", {"prompt": "a", "contexts": ["tom.txt"]}).status_code == 400
+    with edgeinfer.load() as model, pytest.raises(UsageError, match="names of texts"):
+        make_completion("chat.completion", chat_body(contexts=[str(files[0])]), model)
+
+
+def test_files_are_looked_at_before_anything_is_served(files: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="not a file"), served(contexts=[tmp_path / "no.txt"]):
+        pass
+    with pytest.raises(UsageError, match=r"Two contexts are named tom\.txt"), served(contexts=[files[0], files[0]]):
+        pass
