@@ -173,17 +173,18 @@ class ModelThread(threading.Thread):
         with self._changed:
             started = self._queue.started
         for job in started:
-            job.alone = job.alone or (job.stream is not None and not job.stream.shareable)
+            # One that shares passes already may be what none could begin to share.
+            job.alone = job.alone or not (job.shares or job.stream is None or job.stream.shareable)
+        waiting = any(job.alone for job in started)
         if self._batch is None and self._unpausable is None:
-            first_alone = bool(started) and started[0].alone
             searches = any(job.stream is not None and job.stream.searches for job in started)
-            if (len(started) > 1 or searches) and not first_alone:
+            # While one waits for the model, no reply joins a batch: it would stay empty, and none would go on.
+            if (len(started) > 1 or searches) and not waiting:
                 self._batch = self._open_batch(model)
         if self._batch is None:
             if (turn := self._unpausable or self._queue.next()) is not None:
                 self._turn(turn, model)
             return
-        waiting = any(job.alone for job in started)
         for job in started:
             if not (job.shares or waiting) and self._batch.has_room:
                 job.shares = True
