@@ -47,7 +47,7 @@ from edgeinfer.runtime.profile.uncertainty import uncertainty_of
 from edgeinfer.runtime.remote.deciding import remote_deciding
 from edgeinfer.runtime.speculation.assembly import bundled_drafter, make_draft_backend, make_speculator, require_models
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter, check_same_vocabulary
-from edgeinfer.runtime.speculation.registry import OPTION_BYTES
+from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from edgeinfer.runtime.speculation.speculator import Speculator
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.system.memory import process_memory, release_code, release_freed, return_large_frees

@@ -20,6 +20,7 @@ from edgeinfer.apps.bench.memory_sections import (
 from edgeinfer.apps.bench.model_files import default_folder
 from edgeinfer.apps.bench.prompts import builtin_prompts, load_prompts
 from edgeinfer.apps.bench.texts import read_stories
+from edgeinfer.config import parse_size
 from edgeinfer.errors import UsageError
 
 __all__ = ["GROUP", "MEMORY"]
@@ -84,6 +85,9 @@ class SpecMemoryOptions(BudgetOptions):
     categories: tuple[str, ...] | None = option("--categories LIST", default=None, help="categories or sources to use")
     per_category: int = option("--per-category N", default=4, help="number of prompts per category")
     max_tokens: int = option("-n", "--max-tokens N", default=96, help="reply length in tokens")
+    budgets: tuple[str, ...] = option(
+        "--budgets LIST", default=(), group=_BUDGETS, help="these instead of evenly spaced ones, such as 360MB,350MB"
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ def _run_spec(options: SpecMemoryOptions, context: BenchContext) -> BenchResult:
         steps=options.steps,
         rounds=options.rounds,
         halvings=options.halvings,
+        budgets=[parse_size(size) for size in options.budgets],
         enforce=not options.no_limits,
         progress=context.stage("processes"),
     )

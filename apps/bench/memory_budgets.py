@@ -176,7 +176,7 @@ def _speeds(answers: str) -> Iterator[float]:
 # Of the unconstrained speed, what a budget has to keep.
 KEPT_SHARE = 0.96
 UNCONSTRAINED, DEFAULT = "unconstrained", "default"
-# Contexts are rounded up to this.
+# Contexts fill pages of so many rows, of which a cache keeps one for itself.
 _CONTEXT_STEP = 64
 
 
@@ -264,6 +264,7 @@ def measure_spec_memory(
     steps: int,
     rounds: int,
     halvings: int = 0,
+    budgets: Sequence[int] = (),
     enforce: bool = True,
     progress: StageProgress | None = None,
 ) -> SpecMemoResults:
@@ -276,6 +277,7 @@ def measure_spec_memory(
         options: of `edgeinfer.load`, less context and budget.
         steps, rounds: budgets, evenly spaced, and processes for each setup.
         halvings: further budgets, nearer and nearer to the smallest that keeps the speed.
+        budgets: bytes of each in place of evenly spaced ones; none spaces them.
         progress: called with the processes done and their number.
 
     Raises:
@@ -290,10 +292,11 @@ def measure_spec_memory(
         items, name = tokenize_prompts(loaded, prompts, max_tokens), loaded.info.name
     replies = ReplyRequest(tuple(item.ids for item in items), max_tokens)
     needed = max(len(item.ids) for item in items) + max_tokens
-    context = min(-(-needed // _CONTEXT_STEP) * _CONTEXT_STEP, longest)
+    context = min(-(-(needed + 1) // _CONTEXT_STEP) * _CONTEXT_STEP - 1, longest)
     sized = {**fixed, "context": context}
     setups = [LoadSetup(UNCONSTRAINED, {**fixed, "context": longest}), LoadSetup(DEFAULT, fixed)]
-    setups += [LoadSetup(str(size), {**sized, "memory": size}) for size in budgets_between(model, sized, steps)]
+    sizes = budgets or budgets_between(model, sized, steps)
+    setups += [LoadSetup(str(size), {**sized, "memory": size}) for size in sizes]
     timed = time_setups(model, setups, replies, rounds, enforce=enforce, progress=progress)
     results = SpecMemoResults(name, context, tuple(item.prompt.name for item in items), tuple(timed))
     narrowed = narrow(model, timed, replies, rounds, halvings, results.keeps, enforce=enforce)

@@ -126,6 +126,10 @@ class BackendFactory(ABC):
         """Tokens of a draft that can be taken back again, at most; None where any number can."""
         return None
 
+    def head_apart(self, bundle: Bundle, layout: Layout) -> bool:
+        """Whether logits of a pass's rows can be computed later, a few at a time, where all weights are in memory."""
+        return False
+
     def tokenizers(self, bundle: Bundle) -> tuple[TokenizerMode, ...]:
         """Ways to have the tokenizer, the usual one first."""
         if find_table(bundle) is not None:

@@ -130,6 +130,7 @@ def plan_input_of(
         modes_differ=factory.modes_differ,
         loads_experts=factory.loads_experts,
         most_drafted=factory.most_drafted(bundle),
+        head_apart=factory.head_apart(bundle, layout),
         settings=settings,
         device=device,
         offload=factory.offload(choice, config),

@@ -34,6 +34,8 @@ _OBJECTS_BYTES = 2_000_000
 # them and what sampling makes of them (docs/LOG.md, 2026-11-25).
 _SEQUENCE_BYTES, _SEQUENCE_VECTORS = 300_000, 12
 _FLOAT_BYTES = 4
+# Of weights that passes read in windows.
+_CUT = ("streamed", "experts")
 
 
 class MemoryModel:
@@ -100,7 +102,10 @@ class MemoryModel:
         if configuration.draft_max:
             # Side by side all replies have drafters besides the model's, which go on with what a lone one said.
             beside = config.parallel * options.drafting_beside(configuration) if config.parallel > 1 else 0
-            found += Footprint({"drafting": options.drafting(plan_input.bundle, configuration) + beside}, {})
+            # Passes that others share, or that are cut into windows, give all logits at once.
+            apart = plan_input.head_apart and config.parallel == 1 and configuration.weights not in _CUT
+            own = options.drafting(plan_input.bundle, configuration, apart)
+            found += Footprint({"drafting": own + beside}, {})
         if configuration.draft_model:
             assert plan_input.drafter is not None, "only a draft model that is there can be chosen"
             # Loaded without drafting, it takes turns with its target (runtime/layer_skip).

@@ -31,7 +31,8 @@ class OptionBytes:
     of bytes are upper bounds.
 
     Attributes:
-        drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out.
+        drafting: tables of the configuration's drafters, and what the largest pass that verifies gives out, with all
+            of its logits at once or a few rows of them.
         drafting_beside: what drafts for a text whose passes others share has of its own.
         prefix_cache: of its cap in bytes and the model's number of layers.
         context_shift: of a policy's name, and a cache of so many tokens.
@@ -40,7 +41,7 @@ class OptionBytes:
             engine's tables of the vocabulary are made.
     """
 
-    drafting: Callable[[Bundle, Configuration], int]
+    drafting: Callable[[Bundle, Configuration, bool], int]
     drafting_beside: Callable[[Configuration], int]
     prefix_cache: Callable[[int, int], int]
     context_shift: Callable[[str, DecoderSpec | None, int], int]
@@ -80,6 +81,7 @@ class PlanInput:
         modes_differ: whether weights of another mode are multiplied in another way, at another speed.
         loads_experts: whether how many experts a token uses is fixed when the model is loaded.
         most_drafted: tokens of a draft that can be taken back again, at most; None where any number can.
+        head_apart: whether logits of a draft's rows can be computed a few at a time where all weights are in memory.
         settings: that were tuned, and hold beside what the caller set; the largest that fit are taken.
         device: that the model runs on.
         device_note: why it is not the one that was asked for; empty where it is.
@@ -101,6 +103,7 @@ class PlanInput:
     modes_differ: bool = False
     loads_experts: bool = False
     most_drafted: int | None = None
+    head_apart: bool = False
     settings: TunedSettings = UNTUNED
     device: Device = CPU
     device_note: str = ""

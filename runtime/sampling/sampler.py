@@ -374,7 +374,7 @@ class Sampler:
         """Adds a token to the reply.
 
         Args:
-            logits: the model's own of its place.
+            logits: the model's own of its place; any where no log-probabilities are told.
         """
         if self._alternatives is not None:
             self.logprobs.append(token_logprobs(logits, token, self._alternatives))

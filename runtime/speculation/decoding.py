@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import (
@@ -26,6 +26,7 @@ from edgeinfer.runtime.speculation.drafters.contract import (
     Verdict,
     main_branch_first,
 )
+from edgeinfer.runtime.speculation.evaluated import Evaluated, LogitRows, head_of
 from edgeinfer.runtime.speculation.governor import Governor
 from edgeinfer.runtime.speculation.probing import tree_rows
 from edgeinfer.runtime.speculation.verification import RoundView, VerificationRule
@@ -34,39 +35,6 @@ __all__ = ["SpeculativeDecoding"]
 
 # Plain steps between two entries in the statistics where there is no drafter to ask.
 _UNASKED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluated:
-    """What the verification pass gave; arrays are views until the next pass.
-
-    Attributes:
-        fed: the root, then the draft's nodes. (S,)
-        logits: after each of them. (S, V)
-        probes: probe rows behind the root and behind each node; empty where there is none.
-        probed: logits after them, node by node. (P, V)
-        hidden: states after the last layer; None where the backend gives none. (S + P, D)
-        started: when the pass began, in nanoseconds.
-        resumed: the pass went on where drafting had left the target.
-        chain: its rows follow one another.
-    """
-
-    fed: Ints
-    logits: Floats
-    probes: tuple[int, ...]
-    probed: Floats
-    hidden: Floats | None
-    started: int
-    resumed: bool
-    chain: bool
-
-    def behind(self, node: int) -> Floats | None:
-        """Logits after the probe rows behind a node, -1 being the root; None where it has none. (k, V)"""
-        if not self.probes or not self.probes[node + 1]:
-            return None
-        start = sum(self.probes[: node + 1])
-        found: Floats = self.probed[start : start + self.probes[node + 1]]
-        return found
 
 
 class SpeculativeDecoding(DecodingStrategy):
@@ -105,6 +73,8 @@ class SpeculativeDecoding(DecodingStrategy):
         self._governor = governor
         self._verification = verification
         self._noise = noise
+        # Where rounding may have decided, choices are taken again with the other rows at hand.
+        self._head = None if noise else head_of(backend)
         self._on_plain_ms = on_plain_ms
         self._plain_left = 0  # plain steps still to take before drafters are asked
         self._started = False  # drafters know the text
@@ -209,8 +179,9 @@ class SpeculativeDecoding(DecodingStrategy):
         # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
         round = self._round_of(draft, verdict, (*accepted, verdict.token), passed, logits)
+        told = self._sampler.tells_logprobs
         for row, token in zip(rows, round.committed, strict=False):
-            self._accept(token, logits[row])
+            self._accept(token, logits[row] if told else logits.rows[0])
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
             drafter.observe(round)
@@ -218,7 +189,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._count_round(round, passed, (started, drafted, verified))
         return round.committed
 
-    def _evaluate(self, draft: Draft, base: int) -> _Evaluated:
+    def _evaluate(self, draft: Draft, base: int) -> Evaluated:
         """The target's pass over the root and a draft: whole, or resumed from drafting, or with probe rows behind."""
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resume(draft, base)
@@ -226,23 +197,32 @@ class SpeculativeDecoding(DecodingStrategy):
         states = self._probe_states(probes, fed, base) if probes else None
         started, size = time.perf_counter_ns(), len(fed)
         rows = np.arange(size if states is None else len(states))
+        # Of a draft that the head is run for apart, the first rows have their logits now; no other text shares it.
+        head = self._head if states is None and size > HEAD_ROWS else None
+        wanted = rows if head is None else rows[:HEAD_ROWS]
         gains = (1.0, *draft.likely) if draft.likely and states is None else None
         if resumption is not None:
-            batch = ForwardInput(fed, rows + base, rows, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
+            batch = ForwardInput(fed, rows + base, wanted, layer_mask=resumption.layer_mask, hidden=resumption.hidden)
         else:
             # Of probe rows the states count, not the tokens.
             tokens = fed if states is None else np.pad(fed, (0, len(rows) - size))
             if draft.is_chain and not any(probes[:-1]):
-                batch = ForwardInput(tokens, rows + base, rows, hidden=states, gains=gains)
+                batch = ForwardInput(tokens, rows + base, wanted, hidden=states, gains=gains)
             else:
                 tree, depths = tree_rows(draft, probes if states is not None else ())
                 places, parents = np.array(depths) + base, np.array(tree)
-                batch = ForwardInput(tokens, places, rows, tree=parents, hidden=states, gains=gains)
+                batch = ForwardInput(tokens, places, wanted, tree=parents, hidden=states, gains=gains)
         output = self._backend.forward(batch)
-        logits, resumed = output.logits, resumption is not None
-        size = min(size, len(logits))
-        probed, told = logits[size:], probes if states is not None else ()
-        return _Evaluated(fed[:size], logits[:size], told, probed, output.hidden, started, resumed, batch.tree is None)
+        given, hidden, resumed = output.logits, output.hidden, resumption is not None
+        if head is not None:
+            assert hidden is not None, "its head reads the states"
+            hidden = hidden.copy()  # the head's passes overwrite them
+            logits, probed = LogitRows(given, hidden, head), given[:0]
+        else:
+            size = min(size, len(given))
+            logits, probed = LogitRows(given[:size]), given[size:]
+        told = probes if states is not None else ()
+        return Evaluated(fed[:size], logits, told, probed, hidden, started, resumed, batch.tree is None)
 
     def _resume(self, draft: Draft, base: int) -> Resumption | None:
         """What drafting computed of a chain's pass, if anything; the cache ends at the root's place afterwards."""
@@ -272,9 +252,7 @@ class SpeculativeDecoding(DecodingStrategy):
             self._backend.cache.trim(base)
         return states
 
-    def _recheck(
-        self, verdict: Verdict, target: RoundView, passed: _Evaluated, base: int
-    ) -> tuple[Verdict, Floats]:  # (S, V)
+    def _recheck(self, verdict: Verdict, target: RoundView, passed: Evaluated, base: int) -> tuple[Verdict, LogitRows]:
         """Repeats the first choice that rounding may have decided, by the pass that plain decoding would run.
 
         A pass over the root alone is that pass.
@@ -287,23 +265,23 @@ class SpeculativeDecoding(DecodingStrategy):
         for place, node in enumerate((-1, *verdict.accepted)):
             if not target.near_tie(node, self._noise):
                 continue
-            logits = passed.logits.copy()
+            logits = passed.logits.rows.copy()
             self._backend.cache.trim(base + place)
             batch = ForwardInput(passed.fed[node + 1 : node + 2], np.array([base + place]), np.zeros(1, np.int64))
             logits[node + 1] = self._backend.forward(batch).logits[0]
             token = self._sampler.sample(logits[node + 1], target.position(node), target.path(node))
             self.statistics.rechecked += 1
-            return Verdict(verdict.accepted[:place], token, False), logits
+            return Verdict(verdict.accepted[:place], token, False), LogitRows(logits)
         return verdict, passed.logits
 
     def _round_of(
-        self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: _Evaluated, logits: Floats
+        self, draft: Draft, verdict: Verdict, committed: tuple[int, ...], passed: Evaluated, logits: LogitRows
     ) -> Round:
         hidden, probed = passed.hidden, passed.behind((verdict.accepted or (-1,))[-1])
         if logits is not passed.logits:  # another pass has overwritten what the output shows
             hidden = probed = None
-        rows = passed.fed, logits, hidden, len(passed.probed), probed
-        return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1)
+        rows = passed.fed, logits.rows, hidden, len(passed.probed), probed
+        return Round(draft, verdict, committed, *rows, branches=self._governor.width > 1, first_row=logits.first)
 
     def _catch_up(self) -> None:
         """Tells drafters of the plain steps since the last round."""
@@ -333,10 +311,12 @@ class SpeculativeDecoding(DecodingStrategy):
             self._other_ns = 0
             self._unobserved += steps
 
-    def _count_round(self, round: Round, passed: _Evaluated, times: tuple[int, int, int]) -> None:
+    def _count_round(self, round: Round, passed: Evaluated, times: tuple[int, int, int]) -> None:
         (started, drafted, verified), ended = times, time.perf_counter_ns()
         draft, verdict, rows = round.draft, round.verdict, len(passed.fed) + round.probes
-        spent = RoundTimes((drafted - started) / 1e6, (verified - drafted) / 1e6, (ended - verified) / 1e6)
+        head_ms = passed.logits.head_ms  # is time of the pass, which would have had all rows at once
+        pass_ms, other_ms = (verified - drafted) / 1e6 + head_ms, (ended - verified) / 1e6 - head_ms
+        spent = RoundTimes((drafted - started) / 1e6, pass_ms, other_ms)
         self.statistics.add_round(
             draft.sources,
             verdict.accepted,
@@ -349,7 +329,7 @@ class SpeculativeDecoding(DecodingStrategy):
             return
         self.statistics.add_guesses(self._governor.timed_guesses, self._governor.timed_reading)
         if not passed.resumed:
-            self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6))
+            self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6 + head_ms))
         if rows == 1:
             self._on_plain_ms((ended - passed.started) / 1e6)
 

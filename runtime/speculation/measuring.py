@@ -14,8 +14,10 @@ import numpy as np
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
+from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter
+from edgeinfer.runtime.speculation.evaluated import head_of
 
 __all__ = ["filler_tokens", "measure_guesses", "measure_passes", "measure_reading", "sizes_to_measure"]
 
@@ -90,9 +92,14 @@ def measure_passes(
 
 
 def _timed_pass(backend: Backend, past: int, size: int, skip: int) -> float:
-    tokens, rows = filler_tokens(backend, size, skip), np.arange(size)
+    tokens, rows, head = filler_tokens(backend, size, skip), np.arange(size), head_of(backend)
     started = time.perf_counter()
-    backend.forward(ForwardInput(tokens, rows + past, rows))
+    output = backend.forward(ForwardInput(tokens, rows + past, rows if head is None else rows[:HEAD_ROWS]))
+    if head is not None and output.hidden is not None and size > HEAD_ROWS:
+        # As for a draft of which nothing is refused.
+        hidden = output.hidden.copy()
+        for first in range(HEAD_ROWS, size, HEAD_ROWS):
+            head.head(hidden[first : first + HEAD_ROWS])
     seconds = time.perf_counter() - started
     backend.cache.trim(past)
     return seconds

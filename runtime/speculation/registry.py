@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from edgeinfer.bundle import Bundle, Geometry
-from edgeinfer.bundle.heads import MOST_HEADS, Heads, has_heads, heads_bytes, read_heads
+from edgeinfer.bundle.heads import Heads, has_heads, read_heads
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import Backend, ObservedBackend
 from edgeinfer.runtime.backends.wrapped import uncounted
-from edgeinfer.runtime.kv_cache import prefix_cache
-from edgeinfer.runtime.kv_cache.context_shift import registry as context_shift
-from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.plan_input import OptionBytes
 from edgeinfer.runtime.profile.drafting import TunedDrafting
-from edgeinfer.runtime.sampling.grammar_tokens import grammar_bytes
 from edgeinfer.runtime.speculation.drafters.contract import Drafter
 from edgeinfer.runtime.speculation.drafters.copy import CopyDrafter, ForcedDrafter
 from edgeinfer.runtime.speculation.drafters.model import ModelDrafter
 from edgeinfer.runtime.speculation.drafters.ngram import NgramDrafter
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
-from edgeinfer.runtime.speculation.prospects import priors_of
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.speculation.drafters.module_drafter import OpenModule
 
-__all__ = ["KINDS", "OPTION_BYTES", "DrafterParts", "asked_by_auto", "drafting_bytes", "heads_taken", "make_drafter"]
+__all__ = ["KINDS", "DrafterParts", "asked_by_auto", "make_drafter"]
 
 
 @dataclass(frozen=True)
@@ -332,65 +326,3 @@ def asked_by_auto(name: str, parts: DrafterParts) -> bool:
     # What a grammar forces costs nothing to ask, and no tuning text has a grammar.
     tuned = parts.tuning.drafters is None or name == "forced" or parts.paid(name)
     return tuned and KINDS[name].in_auto(parts)
-
-
-# The governor's and the drafters' own objects, besides their tables; and those of a further text.
-_BOOKKEEPING_BYTES, _BOOKKEEPING_BESIDE_BYTES = 1_000_000, 100_000
-_FLOAT_BYTES = 4
-
-
-def drafting_bytes(
-    drafters: Sequence[str], geometry: Geometry, context: int, draft_max: int, heads: Mapping[str, int] | None = None
-) -> int:
-    """Bytes of these drafters' tables and of what the largest verification pass gives out.
-
-    Args:
-        heads: what drafters with heads take, as `heads_taken`.
-    """
-    tables = sum(KINDS[name].table_bytes(geometry, context) + (heads or {}).get(name, 0) for name in drafters)
-    rows = (1 + draft_max) * (geometry.vocab_size + 2 * geometry.hidden_size) * _FLOAT_BYTES
-    return _BOOKKEEPING_BYTES + tables + rows
-
-
-def heads_taken(bundle: Bundle) -> dict[str, int]:
-    """Bytes that drafters with heads in a bundle take, by their names: the heads, and what they work with."""
-    geometry, taken = bundle.manifest.geometry, dict[str, int]()
-    for name in ("medusa", "hydra", "prompt"):
-        if stored := heads_bytes(bundle, name):
-            taken[name] = stored + 2 * _FLOAT_BYTES * geometry.vocab_size
-    if "medusa" in taken:
-        from edgeinfer.runtime.speculation.drafters.medusa import MedusaDrafter
-
-        # Of a head, as half floats, of which `heads_bytes` counts three times as many.
-        least = 3 * 2 * geometry.hidden_size * (geometry.hidden_size + 1)
-        count = min(MOST_HEADS, heads_bytes(bundle, "medusa") // least)
-        taken["medusa"] += MedusaDrafter.logits_bytes(geometry.vocab_size, count)
-    if "prompt" in taken:
-        from edgeinfer.runtime.speculation.drafters.prompt_tokens import PromptDrafter
-
-        # Prompt tokens are also probe rows of passes, each with a row of logits.
-        probes = heads_bytes(bundle, "prompt") // (_FLOAT_BYTES * geometry.hidden_size)
-        taken["prompt"] += PromptDrafter.kept_bytes(geometry.vocab_size, geometry.hidden_size, probes)
-    return taken
-
-
-def _beside_bytes(configuration: Configuration) -> int:
-    own = sum(KINDS[name].beside_bytes(configuration.context) for name in configuration.drafters)
-    return own + _BOOKKEEPING_BESIDE_BYTES
-
-
-def _configured_bytes(bundle: Bundle, configuration: Configuration) -> int:
-    # What a draft model needs beside it counts where it is loaded.
-    drafters = [name for name in configuration.drafters if configuration.draft_model or not KINDS[name].model]
-    most = configuration.draft_max
-    return drafting_bytes(drafters, bundle.manifest.geometry, configuration.context, most, heads_taken(bundle))
-
-
-OPTION_BYTES = OptionBytes(
-    _configured_bytes,
-    _beside_bytes,
-    prefix_cache.planned_bytes,
-    context_shift.planned_bytes,
-    priors_of,
-    grammar_bytes,
-)

@@ -68,8 +68,9 @@ class _Differences:
 
     def add(self, plain: Floats, other: Floats) -> None:  # (R, V), (R, V)
         self.rows += len(plain)
-        self.largest = max(self.largest, float(np.abs(plain - other).max()))
+        # Row by row: a whole table of differences would take as much again as the logits of a check.
         for row, changed in zip(plain, other, strict=True):
+            self.largest = max(self.largest, float(np.abs(row - changed).max()))
             likely = _likely(row)
             moved = changed[likely] - row[likely]
             self._squares += np.square(moved[1:] - moved[0], dtype=np.float64).tolist()
@@ -115,13 +116,12 @@ def check_exact(backend: Backend, budget_s: float = 0.3) -> ExactCheck:
     first: tuple[Floats, CacheSnapshot] | None = None
     for cuts in _cuts(size):
         backend.cache.trim(past)
-        logits = np.concatenate([_rows(backend, tokens[past + a : past + b]) for a, b in pairwise(cuts)])
-        cache = backend.cache.snapshot()
         if first is None:
-            first = logits, cache
+            first = _rows(backend, tokens[past:]).copy(), backend.cache.snapshot()
             continue
-        differences.add(logits, first[0])
-        same_cache = same_cache and _same(cache, first[1])
+        for start, end in pairwise(cuts):
+            differences.add(_rows(backend, tokens[past + start : past + end]), first[0][start:end])
+        same_cache = same_cache and _same(backend.cache.snapshot(), first[1])
     if backend.capabilities.paged and first is not None and past and past + 2 * size <= backend.cache.capacity:
         differences.add(_side_rows(backend, past, tokens[past:]), first[0])
         same_cache = same_cache and _same(backend.cache.snapshot(), first[1])
@@ -150,14 +150,15 @@ def _side_rows(backend: Backend, past: int, text: Ints) -> Floats:  # (S,) -> (S
     others = (text + 1) % backend.geometry.vocab_size
     tokens = np.stack([others, text], axis=1).ravel()
     batch = ForwardInput(tokens, past + np.repeat(places, 2), rows, tree=np.repeat(rows - 2, 2))
-    logits = backend.forward(batch).logits.copy()
+    logits = backend.forward(batch).logits
     backend.cache.keep(past, rows.tolist())
     return logits
 
 
 def _rows(backend: Backend, tokens: Ints) -> Floats:  # (S,) -> (S, V)
+    """The logits of a pass over these tokens; a view until the next one."""
     rows = np.arange(len(tokens))
-    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits.copy()
+    return backend.forward(ForwardInput(tokens, rows + backend.cache.length, rows)).logits
 
 
 def _same(a: CacheSnapshot, b: CacheSnapshot) -> bool:
@@ -175,7 +176,7 @@ def _drift(backend: Backend, past: int, budget_s: float) -> _Differences:
     _go_back(backend, prompt)
     narrow: list[Floats] = []
     while len(narrow) < most and (not narrow or time.perf_counter() < deadline):
-        narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]))
+        narrow.append(_rows(backend, tokens[len(narrow) : len(narrow) + 1]).copy())
     _go_back(backend, prompt)
     for start in range(0, len(narrow), _WIDE):
         plain = np.concatenate(narrow[start : start + _WIDE])

@@ -15,6 +15,7 @@ from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import require
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Probabilities, TargetView, Verdict, Verifier
+from edgeinfer.runtime.speculation.evaluated import LogitRows
 from edgeinfer.runtime.speculation.registry import DrafterParts
 from edgeinfer.runtime.speculation.rejection import verify_kseq, verify_rejection
 from edgeinfer.runtime.speculation.selfcheck import near_edge
@@ -215,7 +216,7 @@ class RoundView:
     Args:
         sampler: of the reply.
         draft: that the pass verified.
-        logits: after the root and after each node of the draft. (S, V)
+        logits: after the root and after each node of the draft, by row. (S, V)
         position: absolute position of the token after the root.
         judge: of drafted tokens, where the rule asks one.
         hidden: states of the same rows, which it reads. (S, D)
@@ -225,7 +226,7 @@ class RoundView:
         self,
         sampler: Sampler,
         draft: Draft,
-        logits: Floats,
+        logits: Floats | LogitRows,
         position: int,
         judge: TokenJudge | None = None,
         hidden: Floats | None = None,

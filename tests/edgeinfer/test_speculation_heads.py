@@ -14,7 +14,8 @@ import edgeinfer
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import add_heads
 from edgeinfer.errors import BundleError, UsageError
-from edgeinfer.runtime.speculation.registry import drafting_bytes, heads_taken
+from edgeinfer.runtime.backends.head import runs_apart
+from edgeinfer.runtime.speculation.option_bytes import drafting_bytes, heads_taken
 from tests.heads import DRAFTING, random_heads, with_heads
 from tests.speculation import BUILTIN, load_eager, needs_builtin, same
 from tests.tables import each_row
@@ -113,7 +114,10 @@ def test_heads_hold_no_more_than_planned(small_bundle: Path, tmp_path: Path, kin
         bundle = open_bundle(path)
         taken = heads_taken(bundle)
         sizes = (bundle.manifest.geometry, model.context, model.plan.draft_max)
-        without, planned = drafting_bytes((kind,), *sizes), drafting_bytes((kind,), *sizes, taken)
+        apart = runs_apart(bundle.manifest, model.plan.layout)
+        planned = drafting_bytes((kind,), *sizes, taken, apart=apart)
+        # Rows with probes behind them have all their logits at once.
+        without = drafting_bytes((kind,), *sizes, apart=apart and kind != "prompt")
         assert model.plan.terms["drafting"] == planned == without + taken[kind]
         assert 0 < model._parts.speculator._drafters[kind].nbytes() <= taken[kind]
 

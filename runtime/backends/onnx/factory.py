@@ -21,6 +21,7 @@ from edgeinfer.runtime.backends.factory import (
     scales_for,
     thread_count,
 )
+from edgeinfer.runtime.backends.head import runs_apart
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
 from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
@@ -65,6 +66,10 @@ class OnnxFactory(BackendFactory):
         # In the other layout the experts of a layer are one matrix, and onnxruntime packs it.
         apart = layout == NATIVE and any(find_expert(t.name) and t.bits < 32 for t in bundle.manifest.tensors)
         return (*modes, "experts", "streamed") if apart else (*modes, "streamed")
+
+    def head_apart(self, bundle: Bundle, layout: Layout) -> bool:
+        """Where passes are those of `PagedBackend`."""
+        return runs_apart(bundle.manifest, layout)
 
     def weights_place(self, bundle: Bundle, layout: Layout) -> Path | None:
         """As the bundle has them or converted, or what onnxruntime packs."""

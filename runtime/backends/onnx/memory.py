@@ -89,7 +89,9 @@ class OnnxMemory:
 
     def running(self, configuration: Configuration) -> Footprint:
         """Session, cache and passes."""
-        key = configuration.context, configuration.prefill_chunk, configuration.kv
+        # The largest pass reads a part of a prompt, or verifies a draft.
+        rows = max(configuration.prefill_chunk, 1 + configuration.draft_max)
+        key = configuration.context, rows, configuration.kv
         if key not in self._known:
             self._known[key] = self._running(*key)
         return self._known[key]
@@ -99,19 +101,19 @@ class OnnxMemory:
         """What was found: a plan asks for thousands of configurations that differ in something else."""
         return {}
 
-    def _running(self, context: int, chunk: int, kv: str) -> Footprint:
+    def _running(self, context: int, rows: int, kv: str) -> Footprint:
         manifest = self.bundle.manifest
         if self._paged:
-            attention = _attention_scratch(manifest, chunk, context, self.threads)
+            attention = _attention_scratch(manifest, rows, context, self.threads)
         else:
             # Ours is one operator, which holds them once; other graphs and numpy hold what each step makes of them.
             copies = _LIVE_WIDTHS if self.floats or manifest.decoder is None else 1
-            attention = copies * _scores(manifest, chunk, context)
+            attention = copies * _scores(manifest, rows, context)
         return Footprint(
             {
                 "session": _SESSION_BYTES + _SESSION_LAYER_BYTES * manifest.geometry.num_layers,
                 "kv": self._cache(kv, context),
-                "activations": _activations(manifest, chunk, 0 if self._paged else context) + attention,
+                "activations": _activations(manifest, rows, 0 if self._paged else context) + attention,
             },
             {"code": _RUNNING_CODE_BYTES},
         )

@@ -21,9 +21,11 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import is_looked_up
 from edgeinfer.errors import BackendError
+from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.adapting import NO_ADAPTER, adapter_place
 from edgeinfer.runtime.backends.cache import SharingCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassObserver, check_pass
+from edgeinfer.runtime.backends.head import runs_apart
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters
 from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend, bind_input
 from edgeinfer.runtime.backends.onnx.passes import Buffers, Pass
@@ -58,6 +60,7 @@ class PagedBackend(GraphBackend):
         pool: of all sequences.
         cache: of the sequence that `forward` goes on with.
         observe_pass: called after each of its passes.
+        head_apart: whether `head` can be asked.
 
     Raises:
         UsageError: there is no such type of cache.
@@ -103,6 +106,8 @@ class PagedBackend(GraphBackend):
             adapters=adapters,
         )
         self.cache.observe_clear = self._unbind
+        self.head_apart = runs_apart(bundle.manifest, NATIVE)
+        self._no_layers = np.zeros(2 * self.geometry.num_layers, np.bool_)  # (2 L,)
         self.observe_pass: PassObserver | None = None
 
     def new_sequence(self, capacity: int) -> PagedCache:
@@ -153,6 +158,16 @@ class PagedBackend(GraphBackend):
         if self.observe_pass is not None:
             self.observe_pass(start, asked, output)
         return output
+
+    def head(self, hidden: Floats) -> Floats:  # (R, D) -> (R, V)
+        """See `head.HeadBackend.head`: a pass in which no layer runs, so that nothing but the states is read."""
+        size = len(hidden)
+        nothing = np.zeros(size, np.int64)
+        batch = ForwardInput(nothing, nothing, np.arange(size), layer_mask=self._no_layers, hidden=hidden)
+        step = self._prepared(batch, size, self._logit_rows(size), apart=False)
+        self._adapter_rows[:size] = self.cache.adapter
+        self._session.run(step.binding)
+        return step.logits[:size]
 
     def divided(self, batch: ForwardInput) -> AbstractContextManager[None]:
         """See `GraphBackend.divided`; states of recurrent layers move on once."""

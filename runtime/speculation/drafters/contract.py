@@ -201,13 +201,15 @@ class Round:
         verdict: what came of it.
         committed: tokens that the context grew by: the accepted ones and the verdict's.
         fed: tokens of the pass: the root, then the draft's nodes. (S,)
-        logits: after each of them; a view that is valid during `observe`. (S, V)
+        logits: after each of them, or after those that are in memory, from `first_row` on; a view that is valid during
+            `observe`. (R, V)
         hidden: states after the last layer of each of them, or, of plain steps, of the last one alone, which predicted
             the last of `committed`; a view as well, None where the backend has none or the row is no longer there.
             (S, D) or (1, D)
         probes: probe rows of the pass.
         probed: logits after those behind the node where the accepted path ended; a view, None where it has none. (k, V)
         branches: the reply's drafts may branch, so that drafters are asked for further guesses of a place.
+        first_row: of the rows whose logits are there; those before it had theirs, those behind may not have any.
     """
 
     draft: Draft
@@ -219,6 +221,7 @@ class Round:
     probes: int = 0
     probed: Floats | None = None
     branches: bool = True
+    first_row: int = 0
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,12 @@ class RecycleDrafter(Drafter):
                 self._came_at[last] = min(self._came_at[last] + 1, _MOST) if again else 0
             last = token
         self._last = last
-        for fed, row in {token: row for row, token in enumerate(round.fed.tolist())}.items():
+        if round.first_row:
+            # What led to the rows that are in memory is what the target said.
+            for fed, said in pairwise((int(round.fed[0]), *round.committed)):
+                self._move_first(fed, said)
+        known = round.fed[round.first_row : round.first_row + len(round.logits)].tolist()
+        for fed, row in {token: row for row, token in enumerate(known)}.items():
             if not round.branches:
                 self._move_first(fed, int(round.logits[row].argmax()))
                 continue

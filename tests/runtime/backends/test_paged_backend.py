@@ -97,6 +97,22 @@ def test_a_row_has_the_same_bits_in_any_company(backend: PagedBackend) -> None:
     assert [cache.length for cache in (alone, backend.cache, fork)] == [70, len(TEXT), PAST + 12]
 
 
+def test_the_head_alone_gives_the_bits_of_the_pass(backend: PagedBackend) -> None:
+    feed(backend, PAST)
+    size = len(TEXT) - PAST
+    rows, places = np.arange(size), np.arange(PAST, len(TEXT))
+    whole = backend.forward(ForwardInput(TEXT[PAST:], places, rows)).logits.copy()
+    backend.cache.trim(PAST)
+    first = backend.forward(ForwardInput(TEXT[PAST:], places, rows[:2]))
+    assert first.hidden is not None
+    assert np.array_equal(first.logits, whole[:2])
+    hidden = first.hidden.copy()
+    for some in (rows[2:], rows[:1], rows[1:4]):
+        assert np.array_equal(backend.head(hidden[some]), whole[some])
+    assert backend.head_apart
+    assert backend.cache.length == len(TEXT)
+
+
 @each_row("kv", PAGED_KV)
 def test_numbers_are_those_of_the_plain_backend(kv: str) -> None:
     """Of a model whose weights are floats, so that the cache's type is what rounds."""

@@ -11,12 +11,13 @@ import pytest
 from edgeinfer.bundle import NATIVE, PORTABLE, Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.export import ExportConfig
+from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.loading.registry import choose_backend, kernel_name, make_backend, plan_input_of
 from edgeinfer.runtime.planning.candidates import Drafting, configurations
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.planning.planner import make_plan, speed_model
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
-from edgeinfer.runtime.speculation.registry import OPTION_BYTES
+from edgeinfer.runtime.speculation.option_bytes import OPTION_BYTES
 from tests.runtime.models import bundle_of
 from tests.tables import each_row
 
@@ -69,6 +70,31 @@ def test_portable_weights_are_packed_but_for_the_embedding() -> None:
     # Rows of the embedding that were looked up are dropped before they become more than some megabytes.
     assert packed > bundle.manifest.weight_bytes - embed > 0
     assert mapped == min(embed, 8 << 20)
+
+
+def test_a_draft_takes_a_few_rows_of_logits_where_the_head_runs_apart() -> None:
+    bundle = export(NATIVE)
+    vocabulary, width = bundle.manifest.geometry.vocab_size, bundle.manifest.geometry.hidden_size
+
+    def drafting(most: int, layout: Layout = NATIVE, **options: Any) -> int:
+        return planned(bundle, layout, speculation="copy", draft_max=most, **options).terms["drafting"]
+
+    # Of longer drafts the states are three times there: twice in the pass, and for the head.
+    assert drafting(15) - drafting(HEAD_ROWS - 1) == 4 * 3 * 12 * width
+    whole = 4 * 12 * (2 * width + vocabulary)
+    assert drafting(15, PORTABLE) - drafting(HEAD_ROWS - 1, PORTABLE) == whole
+    for options in ({"weights": "streamed"}, {"parallel": 2}):
+        assert drafting(15, **options) - drafting(HEAD_ROWS - 1, **options) == whole
+
+
+def test_the_largest_pass_may_be_that_over_a_draft() -> None:
+    bundle = export(NATIVE)
+
+    def activations(**options: Any) -> int:
+        return planned(bundle, speculation="copy", **options).terms["activations"]
+
+    assert activations(prefill_chunk=8, draft_max=15) == activations(prefill_chunk=16, draft_max=15)
+    assert activations(prefill_chunk=8, draft_max=7) < activations(prefill_chunk=16, draft_max=7)
 
 
 def test_the_reference_backend_multiplies_everything_out() -> None:

@@ -1,0 +1,87 @@
+"""What the pass that verifies a draft gave, and the logits of its rows: all of them, or a few at a time where the
+backend computes further ones when they are asked for.
+
+A row of logits is as large as the vocabulary, and what lies behind the first guess that is refused is never read.
+"""
+
+from __future__ import annotations
+
+import time
+
+from edgeinfer.records import dataclass
+from edgeinfer.runtime.arrays import Floats, Ints
+from edgeinfer.runtime.backends.contract import Backend
+from edgeinfer.runtime.backends.head import HEAD_ROWS, HeadBackend
+from edgeinfer.runtime.backends.wrapped import uncounted
+
+__all__ = ["Evaluated", "LogitRows", "head_of"]
+
+
+class LogitRows:
+    """The logits after the rows of a pass, by number; those that are not in memory are computed in place of the others.
+
+    Args:
+        rows: the first of them. (R, V)
+        hidden: states of all rows after the last layer, from which the head computes others. (S, D)
+        head: that does; None where all rows are there.
+
+    Attributes:
+        rows: that are in memory; a view until the next pass. (R, V)
+        first: the number of the first of these.
+        head_ms: milliseconds that the head took.
+    """
+
+    def __init__(self, rows: Floats, hidden: Floats | None = None, head: HeadBackend | None = None) -> None:
+        self.rows, self.first, self.head_ms = rows, 0, 0.0
+        self._hidden, self._head = hidden, head
+
+    def __getitem__(self, row: int) -> Floats:  # (V,)
+        if not 0 <= row - self.first < len(self.rows):
+            self._compute(row)
+        found: Floats = self.rows[row - self.first]
+        return found
+
+    def _compute(self, row: int) -> None:
+        assert self._head is not None and self._hidden is not None, "all rows of other passes are in memory"
+        started = time.perf_counter_ns()
+        self.rows, self.first = self._head.head(self._hidden[row : row + HEAD_ROWS]), row
+        self.head_ms += (time.perf_counter_ns() - started) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What a verification pass gave; arrays are views until the next pass.
+
+    Attributes:
+        fed: the root, then the draft's nodes. (S,)
+        logits: after each of them.
+        probes: probe rows behind the root and behind each node; empty where there is none.
+        probed: logits after them, node by node. (P, V)
+        hidden: states after the last layer; None where the backend gives none. (S + P, D)
+        started: when the pass began, in nanoseconds.
+        resumed: the pass went on where drafting had left the target.
+        chain: its rows follow one another.
+    """
+
+    fed: Ints
+    logits: LogitRows
+    probes: tuple[int, ...]
+    probed: Floats
+    hidden: Floats | None
+    started: int
+    resumed: bool
+    chain: bool
+
+    def behind(self, node: int) -> Floats | None:
+        """Logits after the probe rows behind a node, -1 being the root; None where it has none. (k, V)"""
+        if not self.probes or not self.probes[node + 1]:
+            return None
+        start = sum(self.probes[: node + 1])
+        found: Floats = self.probed[start : start + self.probes[node + 1]]
+        return found
+
+
+def head_of(backend: Backend) -> HeadBackend | None:
+    """The head of a backend that can run it apart; None of others."""
+    inner = uncounted(backend)
+    return inner if isinstance(inner, HeadBackend) and inner.head_apart else None
