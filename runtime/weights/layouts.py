@@ -41,6 +41,7 @@ class RunnableGraph:
     Attributes:
         folder: a folder that only this process uses; None where nothing has to be removed.
         reads: offset and length of the runs of bytes of `weights` that running reads, by weight, where that is not all.
+        copies: those of them that are packed copies of weights.
     """
 
     layout: Layout
@@ -48,6 +49,7 @@ class RunnableGraph:
     weights: Path
     folder: Path | None = None
     reads: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    copies: tuple[tuple[int, int], ...] = ()
     _remove: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

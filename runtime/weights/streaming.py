@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from edgeinfer.bundle import PORTABLE, TensorEntry
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors
 
 __all__ = [
+    "READ_BETWEEN",
     "WORTH_DROPPING",
     "layers_stay",
     "loading_bytes",
     "looked_up_bytes",
+    "making_bytes",
     "mapped_bytes",
     "packed_bytes",
     "pass_bytes",
@@ -38,6 +40,8 @@ _JOBS = 64
 _PIECE_BYTES = 2 << 20
 # Smaller arrays, as a head's scales, are not dropped while they are read: the system maps them 64 KB at a time again.
 WORTH_DROPPING = 2 * _PIECE_BYTES
+# Bytes of packed copies that loading reads before it lets them go, unless a part of the graph has more.
+READ_BETWEEN = 2 << 20
 # Milliseconds that a window takes for each layer of the model, which all its graph decides about, and that a page fault
 # takes to map a piece of the system's cache and drop it again (docs/LOG.md, 2026-11-26, fifth).
 _DECIDED_MS, _FAULT_MS = 0.014, 0.006
@@ -51,13 +55,35 @@ def mapped_bytes(tensors: Iterable[TensorEntry]) -> int:
     return pass_bytes(tensors) + looked_up_bytes(tensors)
 
 
-def loading_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
-    """What loading or making a file of packed weights takes for a moment: anonymous bytes, and bytes of the file.
+def making_bytes(tensors: Iterable[TensorEntry]) -> tuple[int, int]:
+    """What making a file of packed weights takes for a moment: anonymous bytes, and bytes of the file.
 
-    onnxruntime packs one weight after the other and then maps the packed copy instead.
+    A weight, its packed copy and what is written of it are there at once, one weight after the other.
     """
-    largest = max((t for t in tensors if len(t.shape) == 2 and not is_looked_up(t.name)), key=_read_bytes)
-    return _read_bytes(largest), largest.nbytes
+    largest = max(_matrices(tensors), key=_read_bytes)
+    return _read_bytes(largest) + 2 * largest.nbytes, largest.nbytes
+
+
+def loading_bytes(tensors: Iterable[TensorEntry]) -> Iterator[tuple[int, int]]:
+    """What making a session of a file of packed weights takes for a moment, outside the layers and then in each of
+    them: anonymous bytes, and bytes of the file.
+
+    onnxruntime packs one weight after the other, compares the result with the copy in the file and keeps that instead.
+    The copies of a part of the graph are read before any can be dropped (runtime/backends/onnx/opening.py).
+    """
+    parts: dict[str, list[TensorEntry]] = defaultdict(list)
+    for tensor in _matrices(tensors):
+        layer = _LAYER.match(tensor.name)
+        parts[layer[1] if layer else ""].append(tensor)
+    for part, own in sorted(parts.items()):
+        largest = max(own, key=_read_bytes)
+        before = READ_BETWEEN if part else 0
+        yield _read_bytes(largest), largest.nbytes + sum(map(_read_bytes, own)) + before
+
+
+def _matrices(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """What onnxruntime packs."""
+    return [t for t in tensors if len(t.shape) == 2 and not is_looked_up(t.name)]
 
 
 def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int, dropping_threads: int = 0) -> int:

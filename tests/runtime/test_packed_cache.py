@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
+from edgeinfer.apps.bench.watch import mapped_memory
 from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, open_bundle
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
@@ -21,12 +23,14 @@ from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.contract import ForwardInput
-from edgeinfer.runtime.backends.onnx import packed_room
+from edgeinfer.runtime.backends.onnx import opening, packed_room
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
+from edgeinfer.runtime.backends.onnx.opening import copies_of
 from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
 from edgeinfer.runtime.backends.onnx.packed_graph import products, with_copies
+from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import process_memory, release_freed, releases_pages, return_large_frees
-from edgeinfer.runtime.weights.streaming import loading_bytes, mapped_bytes, packed_bytes
+from edgeinfer.runtime.weights.streaming import making_bytes, mapped_bytes, packed_bytes
 from tests.cli import TIME_LIMIT
 from tests.old_bundle import old_bundle
 from tests.runtime.models import bundle_of
@@ -117,7 +121,31 @@ def test_every_matrix_has_a_packed_copy(cache: Path, name: str) -> None:
     sizes = [graph.reads[t.name][0][1] for t in tensors]
     assert all(0.9 * packed_bytes(t) <= size <= packed_bytes(t) for t, size in zip(tensors, sizes, strict=True))
     largest = max(tensors, key=packed_bytes)
-    assert loading_bytes(tensors) == (packed_bytes(largest), largest.nbytes)
+    assert making_bytes(tensors) == (packed_bytes(largest) + 2 * largest.nbytes, largest.nbytes)
+
+
+@glibc
+@pytest.mark.skipif(not hasattr(ort, "set_default_logger_callback"), reason="this onnxruntime compares no copies")
+def test_opening_a_session_keeps_few_of_the_copies_that_it_compares(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "READ_BETWEEN", 0)
+    graph = prepare_packed(export("4-bit"))
+    drop, kept = copies_of(graph), {}
+    assert drop is not None
+
+    def drop_mapped() -> None:
+        # Looking for what is not mapped yet takes long in a process of many libraries.
+        if str(graph.weights) in Path("/proc/self/maps").read_text("utf-8"):
+            drop()
+
+    for name, step in (("all", None), ("few", drop_mapped)):
+        session = OrtSession(str(graph.model), 1, step=step)
+        kept[name] = mapped_memory(os.getpid(), graph.weights).resident_bytes
+        del session
+    layers = [t for t in tensors_in(export("4-bit").manifest, PORTABLE) if t.name.startswith("layers.")]
+    assert kept["all"] >= sum(length for _, length in graph.copies)
+    assert kept["few"] <= kept["all"] - sum(map(packed_bytes, layers)) / 2
 
 
 @linux

@@ -23,6 +23,7 @@ from edgeinfer.errors import BundleError
 from edgeinfer.runtime.backends.cache import ObservedCache
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput
 from edgeinfer.runtime.backends.onnx.adapters import PackedAdapters, adapted_graph
+from edgeinfer.runtime.backends.onnx.opening import copies_of
 from edgeinfer.runtime.backends.onnx.passes import Buffers, ExpertInputs, Pass
 from edgeinfer.runtime.backends.onnx.session import Binding, OrtSession, capabilities_on
 from edgeinfer.runtime.devices.arrays import device_value
@@ -104,7 +105,8 @@ class GraphBackend(ABC):
         if adapters is not None:
             model, around = self._graph.model.read_bytes(), self._graph.model.parent
             model = adapted_graph(model, bundle.manifest, adapters)
-        self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around)
+        step = copies_of(self._graph)
+        self._session = OrtSession(model, threads, kernel, device=device, affinity=affinity, folder=around, step=step)
         self.pages = self._weight_pages(bundle.manifest)
         self._decoder, self._places = decoder, places
         self._looked_up = self._watch_embedding()

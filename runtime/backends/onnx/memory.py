@@ -25,6 +25,7 @@ from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.streaming import (
     loading_bytes,
     looked_up_bytes,
+    making_bytes,
     mapped_bytes,
     packed_bytes,
     streamed_bytes,
@@ -136,19 +137,13 @@ class OnnxMemory:
         yield outside + (self.tokenizer("mapped", used=False) if mapped else parsing)
         # Pages of a pool take memory as they are filled.
         rows = 0 if self._paged else min(_FIRST_ROWS, configuration.context + 1)
-        packing, raw = self._packing(configuration)
-        yield (
-            outside
-            + self.tokenizer(configuration.tokenizer, used=False)
-            + Footprint(
-                {
-                    "session": running.anonymous["session"],
-                    "weights_packed": running.anonymous["weights_packed"] + packing,
-                    "kv": geometry.kv_bytes_per_token(configuration.kv) * rows,
-                },
-                {"code": _RUNNING_CODE_BYTES + _LOADING_CODE_BYTES, "weights_mapped": raw},
-            )
-        )
+        weights, cache = running.anonymous["weights_packed"], geometry.kv_bytes_per_token(configuration.kv) * rows
+        around = outside + self.tokenizer(configuration.tokenizer, used=False)
+        code = _RUNNING_CODE_BYTES + _LOADING_CODE_BYTES
+        around += Footprint({"session": running.anonymous["session"]}, {"code": code})
+        for packing in self._packing(configuration, weights):
+            yield around + packing
+        yield around + Footprint({"weights_packed": weights, "kv": cache}, {})
         if configuration.tokenizer == "transient":
             idle = dict(running.anonymous) | {"activations": 0}
             yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
@@ -185,16 +180,24 @@ class OnnxMemory:
     def _tokenizer_bytes(self) -> int:
         return self.bundle.manifest.files[TOKENIZER].bytes if self.bundle.has(TOKENIZER) else 0
 
-    def _packing(self, configuration: Configuration) -> tuple[int, int]:
-        """What packing the weights takes for a moment: anonymous bytes, and pages of raw weights."""
+    def _packing(self, configuration: Configuration, kept: int) -> Iterator[Footprint]:
+        """While onnxruntime packs the weights, of which so many bytes are anonymous in the end: pages of raw weights,
+        and of packed copies that it compares."""
         tensors = tensors_in(self.bundle.manifest, self.layout)
         if self.layout == NATIVE or not tensors:
-            return 0, 0
-        if configuration.weights != "packed":
-            packed, raw = loading_bytes(tensors)
-            # Making the file holds the raw weight, its packed copy and what is written of it at once.
-            return (packed, raw) if self.packed_ready else (packed + 2 * raw, raw)
-        return 0, round(_RAW_SHARE * max(t.nbytes for t in tensors))
+            return
+        if configuration.weights == "packed":
+            raw = round(_RAW_SHARE * max(t.nbytes for t in tensors))
+            yield Footprint({"weights_packed": kept}, {"weights_mapped": raw})
+            return
+        if not self.packed_ready:
+            packing, read = making_bytes(tensors)
+            yield Footprint({"weights_packed": packing}, {"weights_mapped": read})
+        # What is outside the layers comes first, when nothing is left of others yet.
+        left = 0
+        for packing, read in loading_bytes(tensors):
+            yield Footprint({"weights_packed": left + packing}, {"weights_mapped": read})
+            left = kept
 
 
 def _multiplied_out(manifest: Manifest) -> Footprint:

@@ -104,7 +104,8 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
     model = folder / model_name(bundle.manifest.layout, PORTABLE, kv)
     if not _holds(model, graph):
         write_file(model, graph)
-    return RunnableGraph(PORTABLE, model, folder / PACKED, reads=_reads(graph, table))
+    copies = tuple(blob for packed in table.copies.values() for copy in packed for blob in copy.blobs)
+    return RunnableGraph(PORTABLE, model, folder / PACKED, reads=_reads(graph, table), copies=copies)
 
 
 def is_packed(bundle: Bundle) -> bool:
