@@ -32,6 +32,9 @@ export function createModelList(chosen) {
   });
   return {
     element,
+    wait() {
+      element.replaceChildren(h("p", { class: "looking", role: "status" }, "Looking for models…"));
+    },
     show(models, selected, present) {
       const focused = element.contains(document.activeElement);
       const children = [];

@@ -110,7 +110,12 @@ export async function openModels(id, chosen = {}, tab = "mine") {
   dialog.classList.remove("detail");
   undecided();
   dialog.showModal();
+  // What was found before is shown at once; looking again plans each model that is new, which takes seconds.
+  if (models.length) showList();
+  else parts.list.wait();
+  dialog.classList.toggle("looking", !models.length);
   await readModels();
+  dialog.classList.remove("looking");
   const first = models.find((one) => one.id === (id ?? model?.id)) ?? models[0];
   if (first) select(first, { detail: id !== undefined });
   if (!dialog.classList.contains("more")) parts.list.element.querySelector("[aria-selected=true]")?.focus();

@@ -54,6 +54,16 @@ def test_models_say_what_they_are_and_need_before_loading(window: Window) -> Non
     assert "Weights" in legend and "Program and libraries" in legend
 
 
+def test_the_list_says_that_it_is_being_made(window: Window) -> None:
+    with window.holding(r"/app/api/models$"):
+        window.page.locator("#model-button").click()
+        expect(window.models.get_by_role("status").filter(has_text="Looking for models…")).to_be_visible()
+        expect(window.models.get_by_label("Context")).to_be_hidden()
+    expect(window.models.get_by_role("option", name=re.compile("second-tales"))).to_be_visible()
+    expect(window.models.get_by_label("Context")).to_be_visible()
+    expect(window.models.get_by_text("Looking for models…")).to_have_count(0)
+
+
 def test_a_broken_model_says_why_and_cannot_be_loaded(window: Window) -> None:
     window.page.locator("#model-button").click()
     option = window.models.get_by_role("option", name=re.compile("broken-tales"))
