@@ -1,9 +1,11 @@
-"""Files that are kept for later, as a model reads them: once, apart from each other, before every conversation that
-they are attached to."""
+"""What a model is given to read: the messages of a conversation, as far as the context has room, and files that are
+kept for later, which it reads once, apart from each other, before every conversation that they are attached to."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import edgeinfer
@@ -13,7 +15,20 @@ from edgeinfer.errors import CapabilityError, UserError
 if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream
 
-__all__ = ["ReadingEndedError", "context_of", "files_apart", "messages_for", "stream_behind", "why_not_apart"]
+__all__ = [
+    "Fitted",
+    "ReadingEndedError",
+    "context_of",
+    "files_apart",
+    "messages_for",
+    "stream_behind",
+    "why_not_apart",
+    "without_oldest",
+]
+
+
+# Of the user's messages.
+_AT_ONCE = 2
 
 
 class ReadingEndedError(UserError):
@@ -65,6 +80,48 @@ def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Att
         if (prompt := message.prompt(named)) and not failed:
             turns.append({"role": message.role, "content": prompt})
     return turns
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Messages that leave room for a reply.
+
+    Attributes:
+        tokens: of the messages.
+        left_out: how many the oldest were that had to be left out.
+    """
+
+    messages: list[dict[str, str]]
+    tokens: list[int]
+    left_out: int
+
+
+def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str, room: int) -> Fitted:
+    """Leaves out the oldest messages, but for a system message, until there is room for a reply or one is left.
+
+    Args:
+        begun: what the reply already says.
+        room: tokens that the reply is to have, of which a quarter of the context is enough.
+
+    Raises:
+        EdgeInferError: as `Model.tokenize_chat`.
+    """
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    turns = messages[len(system) :]
+    # A text begins with what a user says, and several are left out at once: the next replies then begin alike.
+    starts = [place for place, message in enumerate(turns) if message["role"] == "user"]
+    starts = sorted({*starts[_AT_ONCE::_AT_ONCE], *starts[-1:]})
+    most = model.context - min(room, model.context // 4)
+
+    def behind(start: int) -> Fitted:
+        kept = [*system, *turns[start:]]
+        return Fitted(kept, model.tokenize_chat(kept, begun=begun), start)
+
+    whole = behind(0)
+    if len(whole.tokens) <= most or not starts:
+        return whole
+    place = bisect_left(starts, True, key=lambda start: len(behind(start).tokens) <= most)
+    return behind(starts[min(place, len(starts) - 1)])
 
 
 def stream_behind(

@@ -64,6 +64,7 @@ class Figures:
     Attributes:
         context: tokens that the model's context holds.
         model: its name.
+        left_out: messages before it that the model was not given, as the context has no room for them.
         approximate: whether it is not quite what one text would give, as several files before it were read apart.
     """
 
@@ -78,9 +79,10 @@ class Figures:
     finish_reason: str
     model: str
     approximate: bool = False
+    left_out: int = 0
 
     @classmethod
-    def of_result(cls, result: Result, context: int) -> Self:
+    def of_result(cls, result: Result, context: int, left_out: int = 0) -> Self:
         """Those of a finished reply."""
         return cls(
             prompt_tokens=result.usage.prompt_tokens,
@@ -94,6 +96,7 @@ class Figures:
             finish_reason=result.finish_reason,
             model=result.model.name,
             approximate=result.contexts is not None and not result.contexts.lossless,
+            left_out=left_out,
         )
 
     @classmethod

@@ -16,8 +16,16 @@ from typing import Any
 
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
-from edgeinfer.apps.desktop.reading import ReadingEndedError, files_apart, messages_for, stream_behind
+from edgeinfer.apps.desktop.reading import (
+    Fitted,
+    ReadingEndedError,
+    files_apart,
+    messages_for,
+    stream_behind,
+    without_oldest,
+)
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
+from edgeinfer.apps.desktop.settings import WHEN_FULL
 from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
@@ -203,30 +211,37 @@ class ConversationReplies:
 
     async def _make(self, whole: Conversation, running: RunningReply) -> Figures | None:
         """Makes the text; returns its figures, or None if it did not start."""
-        begun, context = running.content, 0
+        begun, context, left_out = running.content, 0, 0
         kept = await asyncio.to_thread(self._history.attachments.kept_ids)
         messages = messages_for(whole, running.message)
         options = {**self._defaults(), **whole.options}
+        shortened = options.pop("when_full", WHEN_FULL[0]) != WHEN_FULL[0]
+
+        def fit(model: Any) -> Fitted:
+            if shortened:
+                return without_oldest(model, messages, begun, options.get("max_tokens") or model.context)
+            return Fitted(messages, model.tokenize_chat(messages, begun=begun, fitting=True), 0)
 
         def start(model: Any) -> Any:
-            nonlocal context
+            nonlocal context, left_out
             context = model.context
             if apart := files_apart(model, whole, running.message.parent, kept):
                 asked = messages_for(whole, running.message, apart)
                 return stream_behind(model, apart, asked, lambda: self._ends(running), begun=begun, **options)
-            given = tokens if model is tokenized_by else None
-            return model.stream_chat(messages, begun=begun, tokens=given, **options)
+            given = fitted if fitted is not None and model is tokenized_by else fit(model)
+            left_out = given.left_out
+            return model.stream_chat(given.messages, begun=begun, tokens=given.tokens, **options)
 
         await running.unless_stopped(self._ready())
         if running.stopped:
             return None
         if self._host.state.status != "ready":
             raise NoModelError("No model is loaded.", "Choose one.")
-        tokenized_by, tokens = self._host.model, None
+        tokenized_by, fitted = self._host.model, None
         apart = files_apart(tokenized_by, whole, running.message.parent, kept)
         if tokenized_by is not None and tokenized_by.tokenizes_beside and not apart:
             # Not on the model's thread, where other replies would wait for it.
-            tokens = await asyncio.to_thread(tokenized_by.tokenize_chat, messages, begun=begun, fitting=True)
+            fitted = await asyncio.to_thread(fit, tokenized_by)
         async with self._host.submit(start, whole.id) as reply:
             running.attach(reply)
             written = time.monotonic() - _KEEP_S
@@ -241,7 +256,7 @@ class ConversationReplies:
             result = reply.result
         except UsageError:  # cancelled before it began
             return None
-        return Figures.of_result(result, context)
+        return Figures.of_result(result, context, left_out)
 
     def _ends(self, running: RunningReply | None) -> bool:
         """Whether a file is no longer to be read: the model is to go, or the reply was stopped."""

@@ -22,7 +22,7 @@ from edgeinfer.config import GenerationConfig, LoadConfig, parse_size
 from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.options import options_of
 
-__all__ = ["CONVERSATIONAL", "OPTIONS", "AppSettings", "SettingsFile", "checked_options"]
+__all__ = ["CONVERSATIONAL", "OPTIONS", "WHEN_FULL", "AppSettings", "SettingsFile", "checked_options"]
 
 # Options of generation that the window offers.
 OPTIONS = (
@@ -36,7 +36,10 @@ OPTIONS = (
     "seed",
     "max_tokens",
     "speculation",
+    "when_full",
 )
+# What the window does where a conversation outgrows the context; not the model's own `overflow`, which forgets tokens.
+WHEN_FULL = ("stop", "leave_out_oldest")
 # The most likely reply tends to repeat itself, which is no pleasure to talk to; small models above all.
 CONVERSATIONAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 THEMES = ("light", "dark", "system")
@@ -54,7 +57,9 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in OPTIONS:
             raise UsageError(f"Unknown option {name!r}.", f"Known options: {', '.join(OPTIONS)}.")
-    GenerationConfig.of(**given)
+    when_full = given.get("when_full", WHEN_FULL[0])
+    _require(when_full in WHEN_FULL, "when_full", f"one of {', '.join(WHEN_FULL)}")
+    GenerationConfig.of(**{name: value for name, value in given.items() if name != "when_full"})
     return given
 
 

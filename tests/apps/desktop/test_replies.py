@@ -12,7 +12,7 @@ import edgeinfer
 from edgeinfer.apps.desktop import replies
 from edgeinfer.apps.desktop.history import History
 from edgeinfer.apps.desktop.library import Planner
-from edgeinfer.apps.desktop.reading import messages_for
+from edgeinfer.apps.desktop.reading import messages_for, without_oldest
 from edgeinfer.apps.desktop.records import Conversation, Message
 from edgeinfer.errors import BudgetError, StorageError
 from tests.apps.desktop.served import Gate, Window, gated, served
@@ -188,6 +188,47 @@ def test_full_context(window: Window) -> None:
     done = window.ask(id, "Tell me a story.", failed["id"])
     assert done["status"] == "complete"
     assert done["figures"]["prompt_tokens"] < 100
+
+
+def test_the_oldest_messages_are_left_out_as_far_as_needed(model: edgeinfer.Model) -> None:
+    system = {"role": "system", "content": "Be kind."}
+    roles = ["user", "assistant"] * 4 + ["user"]
+    turns = [{"role": role, "content": f"{n} " + "Go on. " * 32} for n, role in enumerate(roles)]
+    whole = without_oldest(model, [system, *turns], "", 12)
+    assert (whole.left_out, whole.messages) == (0, [system, *turns])
+    # Nine leave no room for a quarter of the context; two questions at once are left out with what answered them.
+    shortened = without_oldest(model, [system, *turns], "", 1024)
+    assert (shortened.left_out, shortened.messages) == (4, [system, *turns[4:]])
+    assert shortened.tokens == model.tokenize_chat(shortened.messages)
+    # The last stays, however long it is.
+    turns[-1]["content"] = "word " * 2000
+    assert without_oldest(model, turns, "", 12).messages == turns[-1:]
+
+
+@pytest.mark.slow
+def test_the_oldest_messages_make_room_where_the_user_wants_that(window: Window, model: edgeinfer.Model) -> None:
+    id, leaf = window.new(system="Be kind."), None
+    asked = [f"Tell me a story about {who}. " + "Go on. " * 120 for who in ("Tom", "Anna", "Ben", "Eve")]
+    for text in asked:
+        done = window.ask(id, text, leaf)
+        leaf = done["id"]
+        if done["status"] == "error":
+            break
+    assert done["error"]["code"] == "context_full" and text != asked[1]
+    window.call("PATCH", f"/conversations/{id}", {"options": {"when_full": "leave_out_oldest"}})
+    window.call("POST", f"/conversations/{id}/messages/{done['id']}/regenerate", status=202)
+    answered = window.end(id)
+    assert (answered["status"], answered["figures"]["left_out"]) == ("complete", 4)
+    whole = window.call("GET", f"/conversations/{id}")["messages"]
+    kept = [{"role": m["role"], "content": m["content"]} for m in whole if m["content"]][4:]
+    expected = model.stream_chat([{"role": "system", "content": "Be kind."}, *kept[:-1]], max_tokens=12).complete()
+    assert answered["content"] == expected.text
+    # One message that is too long by itself is still refused.
+    alone = window.ask(id, "word " * 2000, answered["id"])
+    assert alone["error"]["code"] == "context_full"
+    wrong = {"options": {"when_full": "soon"}}
+    refused = window.call("PATCH", f"/conversations/{id}", wrong, status=400)
+    assert "when_full" in refused["error"]["message"]
 
 
 def test_short_memory_is_kept_with_the_message(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:

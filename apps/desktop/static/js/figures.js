@@ -23,6 +23,12 @@ export function figuresOf(message) {
       "Tokens that were guessed ahead and that the model confirmed; without guessing the text is the same, but slower",
     ]);
   }
+  if (figures.left_out > 0) {
+    told.push([
+      `without the first ${counted(figures.left_out, "message")}`,
+      "The context has no room for them, so the model did not read them",
+    ]);
+  }
   if (figures.approximate) {
     told.push([
       "approximate: the kept files were read apart from each other",

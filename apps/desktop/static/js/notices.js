@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { withSlack } from "./budget.js";
-import { adopt, goOn, regenerate, show as showConversation } from "./chats.js";
+import { adopt, goOn, regenerate, show as showConversation, update } from "./chats.js";
 import { h, icon, progressBar } from "./dom.js";
 import { contextIsFull, largerContext } from "./figures.js";
 import { count, size } from "./format.js";
@@ -129,6 +129,8 @@ function failed(model) {
 
 function full(model, conversation) {
   const larger = largerContext(model);
+  // One message alone may be too long; then there is nothing left to leave out.
+  const forgets = conversation.options?.when_full === "leave_out_oldest";
   const holds = `This chat has used all ${count(model.context)} tokens of the context`;
   return notice(
     "full",
@@ -138,8 +140,16 @@ function full(model, conversation) {
       ? `${holds}. To continue, ${model.name} is loaded again with room for ${count(larger)}.`
       : `${holds}, which is the most that ${model.name} holds.`,
     larger && button("Continue", () => continueWith(larger, model, conversation), "primary"),
-    button("New chat", () => showConversation(null), larger ? "" : "primary"),
+    !forgets && button("Leave out the oldest", () => leaveOut(conversation), larger ? "" : "primary"),
+    button("New chat", () => showConversation(null), larger || !forgets ? "" : "primary"),
   );
+}
+
+/** Lets the model read the latest messages alone from now on, and goes on with the reply that found no room. */
+async function leaveOut({ id, options, ...conversation }) {
+  const last = path(conversation).at(-1);
+  await update(id, { options: { ...options, when_full: "leave_out_oldest" } });
+  resume(last);
 }
 
 /** Loads the model with a larger context, and goes on with the reply that found no room in the present one. */
@@ -159,6 +169,10 @@ async function continueWith(context, { id, choice }, conversation) {
     return;
   }
   // The server waits with it until the model is loaded.
+  resume(last);
+}
+
+function resume(last) {
   if (last.status === "error") regenerate(last.id);
   else goOn(last.id);
 }

@@ -72,6 +72,16 @@ export const OPTIONS = [
     usual: "auto",
     help: "Guesses several tokens and checks them all in one step: faster, and the text stays the same.",
   },
+  {
+    name: "when_full",
+    label: "When the context is full",
+    choices: [
+      ["stop", "Stop and ask"],
+      ["leave_out_oldest", "Leave out the oldest messages"],
+    ],
+    usual: "stop",
+    help: "Messages that are left out stay here; the model no longer reads them.",
+  },
 ];
 
 /** Changes that take every option back to the model's own. */

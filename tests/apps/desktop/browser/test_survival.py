@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,7 +129,10 @@ def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) 
             if notice.is_visible():
                 break
         expect(notice).to_be_visible()
-        window.button("New chat", notice).click()
+        window.button("Leave out the oldest", notice).click()
+        expect(window.replies.last.get_by_text(re.compile(r"without the first \d+ messages"))).to_be_visible()
+        window.finished()
+        window.button("New chat").first.click()
         expect(notice).to_be_hidden()
         assert len(window.ask()) > 40
         window.page.context.close()
