@@ -242,7 +242,7 @@ class Planner:
                 given["memory"] = max(memory, min(memory + counted, psutil.virtual_memory().total))
             alone = edgeinfer.plan(model, **given)
             # As the host would load it; where memory is short it makes do without what others need.
-            roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel))
+            roomy = edgeinfer.plan(model, **with_room(model, given, self._parallel, alone))
             data = roomy.to_dict() | {"alternatives": [way.to_dict() for way in alone.useful_alternatives]}
             told = alone.to_dict()
             data |= {name: told[name] for name in ("minimum_bytes", *_BOUNDS)}

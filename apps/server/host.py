@@ -331,7 +331,9 @@ _log = logging.getLogger("edgeinfer")
 _LEAST_SHARE = 0.25
 
 
-def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> dict[str, Any]:
+def with_room(
+    model: str | None, options: Mapping[str, Any], parallel: int, alone: edgeinfer.MemoryPlan | None = None
+) -> dict[str, Any]:
     """Returns options by which up to `parallel` replies have room side by side.
 
     Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
@@ -339,12 +341,13 @@ def with_room(model: str | None, options: Mapping[str, Any], parallel: int) -> d
 
     Args:
         options: fields of LoadConfig; a `prefix_cache` among them is kept to.
+        alone: the plan by these options, where it was made already.
 
     Raises:
         EdgeInferError: as `edgeinfer.plan`.
     """
     given = dict(options)
-    alone = edgeinfer.plan(model, **given)
+    alone = alone or edgeinfer.plan(model, **given)
     mine = alone.configuration
     fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
     if alone.budget_bytes is not None and _follows_grammars():

@@ -8,12 +8,13 @@ import pytest
 
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.profile.costs import PassCosts
+from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.speculation import device
 
 
 @pytest.fixture(scope="module", autouse=True)
 def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Models are loaded in half the time; what passes and guesses cost decides no text."""
+    """Models are loaded in half the time, and planned for alike: nothing that replies tell of costs is kept."""
 
     def measured(backend: Backend, *, step: int, most: int) -> PassCosts:
         return PassCosts(((1, 1.0), (32, 1.05)), step)
@@ -22,6 +23,7 @@ def known_costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(device, "measure_passes", measured)
         patch.setattr(device, "measure_guesses", lambda drafter, context: 0.1)
         patch.setattr(device, "measure_reading", lambda drafter, context: (0, 0.0))
+        patch.setattr(DeviceProfile, "save_costs", lambda profile, costs: None)
         # Not where other tests would find them.
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "desktop"))
         yield
