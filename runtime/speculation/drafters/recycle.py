@@ -5,6 +5,9 @@ eight tokens of its largest logits; where a token is fed several times, its last
 puts what follows each of its tokens in front, and the number of times in a row that the first candidate came tells how
 far to trust it. Where drafts do not branch no one reads further candidates, so the token of the largest logit is put in
 front and the other seven are not looked for. What is kept is token ids and counts.
+
+A text has far fewer different tokens than a large vocabulary, so the matrix has rows for those that were met; where it
+is full, the row that was begun first is given to the next token.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.errors import StorageError
+from edgeinfer.records import dataclass
 from edgeinfer.runtime.speculation.drafters.contract import DraftContext, Drafter, Guess, Round, State
 from edgeinfer.runtime.speculation.drafters.logit_drafter import best_tokens
 
@@ -23,12 +27,72 @@ __all__ = ["RecycleDrafter"]
 
 _BEST = 8
 _NONE = -1
+# Tokens that have rows at most: rows for all of a vocabulary of 152 thousand would take 5 MB.
+_ROOM = 8192
 _MOST = 255
 _AGAIN = "Delete it; it is learned again."
 # Signs: bits of the number of times in a row that the first candidate came (0, 1, 2-3, ...), then further ranks. Their
 # acceptance is that of a simulation of 230 dialogues with the built-in model, rounded down.
 _PRIORS = (0.2, 0.4, 0.65, 0.85, 0.9, 0.95, 0.97, 0.98, 0.98, 0.1, 0.05, 0.03, 0.03, 0.02, 0.02, 0.01)
 _RANKED = _MOST.bit_length()
+
+
+# The row of tokens that have none: it never has candidates.
+_NOWHERE = 0
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Candidates of the tokens that were met.
+
+    Attributes:
+        of: the row of each token. (V,)
+        best: best first; _NONE behind the last that is known. (R, 8)
+        came: how often in a row the first candidate came. (R,)
+        token: whose row it is; of the first, which is no token's, the row that is taken next. (R,)
+    """
+
+    of: NDArray[np.uint16]
+    best: NDArray[np.int32]
+    came: NDArray[np.uint8]
+    token: NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, vocabulary: int) -> _Rows:
+        """Of no token."""
+        size = 1 + min(vocabulary, _ROOM)
+        token = np.full(size, _NONE, np.int32)
+        token[_NOWHERE] = 1
+        of, came = np.zeros(vocabulary, np.uint16), np.zeros(size, np.uint8)
+        return cls(of, np.full((size, _BEST), _NONE, np.int32), came, token)
+
+    @classmethod
+    def of_tokens(
+        cls, vocabulary: int, tokens: NDArray[np.int32], best: NDArray[np.int32], came: NDArray[np.uint8]
+    ) -> _Rows:
+        """Of these tokens, no more than there is room for."""
+        rows, end = cls.empty(vocabulary), 1 + len(tokens)
+        rows.of[tokens] = np.arange(1, end)
+        rows.best[1:end], rows.came[1:end], rows.token[1:end] = best, came, tokens
+        rows.token[_NOWHERE] = end if end < len(rows.token) else 1
+        return rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.of.nbytes + self.best.nbytes + self.came.nbytes + self.token.nbytes
+
+    def take(self, token: int) -> int:
+        """The row of a token, which may have been that of another."""
+        if row := int(self.of[token]):
+            return row
+        row = int(self.token[_NOWHERE])
+        if (before := int(self.token[row])) != _NONE:
+            self.of[before] = _NOWHERE
+            self.best[row], self.came[row] = _NONE, 0
+        self.of[token], self.token[row] = row, token
+        self.token[_NOWHERE] = row % (len(self.token) - 1) + 1
+        return row
 
 
 class RecycleDrafter(Drafter):
@@ -46,23 +110,18 @@ class RecycleDrafter(Drafter):
     def __init__(self, vocabulary: int, *, beside: RecycleDrafter | None = None) -> None:
         self._vocabulary = vocabulary
         self._shares = beside is not None
-        if beside is not None:
-            self._hold(beside._best, beside._came)
-        else:
-            self._hold(np.full((vocabulary, _BEST), _NONE, np.int32), np.zeros(vocabulary, np.uint8))
+        self._hold(_Rows.empty(vocabulary) if beside is None else beside._rows)
         self._last = _NONE
 
-    def _hold(self, best: NDArray[np.int32], came: NDArray[np.uint8]) -> None:
-        self._best = best  # (V, 8), best first; _NONE behind the last that is known
-        self._came = came  # (V,), how often in a row the first candidate came
+    def _hold(self, rows: _Rows) -> None:
+        self._rows = rows
         # Reading one number from a memoryview takes a third of the time that it takes from the array.
-        self._best_at = best.reshape(-1).data
-        self._came_at = came.data
+        self._row_at, self._best_at, self._came_at = rows.of.data, rows.best.reshape(-1).data, rows.came.data
 
     @staticmethod
     def planned_bytes(vocabulary: int) -> int:
         """What the matrix will take."""
-        return vocabulary * (4 * _BEST + 1)
+        return 2 * vocabulary + (1 + min(vocabulary, _ROOM)) * (4 * _BEST + 1 + 4)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Moves what follows each token of a prompt to the front; the last occurrence counts."""
@@ -73,9 +132,11 @@ class RecycleDrafter(Drafter):
     def guesses(self, context: DraftContext, drafted: Sequence[int], width: int) -> Sequence[Guess]:
         """The candidates behind the last token."""
         last = drafted[-1] if drafted else self._last
-        if last == _NONE or self._best_at[last * _BEST] == _NONE:
+        row = _NOWHERE if last == _NONE else self._row_at[last]
+        start = row * _BEST
+        if self._best_at[start] == _NONE:
             return []
-        start, came = last * _BEST, self._came_at[last].bit_length()
+        came = self._came_at[row].bit_length()
         if width == 1:
             return [Guess(self._best_at[start], came)]
         best = self._best_at[start : start + min(width, _BEST)].tolist()
@@ -83,11 +144,12 @@ class RecycleDrafter(Drafter):
 
     def observe(self, round: Round) -> None:
         """Learns the best tokens behind every one that was fed, also those that were rejected."""
-        best, came, last = self._best, self._came, self._last
+        last = self._last
         for token in round.committed:
             if last != _NONE:
-                again = self._best_at[last * _BEST] == token
-                self._came_at[last] = min(self._came_at[last] + 1, _MOST) if again else 0
+                row = self._row_at[last]
+                again = self._best_at[row * _BEST] == token
+                self._came_at[row] = min(self._came_at[row] + 1, _MOST) if again else 0
             last = token
         self._last = last
         if round.first_row:
@@ -95,14 +157,14 @@ class RecycleDrafter(Drafter):
             for fed, said in pairwise((int(round.fed[0]), *round.committed)):
                 self._move_first(fed, said)
         known = round.fed[round.first_row : round.first_row + len(round.logits)].tolist()
-        for fed, row in {token: row for row, token in enumerate(known)}.items():
+        for fed, place in {token: place for place, token in enumerate(known)}.items():
             if not round.branches:
-                self._move_first(fed, int(round.logits[row].argmax()))
+                self._move_first(fed, int(round.logits[place].argmax()))
                 continue
-            found = best_tokens(round.logits[row], _BEST)
-            if best[fed, 0] != found[0]:
-                came[fed] = 0
-            best[fed, : len(found)] = found
+            found, row = best_tokens(round.logits[place], _BEST), self._rows.take(fed)
+            if self._rows.best[row, 0] != found[0]:
+                self._rows.came[row] = 0
+            self._rows.best[row, : len(found)] = found
 
     def beside(self) -> RecycleDrafter:
         """Another with the same matrix, which both fill."""
@@ -110,13 +172,13 @@ class RecycleDrafter(Drafter):
 
     def nbytes(self) -> int:
         """Bytes of the matrix and the counts, where they are its own; the same from the beginning."""
-        return 0 if self._shares else self._best.nbytes + self._came.nbytes
+        return 0 if self._shares else self._rows.nbytes
 
     def state(self) -> State:
-        """The rows that were written, and the vocabulary's size."""
-        rows = np.flatnonzero(self._best[:, 0] != _NONE).astype(np.int32)
-        vocabulary = np.array([self._vocabulary], np.int64)
-        return {"rows": rows, "best": self._best[rows], "came": self._came[rows], "vocabulary": vocabulary}
+        """The tokens that have rows, these, and the vocabulary's size."""
+        tokens = np.flatnonzero(self._rows.of).astype(np.int32)
+        rows, vocabulary = self._rows.of[tokens], np.array([self._vocabulary], np.int64)
+        return {"rows": tokens, "best": self._rows.best[rows], "came": self._rows.came[rows], "vocabulary": vocabulary}
 
     def restore(self, state: State) -> None:
         """Takes back rows; none of an empty state.
@@ -134,9 +196,9 @@ class RecycleDrafter(Drafter):
         count = len(rows) if rows.ndim == 1 else -1
         if not typed or best.shape != (count, _BEST) or came.shape != (count,) or not self._sound(rows, best):
             raise StorageError("The kept candidates are damaged.", _AGAIN)
-        matrix, counts = np.full((self._vocabulary, _BEST), _NONE, np.int32), np.zeros(self._vocabulary, np.uint8)
-        matrix[rows], counts[rows] = best, came
-        self._hold(matrix, counts)
+        # Of more than there is room for, those that came true most often.
+        kept = np.sort(np.argsort(-came.astype(np.int64), kind="stable")[:_ROOM])
+        self._hold(_Rows.of_tokens(self._vocabulary, rows[kept], best[kept], came[kept]))
 
     def _sound(self, rows: NDArray[np.int32], best: NDArray[np.int32]) -> bool:  # (N,), (N, 8)
         """Whether rows ascend, and hold different tokens and nothing behind the last of them."""
@@ -153,7 +215,8 @@ class RecycleDrafter(Drafter):
 
     def _move_first(self, token: int, follower: int) -> None:
         """Moves a candidate of a token to the front; a new one pushes the last one out."""
-        best, start = self._best_at, token * _BEST
+        row = self._row_at[token] or self._rows.take(token)
+        best, start = self._best_at, row * _BEST
         if best[start] == follower:
             return
         end = start + 1
@@ -161,4 +224,4 @@ class RecycleDrafter(Drafter):
             end += 1
         best[start + 1 : end + 1] = best[start:end]
         best[start] = follower
-        self._came_at[token] = 0
+        self._came_at[row] = 0

@@ -166,6 +166,31 @@ def test_memory_is_constant_and_as_planned() -> None:
     assert drafter.nbytes() == RecycleDrafter.planned_bytes(V)
 
 
+def test_where_no_row_is_left_the_first_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgeinfer.runtime.speculation.drafters.recycle._ROOM", 3)
+    drafter = RecycleDrafter(V)
+    drafter.begin([1, 2, 3, 4])
+    drafter.begin([7, 8])
+    assert [candidates(drafter, token) for token in (1, 2, 3, 7)] == [[], [3], [4], [8]]
+    drafter.begin([1, 5])
+    assert [candidates(drafter, token) for token in (1, 2, 3, 7)] == [[5], [], [4], [8]]
+    assert drafter.nbytes() == RecycleDrafter.planned_bytes(V) < 4 * 8 * V
+    other = RecycleDrafter(V)
+    other.restore(drafter.state())
+    other.begin([6, 9])
+    assert [candidates(other, token) for token in (1, 3, 6, 7)] == [[], [4], [9], [8]]
+
+
+def test_of_more_rows_than_there_is_room_for_the_surest_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = RecycleDrafter(V)
+    drafter.begin([1, 2, 3, 4, 1])
+    drafter.observe(settled([2, 3]))
+    monkeypatch.setattr("edgeinfer.runtime.speculation.drafters.recycle._ROOM", 2)
+    other = RecycleDrafter(V)
+    other.restore(drafter.state())
+    assert [candidates(other, token) for token in (1, 2, 3, 4)] == [[2], [3], [], []]
+
+
 def learnt() -> RecycleDrafter:
     drafter = RecycleDrafter(V)
     drafter.begin([3, 11, 3, 12, 3, 12, 3])
