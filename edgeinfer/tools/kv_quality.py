@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
-from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.text import LiteralEncoder, Tokenizer
 from edgeinfer.tokenizing import boundary_ids
 
@@ -30,7 +30,7 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
         ModelError: as `edgeinfer.load`.
     """
     bundle = open_bundle(resolve(model))
-    scales = None if bundle.manifest.paged else kv_scales(bundle)
+    scales = None if bundle.manifest.paged else read_kv_scales(bundle)
     if not bundle.manifest.paged and scales is None:
         hint = "Export it again, or renew it: edgeinfer convert BUNDLE OUT --renew."
         raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", hint)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from edgeinfer.bundle import Bundle, KVScales, Layout
+from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
 from edgeinfer.config import LoadConfig
 from edgeinfer.records import dataclass
@@ -18,7 +19,6 @@ from edgeinfer.runtime.devices.contract import CPU, Device, Graphs
 from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
-from edgeinfer.runtime.profile.kv_scales import kv_scales
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.system.machine import physical_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -154,13 +154,13 @@ def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
     """Kinds of cache that a bundle has graphs for, and scales where they need them apart from their rows."""
     kinds = bundle.kv_types(layout)
     whole = len(kinds) == 1 or bundle.manifest.capabilities_in(layout).paged
-    return kinds if whole or kv_scales(bundle) is not None else (FLOAT32,)
+    return kinds if whole or read_kv_scales(bundle) is not None else (FLOAT32,)
 
 
 def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
     """The scales of the cache that was planned, where it needs any apart from its rows."""
     apart = find_kv_type(configuration.kv).quantized and not bundle.manifest.paged
-    return kv_scales(bundle) if apart else None
+    return read_kv_scales(bundle) if apart else None
 
 
 def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:
