@@ -8,7 +8,6 @@ Arguments are a JSON object, and so is what it prints.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import edgeinfer
 from edgeinfer.apps.bench.enforced import set_limit
 from edgeinfer.apps.bench.synthetic import pseudo_text
-from edgeinfer.apps.bench.watch import Growth, mapped_memory
-from edgeinfer.errors import BackendError, BudgetError
+from edgeinfer.apps.bench.watch import Growth
+from edgeinfer.errors import BudgetError
 from edgeinfer.results import Result
 
 __all__ = ["JOBS", "FilledContext", "chat_loop", "fill_context", "plan_sizes", "run_planned", "time_replies"]
@@ -168,11 +169,11 @@ def _timed_reply(model: Any, ids: Sequence[int], max_tokens: int, ignore_eos: bo
 
 
 def _resident_weights(model: str) -> int:
-    """Bytes of the weights' file that this process has in memory; 0 where it maps none."""
-    try:
-        return mapped_memory(os.getpid(), Path(model) / "weights.bin").resident_bytes
-    except BackendError:
+    """Bytes of the weights' file that this process has in memory; 0 where it maps none, or the system does not say."""
+    if sys.platform != "linux":
         return 0
+    weights = str((Path(model) / "weights.bin").resolve())
+    return sum(mapped.rss for mapped in psutil.Process().memory_maps() if mapped.path == weights)
 
 
 def message_text(model: Any, tokens: int, seed: int) -> str:

@@ -21,10 +21,8 @@ from edgeinfer.errors import BackendError
 __all__ = [
     "Ended",
     "Growth",
-    "Mapped",
     "Watched",
     "mapped_files",
-    "mapped_memory",
     "peak_bytes",
     "run_watched",
     "watch",
@@ -68,21 +66,6 @@ class Ended:
     reason: str
     watched: Watched | None
     late: bool = False
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """What a process has of a file it maps.
-
-    Attributes:
-        resident_bytes: pages of the file in its memory, counted once for each place they are mapped to.
-        proportional_bytes: the same, each page divided by the number of places in all processes.
-        private_bytes: pages mapped to one place of this process alone.
-    """
-
-    resident_bytes: int
-    proportional_bytes: int
-    private_bytes: int
 
 
 @dataclass(frozen=True)
@@ -191,31 +174,6 @@ def mapped_files(pid: int) -> tuple[Path, ...]:
     lines = maps.read_text("utf-8", "surrogateescape").splitlines()
     named = (line.split(maxsplit=5)[5] for line in lines if " /" in line)
     return tuple(path for name in dict.fromkeys(named) if (path := Path(name)).is_file())
-
-
-def mapped_memory(pid: int, path: Path) -> Mapped:
-    """What a process has of a file now.
-
-    Raises:
-        BackendError: the system is not Linux, or the process does not map the file.
-    """
-    if sys.platform != "linux":
-        raise BackendError("Only Linux tells which pages processes share.", "Run this there.")
-    found, suffix, sizes = (
-        False,
-        f" {path.resolve()}",
-        dict.fromkeys(("Rss", "Pss", "Private_Clean", "Private_Dirty"), 0),
-    )
-    for line in Path(f"/proc/{pid}/smaps").read_text("utf-8", "surrogateescape").splitlines():
-        name, _, rest = line.partition(":")
-        if line[0] in "0123456789abcdef":
-            inside = line.endswith(suffix)
-            found |= inside
-        elif inside and name in sizes:
-            sizes[name] += int(rest.split()[0]) * 1024
-    if not found:
-        raise BackendError(f"The process does not map {path}.", "Give a bundle whose weights are used in place.")
-    return Mapped(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
 
 
 def _own_sample() -> _Sample:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.bench import watch
+from edgeinfer.apps.bench import memory_jobs, watch
 from edgeinfer.apps.bench.timing import DECODE, Spread, rotated, visits
-from edgeinfer.apps.bench.watch import _Sample, mapped_memory, run_watched
+from edgeinfer.apps.bench.watch import _Sample, run_watched
 from edgeinfer.errors import BackendError
 
 NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=5, unique=True)
@@ -100,13 +99,10 @@ def test_watching_a_child_that_fails_tells_its_last_line() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
-def test_what_a_process_has_of_a_file(tmp_path: Path) -> None:
-    path, other = tmp_path / "mapped", tmp_path / "other"
+def test_what_a_process_has_of_its_weights(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
     path.write_bytes(bytes(range(256)) * 4096)
-    other.write_bytes(b"x")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
         assert sum(memory[:: mmap.PAGESIZE]) == 0
-        mapped = mapped_memory(os.getpid(), path)
-        assert mapped.resident_bytes == mapped.proportional_bytes == mapped.private_bytes == 1 << 20
-        with pytest.raises(BackendError, match="does not map"):
-            mapped_memory(os.getpid(), other)
+        assert memory_jobs._resident_weights(str(tmp_path)) == 1 << 20
+    assert memory_jobs._resident_weights(str(tmp_path)) == 0
