@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.quant.calibration_layers import LayerWalk, Signal, Tensors
 from edgeinfer.results import Progress
@@ -191,11 +192,11 @@ def _divergences(
     spec: DecoderSpec, head: Floats, final: dict[str, Floats], walk: _ProbeWalk, look: Look
 ) -> dict[str, Probe]:
     """Every stream's divergence from the unrounded one, the head's own probe included."""
-    reference = _log_softmax(final[""] @ head.T)
+    reference = log_softmax(final[""] @ head.T, np.float32)
     probabilities = np.exp(reference)
 
     def divergence(logits: Floats) -> float:
-        terms = probabilities * (reference - _log_softmax(logits))
+        terms = probabilities * (reference - log_softmax(logits, np.float32))
         return max(float(terms.sum(axis=1, dtype=np.float64).mean()), 0.0)
 
     coarse_logits = _rounded_product(final["embed" if spec.tied else ""], head)
@@ -214,9 +215,3 @@ def _divergences(
 def _rounded_product(x: Floats, head: Floats) -> Floats:  # (T, D), (V, D) -> (T, V)
     runs = [head[start : start + _HEAD_ROWS] for start in range(0, len(head), _HEAD_ROWS)]
     return np.concatenate([x @ rounded(run).T for run in runs], axis=1)
-
-
-def _log_softmax(logits: Floats) -> Floats:  # (T, V) -> (T, V)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result

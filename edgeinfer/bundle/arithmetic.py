@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from edgeinfer.bundle.spec import MoESpec, NormKind, RopeSpec
 __all__ = [
     "attend",
     "inverse_frequencies",
+    "log_softmax",
     "logistic",
     "normed",
     "query_factors",
@@ -31,6 +33,7 @@ __all__ = [
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
+T = TypeVar("T", np.float32, np.float64)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:  # (..., D), (D,) -> (..., D)
@@ -62,6 +65,13 @@ def softmax(scores: Floats) -> Floats:  # (..., T) -> (..., T)
     powers: Floats = np.exp(scores - scores.max(axis=-1, keepdims=True))
     powers /= powers.sum(axis=-1, keepdims=True)
     return powers
+
+
+def log_softmax(logits: Floats, kind: type[T]) -> NDArray[T]:  # (..., V) -> (..., V)
+    """Natural logarithms of the softmax over the last axis, computed in numbers of a kind."""
+    shifted: NDArray[T] = np.subtract(logits, logits.max(axis=-1, keepdims=True), dtype=kind)
+    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
 
 
 def silu(x: Floats) -> Floats:  # (..., F) -> (..., F)

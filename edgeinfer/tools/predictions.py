@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.errors import ModelError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -131,7 +132,7 @@ def read_predictions(model: Predictor, windows: Sequence[Sequence[int]], told: T
         start = 0
         for block in model.logits(ids):  # (R, V)
             for first in range(0, len(block), _ROWS):
-                rows = _log_softmax(block[first : first + _ROWS])
+                rows = log_softmax(block[first : first + _ROWS], np.float64)
                 parts.append(_of_targets(rows, ids, start))
                 start += len(rows)
                 told(len(rows))
@@ -150,7 +151,7 @@ def compare_predictions(
     for ids in windows:
         start = 0
         for pair in _side_by_side(reference.logits(ids), model.logits(ids)):
-            theirs, ours = map(_log_softmax, pair)  # (R, V)
+            theirs, ours = (log_softmax(each, np.float64) for each in pair)  # (R, V)
             wanted.append(_of_targets(theirs, ids, start))
             logprobs.append(_of_targets(ours, ids, start))
             values.append((np.exp(theirs) * (theirs - ours)).sum(axis=1))
@@ -185,13 +186,6 @@ def _side_by_side(one: Iterator[Floats], other: Iterator[Floats]) -> Iterator[tu
             right = next(other, right)
         if not len(left) or not len(right):
             return
-
-
-def _log_softmax(logits: Floats) -> Doubles:  # (R, V)
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return shifted
 
 
 def _of_targets(rows: Doubles, ids: Sequence[int], start: int) -> Doubles:  # (R, V) -> (R',)

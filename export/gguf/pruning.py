@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import rms_norm
+from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.bundle.gguf.metadata import GgufArray
 from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.bundle.spec import DecoderSpec
@@ -178,12 +178,6 @@ def _divergence(reference: Floats, states: Floats, head: Floats) -> float:  # (T
     total = 0.0
     for start in range(0, len(states), _ROWS):
         rows = slice(start, start + _ROWS)
-        wanted, found = (_log_softmax(x[rows] @ head.T) for x in (reference, states))
+        wanted, found = (log_softmax(x[rows] @ head.T, np.float32) for x in (reference, states))
         total += float((np.exp(wanted) * (wanted - found)).sum(dtype=np.float64))
     return total / len(states)
-
-
-def _log_softmax(logits: Floats) -> Floats:  # (T, V) -> (T, V)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result

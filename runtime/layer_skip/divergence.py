@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from edgeinfer.bundle.arithmetic import log_softmax
 from edgeinfer.runtime.arrays import Floats
 
 __all__ = ["DivergenceLimit", "divergence", "entropy_bits", "likeliest"]
@@ -33,17 +34,10 @@ def likeliest(logits: Floats) -> tuple[int, float]:  # (V,)
 
 def divergence(whole: Floats, reduced: Floats) -> float:  # (V,), (V,)
     """Kullback-Leibler divergence of the reduced model's prediction from the whole model's, in nats."""
-    ours, theirs = _log_softmax(reduced), _log_softmax(whole)
+    ours, theirs = log_softmax(reduced, np.float64), log_softmax(whole, np.float64)
     probabilities = np.exp(theirs)
     possible = probabilities > 0
     return max(0.0, float((probabilities[possible] * (theirs[possible] - ours[possible])).sum()))
-
-
-def _log_softmax(logits: Floats) -> np.ndarray[tuple[int], np.dtype[np.float64]]:  # (V,)
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max()
-    shifted -= np.log(np.exp(shifted).sum())
-    return shifted
 
 
 class DivergenceLimit:

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.arithmetic import rms_norm
+from edgeinfer.bundle.arithmetic import log_softmax, rms_norm
 from edgeinfer.errors import BudgetError, EdgeInferError, StorageError, UsageError
 from edgeinfer.export.source.calibration_text import LENGTH, read_calibration_text
 from edgeinfer.quant import METHODS, QuantScheme
@@ -177,7 +177,7 @@ class _Judge:
         final, parts, same = self._final(weights), [], 0
         for start in range(0, len(final), _ROWS):
             rows = slice(start, start + _ROWS)
-            wanted, got = (_log_softmax(x[rows] @ self._head.T) for x in (self._reference, final))
+            wanted, got = (log_softmax(x[rows] @ self._head.T, np.float32) for x in (self._reference, final))
             parts.append((np.exp(wanted) * (wanted - got)).sum(axis=1, dtype=np.float64))
             same += int((wanted.argmax(axis=1) == got.argmax(axis=1)).sum())
         return np.concatenate(parts), same / len(final)
@@ -195,12 +195,6 @@ class _Judge:
         for layer in range(spec.num_layers):
             states = walk.run(layer, states)
         return rms_norm(states[0], original("final_norm"), spec.norm_eps)
-
-
-def _log_softmax(logits: Floats) -> Floats:  # (T, V) -> (T, V)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
 
 
 class _Bench:
