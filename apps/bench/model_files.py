@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from edgeinfer.apps.bench.cost_expanded import (
 from edgeinfer.apps.bench.driver import child_environment, engine_environment
 from edgeinfer.apps.bench.synthetic import Shape, convert_checkpoint, write_random_checkpoint
 from edgeinfer.bundle.gguf.reader import read_gguf
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BackendError
 
 __all__ = [
@@ -263,8 +263,7 @@ def expanded_bundle(checkpoint: Path, factor: int, folder: Path) -> Path:
 
 def _digest(checkpoint: Path) -> str:
     """The beginning of the hash of a checkpoint's weights."""
-    with (checkpoint / "model.safetensors").open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
+    return digest_of(checkpoint / "model.safetensors")[:8]
 
 
 def tree_bytes(path: Path) -> int:

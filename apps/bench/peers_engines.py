@@ -5,7 +5,6 @@ To add an engine: a class in engines/, its line in worker.ENGINES, and a line in
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -25,6 +24,7 @@ from edgeinfer.apps.bench.model_files import Artifacts, BundleKind, ModelFiles
 from edgeinfer.apps.bench.prompts import builtin_prompts, tokenize_prompts
 from edgeinfer.apps.bench.synthetic import SHAPES, write_header
 from edgeinfer.bundle import Bundle, open_bundle
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import BackendError, CheckpointError, UsageError
 
 __all__ = [
@@ -153,8 +153,7 @@ def checkpoint_model(folder: Path, source: Path) -> PeerModel:
         hint = "Give a folder with config.json and model.safetensors."
         raise CheckpointError(f"{source} is no checkpoint in one file.", hint)
     config = json.loads((source / "config.json").read_text("utf-8"))
-    with (source / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = digest_of(source / "model.safetensors")
     name = source.resolve().name
     files = _CheckpointFiles(folder / f"{name}-{digest[:8]}", name, source)
     longest = config.get("max_position_embeddings", 0)

@@ -6,12 +6,12 @@ stays, and put where the library looks for them.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import HubError
 from edgeinfer.hub.client import Progress, bar_class, hub_errors, library
 
@@ -23,7 +23,6 @@ _LARGE_BYTES = 10_000_000
 _LARGEST_BYTES = 50_000_000_000
 _UNFINISHED = ".edgeinfer.incomplete"
 _SHA256_LETTERS = 64
-_CHUNK = 1 << 20
 
 
 def fetch_large(
@@ -104,14 +103,6 @@ def _complete(part: Path, size: int, etag: str, name: str, get: Callable[[Any, i
         had = 0
     with part.open("ab") as file:
         get(file, had)
-    if had and len(etag) == _SHA256_LETTERS and _digest(part) != etag:
+    if had and len(etag) == _SHA256_LETTERS and digest_of(part) != etag:
         part.unlink()
         raise HubError(f"{name} was damaged while it was fetched.", "Ask again; it is fetched from the beginning.")
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

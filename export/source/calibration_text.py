@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import CheckpointError, UsageError
 
 __all__ = ["CalibrationText", "read_calibration_text"]
@@ -61,7 +61,7 @@ def read_calibration_text(path: Path, tokenizer: bytes, tokens: int, context: in
     sizes = [body] * (count - 1) + [needed - (count - 1) * body]
     starts = np.linspace(0, len(ids) - sizes[-1], count).astype(np.int64)
     texts = [np.concatenate([begin, ids[start : start + size]]) for start, size in zip(starts, sizes, strict=True)]
-    return CalibrationText(tuple(texts), _digest(path))
+    return CalibrationText(tuple(texts), digest_of(path))
 
 
 def _sample(path: Path) -> str:
@@ -96,8 +96,3 @@ def _tokenize(text: str, tokenizer: bytes) -> tuple[NDArray[np.int64], NDArray[n
         message = f"The checkpoint's tokenizer cannot be used: {error}."
         raise CheckpointError(message, "Download the checkpoint again.") from error
     return np.asarray(ids, np.int64), np.asarray(begin, np.int64)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgeinfer.bundle.writing import new_file
+from edgeinfer.bundle.writing import digest_of, new_file
 from edgeinfer.errors import StorageError, TemplateError, UsageError
 
 if TYPE_CHECKING:  # making dialogues needs no torch
@@ -118,8 +118,7 @@ def open_tokens(path: Path) -> TokenFile:
         StorageError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest_of(path)
         ids = np.memmap(path, np.dtype("<u4"), "r") if path.stat().st_size else np.empty(0, np.uint32)
     except (OSError, ValueError) as error:
         raise StorageError(f"Cannot read {path}: {error}.", "Remove it; it will be written again.") from error

@@ -6,12 +6,12 @@ One context has one adapter at a time, so a backend changes it between passes.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.gguf.library import logged_error
+from edgeinfer.bundle.writing import digest_of
 from edgeinfer.errors import AdapterError, BackendError
 
 __all__ = ["LlamaAdapters"]
@@ -61,5 +61,4 @@ def _digest(path: Path) -> str:
     if path.suffix != ".gguf" or not path.is_file():
         message = f"{path} is no GGUF file, which adapters of GGUF models are."
         raise AdapterError(message, "Convert it with llama.cpp's convert_lora_to_gguf.py.")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(path)

@@ -25,7 +25,7 @@ import onnxruntime as ort
 from edgeinfer.bundle import PORTABLE, WEIGHTS, Bundle, write_file
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
-from edgeinfer.bundle.writing import storage_errors
+from edgeinfer.bundle.writing import digest_of, storage_errors
 from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.onnx.packed_graph import Copy, products, weights_in, with_copies
@@ -158,7 +158,7 @@ def _whole(folder: Path) -> _Table | None:
         if (status.st_size, status.st_mtime_ns) == (table.size, table.changed):
             return table
         # Restored from a backup, perhaps: then it is the same, and only its time is new.
-        if status.st_size == table.size and _digest(packed) == table.sha256:
+        if status.st_size == table.size and digest_of(packed) == table.sha256:
             table = dataclasses.replace(table, changed=status.st_mtime_ns)
             write_file(folder / _TABLE, table.to_json().encode())
             return table
@@ -169,11 +169,6 @@ def _whole(folder: Path) -> _Table | None:
         _log.warning("%s cannot be read: %s.", folder, str(error).rstrip(".") or type(error).__name__)
     _log.warning("%s is damaged and will be rebuilt.", packed)
     return None
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _build(bundle: Bundle, folder: Path, progress: Progress | None) -> None:
@@ -242,5 +237,5 @@ def _fill(source: RunnableGraph, work: Path, progress: Progress | None) -> None:
     if progress is not None:
         progress("packing", len(alone), len(alone))
     status = (work / PACKED).stat()
-    table = _Table(status.st_size, status.st_mtime_ns, _digest(work / PACKED), copies)
+    table = _Table(status.st_size, status.st_mtime_ns, digest_of(work / PACKED), copies)
     write_file(work / _TABLE, table.to_json().encode())
