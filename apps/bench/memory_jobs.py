@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import edgeinfer
 from edgeinfer.apps.bench.enforced import set_limit
 from edgeinfer.apps.bench.synthetic import pseudo_text
-from edgeinfer.apps.bench.watch import Growth
+from edgeinfer.apps.bench.watch import Growth, resident_bytes
 from edgeinfer.errors import BudgetError
 from edgeinfer.results import Result
 
@@ -140,7 +138,7 @@ def time_replies(
             plan, growth = loaded.plan, Growth()
             timed = [_timed_reply(loaded, ids, max_tokens, ignore_eos) for ids in prompts]
             replies = [reply for reply, _ in timed]
-            generation, mapped = growth.bytes(), _resident_weights(model)
+            generation, mapped = growth.bytes(), resident_bytes(Path(model) / "weights.bin")
     except BudgetError as error:
         return {"refused": error.message}
     return {
@@ -166,14 +164,6 @@ def _timed_reply(model: Any, ids: Sequence[int], max_tokens: int, ignore_eos: bo
         started = time.process_time()
         reply: Result = stream.complete()
     return reply, (time.process_time() - started) * 1e3 / max(len(reply.token_ids) - 1, 1)
-
-
-def _resident_weights(model: str) -> int:
-    """Bytes of the weights' file that this process has in memory; 0 where it maps none, or the system does not say."""
-    if sys.platform != "linux":
-        return 0
-    weights = str((Path(model) / "weights.bin").resolve())
-    return sum(mapped.rss for mapped in psutil.Process().memory_maps() if mapped.path == weights)
 
 
 def message_text(model: Any, tokens: int, seed: int) -> str:

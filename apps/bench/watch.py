@@ -24,6 +24,7 @@ __all__ = [
     "Watched",
     "mapped_files",
     "peak_bytes",
+    "resident_bytes",
     "run_watched",
     "watch",
 ]
@@ -174,6 +175,13 @@ def mapped_files(pid: int) -> tuple[Path, ...]:
     lines = maps.read_text("utf-8", "surrogateescape").splitlines()
     named = (line.split(maxsplit=5)[5] for line in lines if " /" in line)
     return tuple(path for name in dict.fromkeys(named) if (path := Path(name)).is_file())
+
+
+def resident_bytes(path: Path) -> int:
+    """Bytes of a file that this process has in memory; 0 where it maps none, or the system does not say."""
+    if sys.platform != "linux":
+        return 0
+    return sum(mapped.rss for mapped in psutil.Process().memory_maps() if mapped.path == str(path.resolve()))
 
 
 def _own_sample() -> _Sample:

@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from edgeinfer.apps.bench.watch import mapped_memory
+from edgeinfer.apps.bench.watch import resident_bytes
 from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, open_bundle
 from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
@@ -141,7 +141,7 @@ def test_opening_a_session_keeps_few_of_the_copies_that_it_compares(
 
     for name, step in (("all", None), ("few", drop_mapped)):
         session = OrtSession(str(graph.model), 1, step=step)
-        kept[name] = mapped_memory(os.getpid(), graph.weights).resident_bytes
+        kept[name] = resident_bytes(graph.weights)
         del session
     layers = [t for t in tensors_in(export("4-bit").manifest, PORTABLE) if t.name.startswith("layers.")]
     assert kept["all"] >= sum(length for _, length in graph.copies)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgeinfer.apps.bench import memory_jobs, watch
+from edgeinfer.apps.bench import watch
 from edgeinfer.apps.bench.timing import DECODE, Spread, rotated, visits
-from edgeinfer.apps.bench.watch import _Sample, run_watched
+from edgeinfer.apps.bench.watch import _Sample, resident_bytes, run_watched
 from edgeinfer.errors import BackendError
 
 NAMES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=5, unique=True)
@@ -99,10 +99,10 @@ def test_watching_a_child_that_fails_tells_its_last_line() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
-def test_what_a_process_has_of_its_weights(tmp_path: Path) -> None:
-    path = tmp_path / "weights.bin"
+def test_what_a_process_has_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mapped"
     path.write_bytes(bytes(range(256)) * 4096)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
         assert sum(memory[:: mmap.PAGESIZE]) == 0
-        assert memory_jobs._resident_weights(str(tmp_path)) == 1 << 20
-    assert memory_jobs._resident_weights(str(tmp_path)) == 0
+        assert resident_bytes(path) == 1 << 20
+    assert resident_bytes(path) == 0
