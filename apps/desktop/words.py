@@ -29,7 +29,8 @@ _SENTENCES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"edgeinfer export", "Import it under Models."),
         (r"--data\b", "Free some space, or check who may write there."),
         (r"--memory|\bmemory=|--kv\b", "Choose a larger memory budget under Models."),
-        (r"--context|\bcontext=|larger context", "Choose another context under Models."),
+        (r"larger context", "Shorten it, leave out older messages, or choose a larger context under Models."),
+        (r"--context|\bcontext=", "Choose another context under Models."),
         (r"Unset it", "It is set where edgeinfer was started."),
         (r"`|(?<!\S)--?[a-z]|\b[a-z_]+=\S|\bedgeinfer [a-z]+ |\bpip\b", ""),
     )

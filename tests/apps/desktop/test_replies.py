@@ -183,7 +183,7 @@ def test_full_context(window: Window) -> None:
     id = window.new()
     failed = window.ask(id, "word " * 2000)
     assert (failed["status"], failed["error"]["code"], failed["content"]) == ("error", "context_full", "")
-    assert failed["error"]["hint"]
+    assert failed["error"]["hint"].startswith("Shorten it, leave out older messages")
     # What failed is no part of what comes after.
     done = window.ask(id, "Tell me a story.", failed["id"])
     assert done["status"] == "complete"

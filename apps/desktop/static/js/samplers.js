@@ -74,13 +74,13 @@ export const OPTIONS = [
   },
   {
     name: "when_full",
-    label: "When the context is full",
+    label: "Full context",
     choices: [
       ["stop", "Stop and ask"],
-      ["leave_out_oldest", "Leave out the oldest messages"],
+      ["leave_out_oldest", "Leave out oldest"],
     ],
     usual: "stop",
-    help: "Messages that are left out stay here; the model no longer reads them.",
+    help: "When a chat outgrows the context. Messages that are left out stay here, but are no longer read.",
   },
 ];
 
