@@ -18,7 +18,7 @@ from edgeinfer.export.training.layers import (
     draw_matrices,
     save_module,
 )
-from edgeinfer.export.training.options import require
+from edgeinfer.options import require
 
 __all__ = ["BlockDrafter", "BlockShape"]
 

@@ -26,10 +26,11 @@ from edgeinfer.export.training.block_drafter import BlockDrafter, BlockShape
 from edgeinfer.export.training.losses import in_pieces
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.module_training import ModuleTask, ModuleTraining, sizes_like, train_module
-from edgeinfer.export.training.options import DraftTrainOptions, require
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.samples import Replier
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 __all__ = ["DflashOptions", "DflashTask", "train_dflash"]

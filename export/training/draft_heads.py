@@ -20,9 +20,9 @@ from edgeinfer.bundle.heads import STATE_EPS, Heads
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import require
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile, frequent_tokens
+from edgeinfer.options import require
 
 __all__ = ["HeadsShape", "HeadsTask", "HydraTask", "MedusaTask", "final_states", "half"]
 

@@ -20,10 +20,11 @@ from edgeinfer.export.training.chain_task import ChainTask, Taught, drafted_toke
 from edgeinfer.export.training.eagle_head import EagleHead, HeadShape, default_taps
 from edgeinfer.export.training.models import Target
 from edgeinfer.export.training.module_training import ModuleTraining, sizes_like, train_module
-from edgeinfer.export.training.options import DraftTrainOptions, require
+from edgeinfer.export.training.options import DraftTrainOptions
 from edgeinfer.export.training.samples import Replier
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 __all__ = ["EagleOptions", "EagleTask", "train_eagle"]

@@ -19,7 +19,7 @@ from edgeinfer.export.training.layers import (
     mapped_tokens,
     save_module,
 )
-from edgeinfer.export.training.options import require
+from edgeinfer.options import require
 
 __all__ = ["EagleHead", "HeadShape", "default_taps"]
 

@@ -25,10 +25,11 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.losses import taught_divergence
 from edgeinfer.export.training.models import Target, layer_states, require_plain, save_checkpoint
-from edgeinfer.export.training.options import TrainOptions, require
+from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.tasks import TeacherProbabilities, teacher_probabilities
 from edgeinfer.export.training.text import TextSource
 from edgeinfer.export.training.trainer import Trained, Trainer
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 __all__ = ["ExitsOptions", "ExitsTask", "ExitsTraining", "exit_weight", "layer_dropout", "tune_exits"]

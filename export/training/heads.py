@@ -17,13 +17,14 @@ from edgeinfer.errors import UsageError
 from edgeinfer.export.training.acceptance_head import AcceptanceHeadTask
 from edgeinfer.export.training.draft_heads import HeadsShape, HydraTask, MedusaTask
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import TrainOptions, require
+from edgeinfer.export.training.options import TrainOptions
 from edgeinfer.export.training.prompt_tokens import PromptTask
 from edgeinfer.export.training.routers import RoutersTask, SkipAdapterTask
 from edgeinfer.export.training.samples import Replier, SampleOptions, TorchReplier, sample
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TextSource, TokenFile
 from edgeinfer.export.training.trainer import Task, Trained, Trainer
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 __all__ = ["HeadsOptions", "HeadsTraining", "train_heads"]

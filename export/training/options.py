@@ -6,22 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from edgeinfer.errors import UsageError
-from edgeinfer.wording import Setting
+from edgeinfer.options import require
 
-__all__ = ["DEVICES", "DraftTrainOptions", "TrainOptions", "require"]
+__all__ = ["DEVICES", "DraftTrainOptions", "TrainOptions"]
 
 DEVICES = ("auto", "cpu", "cuda")
-
-
-def require(condition: bool, name: str, value: Any, rule: str) -> None:
-    """Refuses a value that an option cannot have.
-
-    Raises:
-        UsageError: the condition does not hold.
-    """
-    if not condition:
-        raise UsageError(Setting(name, value) + " is out of range.", Setting(name) + f" must be {rule}.")
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.export.training.draft_heads import final_states
 from edgeinfer.export.training.losses import divergence
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import require
 from edgeinfer.export.training.tasks import Batches
 from edgeinfer.export.training.text import TokenFile
+from edgeinfer.options import require
 
 __all__ = ["RoutersTask", "SkipAdapterTask"]
 

@@ -19,8 +19,8 @@ from edgeinfer.bundle import write_file
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import UsageError
 from edgeinfer.export.training.models import Target
-from edgeinfer.export.training.options import require
 from edgeinfer.export.training.text import TextSource, TokenFile, open_tokens, write_tokens
+from edgeinfer.options import require
 from edgeinfer.results import Progress
 
 __all__ = ["Replier", "SampleOptions", "TorchReplier", "TrainingText", "open_text", "sample"]

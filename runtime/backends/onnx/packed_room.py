@@ -17,6 +17,7 @@ from pathlib import Path
 
 from edgeinfer.config import format_size
 from edgeinfer.errors import StorageError
+from edgeinfer.user_folders import written
 from edgeinfer.wording import Setting
 
 __all__ = ["make_room", "private_folder", "processor_key", "used"]
@@ -63,7 +64,7 @@ def make_room(folder: Path, size: int) -> None:
     """
     others = [f for f in _children(folder.parent) if f != folder and not f.name.startswith(_TEMPORARY)]
     for left in _children(folder.parent):
-        if left.name.startswith(_TEMPORARY) and time.time() - _touched(left) > _ABANDONED_SECONDS:
+        if left.name.startswith(_TEMPORARY) and time.time() - written(left) > _ABANDONED_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
     taken = {other: _bytes(other) for other in others}
     free = shutil.disk_usage(folder.parent).free
@@ -73,7 +74,7 @@ def make_room(folder: Path, size: int) -> None:
         raise StorageError(
             message, "Free some space, or pack the weights in memory with " + Setting("weights", "packed") + "."
         )
-    for other in sorted(others, key=_touched):
+    for other in sorted(others, key=written):
         if sum(taken.values()) + size <= most:
             return
         shutil.rmtree(other, ignore_errors=True)
@@ -82,13 +83,6 @@ def make_room(folder: Path, size: int) -> None:
 
 def _children(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-
-
-def _touched(path: Path) -> float:
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _bytes(folder: Path) -> int:
