@@ -288,7 +288,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
     # The tokenizer first, where it has a file of its own: parsing it takes more than it keeps, and what it frees must
     # be gone before the weights come.
     parsed = parsed_tokenizer(lambda: TOKENIZERS[keeping](bundle)) if keeping in TOKENIZERS else None
-    backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings)
+    backend = make_backend(subject.choice, config, plan.configuration, request.progress, bundles.settings, plan.room)
     if not subject.device.on_cpu:
         from edgeinfer.runtime.backends.onnx.selfcheck import check_first_pass
 

@@ -39,6 +39,7 @@ class BackendOrder:
         progress: called while weights are converted or loaded.
         device: that the model runs on.
         settings: that were tuned, and hold beside what the caller set.
+        room: bytes of the weights that the system can keep in memory; None where it keeps all.
     """
 
     bundle: Bundle
@@ -48,6 +49,7 @@ class BackendOrder:
     progress: Progress | None
     device: Device = CPU
     settings: TunedSettings = UNTUNED
+    room: int | None = None
 
     @property
     def threads(self) -> int:

@@ -149,6 +149,7 @@ def make_backend(
     configuration: Configuration,
     progress: Progress | None = None,
     settings: TunedSettings = UNTUNED,
+    room: int | None = None,
 ) -> Backend:
     """The backend that was chosen.
 
@@ -156,6 +157,7 @@ def make_backend(
         configuration: as planned.
         progress: called while weights are converted to the layout that runs, or loaded.
         settings: that were tuned, and hold beside what the caller set.
+        room: as of `BackendOrder`.
 
     Raises:
         DeviceError: the device fails.
@@ -165,5 +167,5 @@ def make_backend(
     if not factory.adapts:
         config.refuse_adapters(factory.engine())
     config = with_measured_policy(config, choice.bundle)
-    order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings)
+    order = BackendOrder(choice.bundle, choice.layout, config, configuration, progress, choice.device, settings, room)
     return factory.make(order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from edgeinfer.errors import ContextLengthError, UsageError
 from edgeinfer.runtime.planning.configuration import Configuration, GrammarMode, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import PlanInput
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
 from edgeinfer.wording import Setting
 
 __all__ = ["Drafting", "configurations", "draft_configuration", "modest_configurations", "wanted_context"]
@@ -24,6 +26,8 @@ _SMALLEST_CONTEXT = 256
 _CHUNKS = (64, 32, 16, 8)
 # Layers that are in memory together while the weights are streamed, and shares of the experts where some are left out.
 _WINDOWS = (8, 4, 2, 1)
+# Shares of the layers that are streamed, one at a time, where head and the other layers stay.
+_STREAMED_SHARES = (1 / 12, 1 / 6, 1 / 4, 5 / 12, 7 / 12, 3 / 4, 11 / 12)
 _EXPERT_SHARES = (0.75, 0.5, 0.375, 0.25, 0.125)
 
 
@@ -85,12 +89,21 @@ class Drafting(NamedTuple):
     model: bool
 
 
+class _Weights(NamedTuple):
+    """Where the weights are; as of `Configuration`."""
+
+    mode: str
+    window_layers: int = 0
+    expert_bytes: int = 0
+    kept_layers: int = 0
+
+
 class _Dimensions(NamedTuple):
     """What is open, each from no concession to the largest."""
 
     contexts: tuple[int, ...]
     kv_types: tuple[str, ...]
-    weights: tuple[tuple[str, int, int], ...]
+    weights: tuple[_Weights, ...]
     drafts: Sequence[Drafting]
     chunks: tuple[int, ...]
     tokenizers: tuple[TokenizerMode, ...]
@@ -110,20 +123,21 @@ def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Draf
 
 
 def _product(dimensions: _Dimensions) -> Iterator[Configuration]:
-    for context, kv, (weights, window, experts), drafts, chunk, tokenizer, grammars in itertools.product(*dimensions):
+    for context, kv, weights, drafts, chunk, tokenizer, grammars in itertools.product(*dimensions):
         drafters, most, draft_model = drafts
         yield Configuration(
             context,
             min(chunk, context),
             kv,
-            weights,
-            window,
+            weights.mode,
+            weights.window_layers,
             drafters,
             most,
             tokenizer,
-            experts,
+            weights.expert_bytes,
             draft_model=draft_model,
             grammars=grammars,
+            kept_layers=weights.kept_layers,
         )
 
 
@@ -172,8 +186,7 @@ def _chunks(plan_input: PlanInput) -> tuple[int, ...]:
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int, int], ...]:
-    """Modes, each with its layers in a window and its bytes of experts."""
+def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[_Weights, ...]:
     modes = plan_input.weights_modes
     if config.weights is not None:
         if config.weights not in modes:
@@ -189,19 +202,29 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[tuple[str, int,
         modes = ("experts",)
     elif plan_input.settings.weights in modes:
         modes = (plan_input.settings.weights, *(mode for mode in modes if mode != plan_input.settings.weights))
-    layers = plan_input.manifest.geometry.num_layers
-    found: list[tuple[str, int, int]] = []
+    found: list[_Weights] = []
     for mode in modes:
         if mode == "streamed":
-            windows = [window for window in _WINDOWS if window < layers] or [1]
-            # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
-            windows += [layers] if plan_input.layout == NATIVE and windows[0] < layers else []
-            found += [(mode, window, 0) for window in windows]
+            found += _streamed(plan_input)
         elif mode == "experts":
-            found += [(mode, 0, size) for size in _expert_bytes(plan_input, config)]
+            found += [_Weights(mode, expert_bytes=size) for size in _expert_bytes(plan_input, config)]
         else:
-            found.append((mode, 0, 0))
+            found.append(_Weights(mode))
     return tuple(found)
+
+
+def _streamed(plan_input: PlanInput) -> Iterator[_Weights]:
+    layers = plan_input.manifest.geometry.num_layers
+    windows = [window for window in _WINDOWS if window < layers] or [1]
+    yield from (_Weights("streamed", window) for window in windows)
+    if plan_input.layout == NATIVE and windows[0] < layers:
+        # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
+        yield _Weights("streamed", layers)
+        counts = dict.fromkeys(math.ceil(layers * share) for share in _STREAMED_SHARES)
+        kept = [layers - count for count in counts if count < layers]
+        # Of small layers nothing is whole pieces of the file, which alone are dropped beside what stays.
+        runs = layer_runs(tensors_in(plan_input.manifest, NATIVE))
+        yield from (_Weights("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
 
 
 def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:

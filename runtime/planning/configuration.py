@@ -32,6 +32,7 @@ class Configuration:
         kv: how the cache stores numbers, one of KV_TYPES.
         weights: where the weights are, one of WEIGHTS_MODES.
         window_layers: layers in memory together where the weights are streamed; 0 where all are.
+        kept_layers: further layers that stay in memory, and head and embedding with them; 0 where none of these do.
         drafters: names of those that may draft.
         draft_max: tokens in a draft at most; 0 is no speculation.
         tokenizer: one of `TokenizerMode`.
@@ -55,6 +56,7 @@ class Configuration:
     draft_model: bool = False
     gpu_layers: int = 0
     grammars: GrammarMode = "none"
+    kept_layers: int = 0
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class BudgetPoint:
         """How it runs, for people."""
         way = self.configuration
         window = f", {way.window_layers} layers at a time" if way.window_layers else ""
+        window += f" beside {way.kept_layers} that stay" if way.kept_layers else ""
         drafts = f"drafts of up to {way.draft_max}" if way.draft_max else "no drafting"
         return f"{way.weights} weights{window}, {way.kv} cache, {drafts}"
 

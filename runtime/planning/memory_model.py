@@ -54,7 +54,7 @@ class MemoryModel:
         self._config = config
         self.process = process
         self._reserve = reserve
-        self._weights: dict[tuple[str, int, int, int, int, int], Footprint] = {}
+        self._weights: dict[tuple[str, int, int, int, int, int, int], Footprint] = {}
         self._adapters = sum(adapter_bytes(Path(path)) for path in config.adapters.values())
         self._drafters: dict[Configuration, Footprint] = {}
 
@@ -65,7 +65,8 @@ class MemoryModel:
         assert options is not None, "whoever plans a target says what options take"
         c = configuration
         # Static bundles copy weights for each graph that drafts and prompts need.
-        key = c.weights, c.window_layers, c.expert_bytes, c.gpu_layers, c.prefill_chunk, c.draft_max
+        where = c.weights, c.window_layers, c.kept_layers, c.expert_bytes, c.gpu_layers
+        key = *where, c.prefill_chunk, c.draft_max
         if key not in self._weights:
             self._weights[key] = plan_input.memory.weights(configuration)
         running = (

@@ -109,6 +109,11 @@ class MemoryPlan:
         return self.configuration.draft_max
 
     @property
+    def room(self) -> int | None:
+        """Bytes of weights that the system can keep in memory; None where it keeps all."""
+        return None if self.disk is None else self.disk.room
+
+    @property
     def terms(self) -> dict[str, int]:
         """Bytes by term, of both kinds of pages."""
         return self.footprint.terms

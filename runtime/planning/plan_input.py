@@ -136,7 +136,8 @@ class PlanInput:
         """What passes cost, and may round, as in no other way of running the model: the kind of cache, streaming,
         experts left out of memory, layers on a graphics processor; "" is the usual one."""
         usual = self.variant_of(configuration.kv, configuration.weights)
-        streamed = f" streamed {configuration.window_layers}" if configuration.window_layers else ""
+        kept = f" beside {configuration.kept_layers}" if configuration.kept_layers else ""
+        streamed = f" streamed {configuration.window_layers}{kept}" if configuration.window_layers else ""
         experts = f" experts {configuration.expert_bytes}" if configuration.expert_bytes else ""
         layers = f" gpu {configuration.gpu_layers}" if configuration.gpu_layers else ""
         return usual + streamed + experts + layers

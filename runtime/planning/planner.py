@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, Protocol
 
+from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -41,6 +42,7 @@ from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.disk_rate import kept_rate
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms
+from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
 
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
@@ -72,6 +74,8 @@ _PARSING_MS_PER_BYTE = 6e-5
 # Terms that grow while the model is used, and which are not alive between two turns.
 _KNOWN = ("kv", "prefix_cache")
 _TRANSIENT = ("activations", "loading")
+# What cannot change under a loaded model.
+_LASTING = ("window_layers", "kept_layers", "expert_bytes", "tokenizer", "draft_model")
 # Less than this is what the allocator keeps now and then.
 _NOTICED_BYTES = 8_000_000
 
@@ -124,7 +128,7 @@ def _plan(
     plan = search(plan_input, config, memory, speed, all_ways=all_ways)
     if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
         return plan
-    free = free_memory()
+    free = free_memory(round(NEEDED_SHARE * memory.process.file))
 
     @functools.cache
     def beside(configuration: Configuration) -> int:
@@ -151,8 +155,6 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
     geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
-    head = pass_bytes(t for t in tensors if t.name == "head")
-    arrays = sum(find_expert(t.name) is None for t in tensors)
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
@@ -164,13 +166,9 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
 
     def again_ms(configuration: Configuration, rows: int) -> float:
         """What reading weights again adds to a pass over so many rows."""
-        window, kept, needed = configuration.window_layers, configuration.expert_bytes, experts.needed(rows)
-        if window >= geometry.num_layers:
-            return reread_ms(head)
-        if window:
-            # The embedding and the head are windows of their own.
-            windows = 2 + -(-geometry.num_layers // window)
-            return reread_ms(pages - experts.total + needed, arrays, windows * geometry.num_layers)
+        kept, needed = configuration.expert_bytes, experts.needed(rows)
+        if configuration.window_layers:
+            return _streamed_again_ms(configuration, tensors, pages - experts.total + needed)
         return reread_ms((1 - kept / experts.total) * needed) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
@@ -196,7 +194,25 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         return known[key]
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
-    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts))
+    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts, layer_runs(tensors)))
+
+
+def _streamed_again_ms(configuration: Configuration, tensors: Sequence[TensorEntry], whole: float) -> float:
+    """What reading weights again adds to a pass where they are streamed.
+
+    Args:
+        whole: bytes that the pass reads in all.
+    """
+    layers, arrays = layer_runs(tensors), sum(find_expert(t.name) is None for t in tensors)
+    window, kept = configuration.window_layers, configuration.kept_layers
+    if kept:
+        sizes = window_bytes(layers, window, kept)
+        return reread_ms(sum(sizes), round((1 - kept / len(layers)) * arrays), len(sizes) * len(layers))
+    if window >= len(layers):
+        return reread_ms(pass_bytes(t for t in tensors if t.name == "head"))
+    # The embedding and the head are windows of their own.
+    windows = 2 + -(-len(layers) // window)
+    return reread_ms(whole, arrays, windows * len(layers))
 
 
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
@@ -280,8 +296,7 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         fixed = dataclasses.replace(config, **chosen)
 
         def changeable(other: Configuration) -> bool:
-            fixed = other.window_layers, other.expert_bytes, other.tokenizer, other.draft_model
-            if fixed != (mine.window_layers, mine.expert_bytes, mine.tokenizer, mine.draft_model):
+            if any(getattr(other, name) != getattr(mine, name) for name in _LASTING):
                 return False
             # The vocabulary may have been made for the engine.
             return mine.grammars in ("none", other.grammars)

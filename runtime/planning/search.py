@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
@@ -144,12 +144,12 @@ class _Choice:
         """Whether a candidate is within the budget."""
         return self.budget is None or candidate.bytes <= self.budget
 
-    def ordered(self, configurations: Sequence[Configuration]) -> Sequence[Configuration]:
+    def ordered(self, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
         """The first, which gives up nothing; the others from the best to the worst, of equals the one before."""
-        if self.budget is None:
-            return configurations
         # Where all fits nothing is given up, though measurements may call one of the others a little faster.
-        return [configurations[0], *sorted(configurations[1:], key=self.worth, reverse=True)]
+        yield configurations[0]
+        others = configurations[1:]
+        yield from others if self.budget is None else sorted(others, key=self.worth, reverse=True)
 
     def of(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """The first of `ordered` that fits, and where none does the best of the smallest."""
@@ -219,6 +219,8 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel, l
 
 
 def _other_weights(chosen: Configuration, wanted: Configuration, all_layers: int) -> str:
+    if chosen.kept_layers:
+        return f"{all_layers - chosen.kept_layers} of {all_layers} layers streamed instead of {wanted.weights}"
     if chosen.window_layers == all_layers:
         return f"output head streamed instead of {wanted.weights}"
     if chosen.window_layers:

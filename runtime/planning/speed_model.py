@@ -12,6 +12,7 @@ from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.economics import Prospect, asking_ms, asking_pays, decoding_rate
 from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
+from edgeinfer.runtime.weights.windows import Run, dropped_windows, window_bytes
 
 __all__ = [
     "LEAST_MS",
@@ -43,9 +44,9 @@ _PLAIN = 1 - 1e-6
 # reckoned with until the device was measured (docs/LOG.md, 2026-11-21: 9 to 34 GB/s, 5% to 15% a row).
 _READ_PER_MS = 12_000_000
 _ROW_SHARE = 0.12
-# Bytes that the system drops too early, and reads again, for each that it has no room for (docs/LOG.md, 2026-11-26,
-# fifth).
-_DROPPED_EARLY = 1.4
+# Bytes that the system drops too early, and reads again, for each that it has no room for: of what is read again and
+# again in one order, and of experts, which are not (docs/LOG.md, 2026-11-27, and 2026-11-26, fifth).
+_DROPPED_EARLY, _EXPERTS_DROPPED_EARLY = 3.0, 1.4
 # Bytes a second that a disk is taken to give until it was measured: an SSD's.
 _USUAL_DISK_RATE = 1e9
 # Milliseconds that nothing takes less than.
@@ -101,12 +102,14 @@ class DiskReads:
         rate: bytes a second that it gives; None where it has not been measured.
         always: bytes of weights that every pass reads.
         experts: of which it reads some.
+        layers: where each layer's weights lie in their file.
         room: bytes of weights that the system can keep.
     """
 
     rate: float | None
     always: int
     experts: ExpertBytes
+    layers: tuple[Run, ...] = ()
     room: int = 0
 
     @property
@@ -119,13 +122,22 @@ class DiskReads:
         """The rate that is reckoned with."""
         return self.rate or _USUAL_DISK_RATE
 
+    def pass_bytes(self, configuration: Configuration, rows: int) -> float:
+        """Bytes that a pass over so many rows reads."""
+        c, experts = configuration, self.experts.needed(rows)
+        if 0 < c.window_layers < len(self.layers):
+            sizes = window_bytes(self.layers, c.window_layers, c.kept_layers)
+            dropped = dropped_windows(sizes, self.weights, self.room)
+            return self.weights if dropped is None else sum(sizes[each] for each in dropped)
+        early = _DROPPED_EARLY
+        if c.expert_bytes:
+            experts *= 1 - c.expert_bytes / self.experts.total
+            early = _EXPERTS_DROPPED_EARLY
+        return min(1.0, early * (1 - self.room / self.weights)) * (self.always + experts)
+
     def pass_ms(self, configuration: Configuration, rows: int) -> float:
         """Milliseconds that a pass over so many rows takes for it."""
-        experts = self.experts.needed(rows)
-        if configuration.expert_bytes:
-            experts *= 1 - configuration.expert_bytes / self.experts.total
-        share = min(1.0, _DROPPED_EARLY * (1 - self.room / self.weights))
-        return 1e3 * share * (self.always + experts) / self.taken_rate
+        return 1e3 * self.pass_bytes(configuration, rows) / self.taken_rate
 
 
 def token_beside_ms(vocabulary: int) -> float:
@@ -216,7 +228,8 @@ class SpeedModel:
         asking in vain."""
         names, draft_model, most = configuration.drafters, configuration.draft_model, configuration.draft_max
         # Thousands of configurations differ only in what no token depends on.
-        where = configuration.weights, configuration.window_layers, configuration.expert_bytes, configuration.gpu_layers
+        c = configuration
+        where = c.weights, c.window_layers, c.kept_layers, c.expert_bytes, c.gpu_layers
         room = None if self._room is None else self._room(configuration)
         key = configuration.kv, where, names, draft_model, most, room
         if key not in self._rounds:

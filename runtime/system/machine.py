@@ -25,8 +25,10 @@ __all__ = [
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNTS = {"": (Path("/sys/fs/cgroup"), "memory.max")}
 _MOUNTS |= {"memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")}
-# What the group's processes have of their own, by the file beside the limit: of cgroup 2, and of cgroup 1.
+# What the group's processes have of their own, and have mapped of files, by the file beside the limit: of cgroup 2, and
+# of cgroup 1.
 _USED = re.compile(r"^(?:anon|total_rss) (\d+)$", re.MULTILINE)
+_MAPPED = re.compile(r"^(?:file_mapped|total_mapped_file) (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 _MEMINFO = Path("/proc/meminfo")
 _CPUS = Path("/sys/devices/system/cpu")
@@ -39,10 +41,15 @@ def machine_memory() -> int:
     return min([_built_in(), *(limit for path in _limit_files() if (limit := _limit(path)))])
 
 
-def free_memory() -> int:
-    """Bytes that programs can still have, those included that only pages of files take: of what `machine_memory` is."""
-    limits = ((path, limit) for path in _limit_files() if (limit := _limit(path)))
-    groups = (limit - _number(_USED, path.with_name("memory.stat")) for path, limit in limits)
+def free_memory(mapped: int = 0) -> int:
+    """Bytes that programs can still have, those included that only pages of files take: of what `machine_memory` is.
+
+    Args:
+        mapped: bytes of files that this process has in memory. A control group does not count those of them that a
+            program outside it read first, so that it has so much more.
+    """
+    limits = ((path.with_name("memory.stat"), limit) for path in _limit_files() if (limit := _limit(path)))
+    groups = (limit - _number(_USED, stat) + max(0, mapped - _number(_MAPPED, stat)) for stat, limit in limits)
     return max(0, min([_available(), *groups]))
 
 

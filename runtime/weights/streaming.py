@@ -6,12 +6,12 @@ again. The tensors are those of the layout that runs (edgeinfer.bundle.tables.te
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from edgeinfer.bundle import PORTABLE, TensorEntry
 from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up, stored_tensors
+from edgeinfer.runtime.weights.windows import LAYER, PIECE_BYTES, layer_runs, window_bytes
 
 __all__ = [
     "READ_BETWEEN",
@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _PER_LAYER = "per_layer."
-_LAYER = re.compile(r"layers\.(\d+)\.")
 # Bits that packed values have at least, and what stands before them.
 _LEAST_BITS, _PACKED_HEAD = 4, 128
 # Rows of a table that are looked up between two releases of its pages, where a pass has no more; and what the system
@@ -36,10 +35,8 @@ _LEAST_BITS, _PACKED_HEAD = 4, 128
 _LOOKUPS, _LOOKUP_BYTES = 64, 256 << 10
 # Jobs that an operator of the kernel divides a large matrix into (MOST_JOBS of ort_support.c).
 _JOBS = 64
-# The system maps whole pieces of a file, of up to 2 MB, also where a window begins or ends in the middle of one.
-_PIECE_BYTES = 2 << 20
 # Smaller arrays, as a head's scales, are not dropped while they are read: the system maps them 64 KB at a time again.
-WORTH_DROPPING = 2 * _PIECE_BYTES
+WORTH_DROPPING = 2 * PIECE_BYTES
 # Bytes of packed copies that loading reads before it lets them go, unless a part of the graph has more.
 READ_BETWEEN = 2 << 20
 # Milliseconds that a window takes for each layer of the model, which all its graph decides about, and that a page fault
@@ -73,7 +70,7 @@ def loading_bytes(tensors: Iterable[TensorEntry]) -> Iterator[tuple[int, int]]:
     """
     parts: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in _matrices(tensors):
-        layer = _LAYER.match(tensor.name)
+        layer = LAYER.match(tensor.name)
         parts[layer[1] if layer else ""].append(tensor)
     for part, own in sorted(parts.items()):
         largest = max(own, key=_read_bytes)
@@ -86,39 +83,45 @@ def _matrices(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     return [t for t in tensors if len(t.shape) == 2 and not is_looked_up(t.name)]
 
 
-def streamed_bytes(tensors: Iterable[TensorEntry], window_layers: int, dropping_threads: int = 0) -> int:
+def streamed_bytes(
+    tensors: Iterable[TensorEntry], window_layers: int, kept_layers: int = 0, *, dropping_threads: int = 0
+) -> int:
     """Most bytes of weights in memory at once where they are streamed: the largest window, head or embedding.
 
     Of the embedding all count, because around each row that is looked up the system may map far more. What per-layer
     embeddings are made of is read by every window. A window of all layers stays in memory, beside a part of the rest.
 
     Args:
+        kept_layers: that stay beside the windows, with head and embedding.
         dropping_threads: of operators that drop what they have read of embedding and head: each has a job's share of
             every large array in memory, and a piece around it. None of them do where it is 0.
     """
     tensors = list(tensors)
+    if kept_layers:
+        sizes = window_bytes(layer_runs(tensors), window_layers, kept_layers)
+        return sum(_read_bytes(t) for t in stored_tensors(tensors)) - sum(sizes) + max(sizes) + 2 * PIECE_BYTES
     always = sum(_read_bytes(t) for t in tensors if t.name.startswith(_PER_LAYER))
     always += sum(looked_up_bytes([t]) for t in tensors if t.name == PER_LAYER_TABLE)
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE and not t.name.startswith(_PER_LAYER)]
     stay = dropping_threads > 0 and layers_stay(tensors, window_layers)
     windows: dict[str | int, int] = defaultdict(int)
     for tensor in stored_tensors(tensors) if stay else tensors:
-        layer, size = _LAYER.match(tensor.name), _read_bytes(tensor)
+        layer, size = LAYER.match(tensor.name), _read_bytes(tensor)
         window = int(layer[1]) // window_layers if layer else "embedding" if is_looked_up(tensor.name) else "head"
         if dropping_threads and layer is None and tensor.bits < 32:
             size = sum(_dropped_bytes(blob.nbytes, dropping_threads) for blob in tensor.blobs)
         windows[window] += size
-    return (sum if stay else max)(windows.values()) + always + 2 * _PIECE_BYTES
+    return (sum if stay else max)(windows.values()) + always + 2 * PIECE_BYTES
 
 
 def _dropped_bytes(size: int, threads: int) -> int:
     """Bytes in memory of an array that operators drop while they read it, if it is large."""
-    return size if size < WORTH_DROPPING else min(size, threads * (-(-size // _JOBS) + _PIECE_BYTES))
+    return size if size < WORTH_DROPPING else min(size, threads * (-(-size // _JOBS) + PIECE_BYTES))
 
 
 def layers_stay(tensors: Iterable[TensorEntry], window_layers: int) -> bool:
     """Whether so many layers are all, so that head and embedding alone are streamed where operators can drop them."""
-    return all(int(layer[1]) < window_layers for t in tensors if (layer := _LAYER.match(t.name)))
+    return all(int(layer[1]) < window_layers for t in tensors if (layer := LAYER.match(t.name)))
 
 
 def pass_bytes(tensors: Iterable[TensorEntry]) -> int:

@@ -8,22 +8,20 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.experts import find_expert
-from edgeinfer.bundle.tables import PER_LAYER_TABLE
+from edgeinfer.bundle.tables import PER_LAYER_TABLE, is_looked_up
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.layouts import RunnableGraph
+from edgeinfer.runtime.weights.windows import LayerWindow, Run, streamed_runs
 
-__all__ = ["LookedUp", "Run", "WeightPages", "WeightPart"]
-
-# Offset and length of bytes in a file.
-Run = tuple[int, int]
+__all__ = ["LookedUp", "WeightPages", "WeightPart"]
 
 # Tokens looked up in the embedding between two releases of its pages: at most 4 MB of them stay in memory.
 _LOOKUPS = 64
@@ -61,6 +59,12 @@ class WeightPart:
         """See `WeightPages.large_pages`."""
         self._pages.large_pages()
 
+    def forget(self) -> None:
+        """Has the system's cache of the file drop what was released, but for what another process has mapped."""
+        if self._handle >= 0:
+            for offset, length in self.runs:
+                os.posix_fadvise(self._handle, offset, length, os.POSIX_FADV_DONTNEED)
+
     def prefetch(self) -> None:
         """Asks the system to read what it does not have of these bytes; returns at once."""
         if self._handle >= 0:
@@ -94,6 +98,17 @@ class WeightPages:
     def layers(self, first: int, stop: int) -> WeightPart:
         """The weights of layers first..stop-1."""
         return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
+
+    def streamed(self, windows: Sequence[LayerWindow]) -> list[WeightPart]:
+        """What can be dropped behind each window (`streamed_runs`)."""
+        spans = [self.layers(layer, layer + 1).runs for layer in range(windows[-1].stop)]
+        layers = [(own[0][0], sum(own[-1]) - own[0][0]) for own in spans]
+        return [WeightPart(self._file, [run] if run[1] else [], self._handle) for run in streamed_runs(layers, windows)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that every pass reads, those of all experts included."""
+        return sum(length for name, runs in self._runs.items() if not is_looked_up(name) for _, length in runs)
 
     def embedding(self) -> WeightPart:
         """The table that tokens are looked up in."""

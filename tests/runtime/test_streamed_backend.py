@@ -56,15 +56,18 @@ Pair = tuple[Backend, Backend]
 
 
 @pytest.fixture(
-    scope="module", params=[(NATIVE, 1), (NATIVE, 3), (NATIVE, LAYERS), (PORTABLE, 2), (PORTABLE, 9)], ids=str
+    scope="module",
+    params=[(NATIVE, 3, 0), (NATIVE, 1, 2), (NATIVE, LAYERS, 0), (PORTABLE, 2, 0), (PORTABLE, 9, 0)],
+    ids=str,
 )
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A streamed backend and one that is not."""
-    layout, window = request.param
+    """A streamed backend, with nothing left in the system's cache where layers are kept, and one that is not."""
+    layout, window, kept = request.param
     if layout == NATIVE:
         require_kernel()
     plain = make_graph_backend(small(layout), CAPACITY)
-    streamed = StreamedBackend(make_graph_backend(small(layout), CAPACITY, weights="mapped"), window)
+    inner = make_graph_backend(small(layout), CAPACITY, weights="mapped")
+    streamed = StreamedBackend(inner, window, kept_layers=kept, room=0 if kept else None)
     yield streamed, plain
     plain.close()
     streamed.close()
@@ -260,9 +263,9 @@ def test_the_head_is_dropped_while_it_is_read(threads: int, window: int) -> None
         np.testing.assert_array_equal(streamed.forward(batch).logits, wanted)
         left = process_memory().file - before
     assert left < 0.3 * head
-    assert streamed_bytes(tensors, 1, threads) < streamed_bytes(tensors, 1)
+    assert streamed_bytes(tensors, 1, dropping_threads=threads) < streamed_bytes(tensors, 1)
     staying = sum(t.nbytes for t in tensors if t.name.startswith("layers."))
-    assert streamed_bytes(tensors, LAYERS, threads) > staying
+    assert streamed_bytes(tensors, LAYERS, dropping_threads=threads) > staying
     streamed.close()
 
 

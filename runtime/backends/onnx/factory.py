@@ -121,7 +121,10 @@ class OnnxFactory(BackendFactory):
         if plan.window_layers:
             from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 
-            return counting_experts(bundle, StreamedBackend(backend, plan.window_layers, meter), backend.cache)
+            streamed = StreamedBackend(
+                backend, plan.window_layers, meter, kept_layers=plan.kept_layers, room=order.room
+            )
+            return counting_experts(bundle, streamed, backend.cache)
         return counting_experts(bundle, backend, backend.cache)
 
 

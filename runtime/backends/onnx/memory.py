@@ -84,7 +84,10 @@ class OnnxMemory:
         manifest = self.bundle.manifest
         if self.floats:
             return _multiplied_out(manifest)
-        weights = _weights(manifest, self.layout, configuration, self.threads)
+        c = configuration
+        key = c.weights, c.window_layers, c.kept_layers, c.expert_bytes
+        if (weights := self._known_weights.get(key)) is None:
+            weights = self._known_weights[key] = _weights(manifest, self.layout, configuration, self.threads)
         table = [t for t in manifest.tensors if t.name == PER_LAYER_TABLE and self.layout == NATIVE]
         return weights + Footprint({}, {"weights_mapped": looked_up_bytes(table, configuration.prefill_chunk)})
 
@@ -100,6 +103,11 @@ class OnnxMemory:
     @cached_property
     def _known(self) -> dict[tuple[int, int, str], Footprint]:
         """What was found: a plan asks for thousands of configurations that differ in something else."""
+        return {}
+
+    @cached_property
+    def _known_weights(self) -> dict[tuple[str, int, int, int], Footprint]:
+        """The same of weights."""
         return {}
 
     def _running(self, context: int, rows: int, kv: str) -> Footprint:
@@ -208,14 +216,15 @@ def _multiplied_out(manifest: Manifest) -> Footprint:
 
 def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, threads: int) -> Footprint:
     """Anonymous bytes of packed weights, and file pages in memory."""
-    mode, window, experts = configuration.weights, configuration.window_layers, configuration.expert_bytes
+    mode, experts = configuration.weights, configuration.expert_bytes
+    window = configuration.window_layers, configuration.kept_layers
     if not manifest.tensors:
         # An opaque graph: float weights are packed into a copy while the file is mapped.
         size = manifest.weight_bytes
         return Footprint({"weights_packed": size}, {"weights_mapped": size})
     tensors = tensors_in(manifest, layout)
     apart = [t for t in tensors if find_expert(t.name) is not None and t.bits < 32 and layout == NATIVE]
-    if window or not apart:
+    if any(window) or not apart:
         return _WEIGHTS[layout](tensors, mode, window, threads)
     others = [t for t in tensors if find_expert(t.name) is None or t.bits == 32]
     cached = experts or sum(t.nbytes for t in apart)
@@ -224,25 +233,26 @@ def _weights(manifest: Manifest, layout: Layout, configuration: Configuration, t
     return _WEIGHTS[layout](others, mode, window, threads) + Footprint(routers, {"experts": cached})
 
 
-def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: int, threads: int) -> Footprint:
+def _portable_weights(tensors: Sequence[TensorEntry], mode: str, window: tuple[int, int], threads: int) -> Footprint:
     """Packed into copies, all matrices but the embedding, whose rows stay mapped; or read from a file of copies."""
     if mode == "packed":
         packed = sum(packed_bytes(t) for t in tensors if not is_looked_up(t.name))
         return Footprint({"weights_packed": packed}, {"weights_mapped": looked_up_bytes(tensors)})
-    mapped = streamed_bytes(tensors, window) if window else mapped_bytes(tensors)
+    mapped = streamed_bytes(tensors, *window) if any(window) else mapped_bytes(tensors)
     return Footprint({"weights_packed": _PACKING_LEFT_BYTES}, {"weights_mapped": mapped})
 
 
-def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: int, threads: int) -> Footprint:
+def _native_weights(tensors: Sequence[TensorEntry], mode: str, window: tuple[int, int], threads: int) -> Footprint:
     """The file is used in place, but for a table of which rows are looked up; what is not quantized is multiplied by
     onnxruntime, which packs a copy."""
     tensors = [t for t in tensors if t.name != PER_LAYER_TABLE]
     packed = sum(t.nbytes for t in tensors if t.bits == 32 and t.name != "embed")
-    mapped = streamed_bytes(tensors, window, threads) if window else sum(t.nbytes for t in stored_tensors(tensors))
+    stored = sum(t.nbytes for t in stored_tensors(tensors))
+    mapped = streamed_bytes(tensors, *window, dropping_threads=threads) if any(window) else stored
     return Footprint({"weights_packed": packed}, {"weights_mapped": mapped})
 
 
-_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, int, int], Footprint]] = {
+_WEIGHTS: dict[Layout, Callable[[Sequence[TensorEntry], str, tuple[int, int], int], Footprint]] = {
     NATIVE: _native_weights,
     PORTABLE: _portable_weights,
 }

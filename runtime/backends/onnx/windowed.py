@@ -2,8 +2,9 @@
 
 So a model larger than the memory runs, slowly: the hidden states of one window enter the next, and the pages of its
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
-drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut.
-Every row of the result is the same bits as without.
+drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut;
+where they stay, some of the layers do, too, and windows are streamed between those. What the system's cache of the file
+has no room for goes from there as well, always the same. Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from edgeinfer.runtime.backends.onnx.graph_backend import GraphBackend
 from edgeinfer.runtime.backends.wrapped import WrappedBackend
 from edgeinfer.runtime.native.library import dropping_behind
 from edgeinfer.runtime.weights.disk_rate import DiskMeter
+from edgeinfer.runtime.weights.read_ahead import ReadAhead
 from edgeinfer.runtime.weights.streaming import WORTH_DROPPING
 from edgeinfer.runtime.weights.weight_pages import WeightPart
+from edgeinfer.runtime.weights.windows import LayerWindow, dropped_windows, layer_windows
 
 __all__ = ["StreamedBackend", "Window", "WindowedBackend"]
 
@@ -119,12 +122,15 @@ class _Part:
 
     Attributes:
         layers: as of `Window`. (2 L,)
+        weights: those of it that are streamed.
         dropped: while it runs, by the operators that read it, not only afterwards.
+        forgotten: what the system's cache drops of it, too, when it has run; None where all stays there.
     """
 
     layers: NDArray[np.bool_]
     weights: WeightPart
     dropped: bool = False
+    forgotten: WeightPart | None = None
 
     @property
     def large(self) -> list[tuple[int, int]]:
@@ -136,6 +142,8 @@ class _Part:
 
     def release(self, output: ForwardOutput) -> None:
         self.weights.release()
+        if self.forgotten is not None:
+            self.forgotten.forget()
 
 
 class StreamedBackend(WindowedBackend):
@@ -146,12 +154,22 @@ class StreamedBackend(WindowedBackend):
         window_layers: layers whose weights are in memory together; all of them stay there, where operators of `inner`
             drop what they read of embedding and head.
         meter: as of `WindowedBackend`.
+        kept_layers: that stay beside the windows, with head and embedding.
+        room: bytes of the weights that the system's cache can keep; None where it keeps all.
 
     Raises:
         CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
     """
 
-    def __init__(self, inner: GraphBackend, window_layers: int, meter: DiskMeter | None = None) -> None:
+    def __init__(
+        self,
+        inner: GraphBackend,
+        window_layers: int,
+        meter: DiskMeter | None = None,
+        *,
+        kept_layers: int = 0,
+        room: int | None = None,
+    ) -> None:
         can = inner.capabilities
         if inner.pages is None or not (can.layer_skip and can.hidden):
             hint = "Load it with mapped weights, or export it natively."
@@ -159,17 +177,32 @@ class StreamedBackend(WindowedBackend):
         super().__init__(inner, meter)
         self._pages = inner.pages
         layers = self.geometry.num_layers
-        self._layers: list[_Part] = []
-        for first in range(0, layers, window_layers):
-            mask = np.zeros(2 * layers, np.bool_)  # (2 L,)
-            mask[2 * first : 2 * (first + window_layers)] = True
-            self._layers.append(_Part(mask, self._pages.layers(first, min(first + window_layers, layers))))
+        self._keeps_head = kept_layers > 0
+        self._layers = self._cut(layer_windows(layers, window_layers, kept_layers), room)
         nothing = np.zeros(2 * layers, np.bool_)  # (2 L,)
         # Each alone: the whole head is read, and of the table the system may map far more than the rows looked up.
-        self._head = _Part(nothing, self._pages.head(), inner.drops_behind)
+        head = self._pages.head()
+        self._head = _Part(nothing, head, inner.drops_behind, head if self._forgets_all else None)
         self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
         self._stay = inner.drops_behind and window_layers >= layers
         self._pages.release()
+        self._reading = None if room is None or self._stay else ReadAhead(self._pages.path)
+
+    def _cut(self, windows: Sequence[LayerWindow], room: int | None) -> list[_Part]:
+        """The layers of each window, and what is streamed of them."""
+        pieces = self._pages.streamed(windows)
+        weights = pieces if self._keeps_head else [self._pages.layers(each.first, each.stop) for each in windows]
+        sizes = [part.nbytes for part in pieces]
+        forgotten = () if room is None else dropped_windows(sizes, self._pages.nbytes, room)
+        self._forgets_all = forgotten is None
+        if forgotten is None:
+            forgotten = tuple(range(len(windows)))
+        found = []
+        for index, window in enumerate(windows):
+            mask = np.zeros(2 * self.geometry.num_layers, np.bool_)  # (2 L,)
+            mask[2 * window.first : 2 * window.stop] = True
+            found.append(_Part(mask, weights[index], forgotten=pieces[index] if index in forgotten else None))
+        return found
 
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
@@ -178,17 +211,29 @@ class StreamedBackend(WindowedBackend):
             places = list({*self._head.large, *self._embedding.large})
             return [Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))]
         mask = batch.layer_mask
-        needed = [self._embedding] if batch.hidden is None else []
+        needed = [] if batch.hidden is not None or self._keeps_head else [self._embedding]
         needed += [each for each in self._layers if mask is None or (each.layers & mask).any()]
-        if len(batch.rows) or not needed:
+        if not needed or (len(batch.rows) and not self._keeps_head):
             needed.append(self._head)
         ahead = [*needed[1:], self._layers[0]]
         return [
-            Window(part.layers, following.weights.prefetch, part.release, part.within)
+            Window(part.layers, partial(self._read_ahead, part, following), part.release, part.within)
             for part, following in zip(needed, ahead, strict=True)
         ]
 
+    def _read_ahead(self, part: _Part, following: _Part) -> None:
+        if self._reading is None:
+            following.weights.prefetch()
+        elif following is not self._head and part is not self._head:
+            self._reading.ask(following.weights.runs)
+
     def drop_pages(self) -> None:
         """Lets go of the layers that stay; of others none are in memory between two passes."""
-        if self._stay:
+        if self._stay or self._keeps_head:
             self._pages.release()
+
+    def close(self) -> None:
+        """Closes the backend inside."""
+        if self._reading is not None:
+            self._reading.close()
+        super().close()

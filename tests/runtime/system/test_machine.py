@@ -39,6 +39,10 @@ def test_memory_that_is_free_is_the_machines_and_the_groups(monkeypatch: pytest.
             for statistics, taken in (("anon 100\nfile 200\n", 100), ("rss 7\ntotal_rss 90\n", 90), ("", 0)):
                 (group / "memory.stat").write_text(statistics)
                 assert free_memory() == 300_000_000 - taken
+            # Of files that the process has mapped the group need not count all.
+            for mapped, counted in ((500, 500), (500, 800), (500, 200), (0, 200)):
+                (group / "memory.stat").write_text(f"anon 100\nfile 900\nfile_mapped {counted}\n")
+                assert free_memory(mapped) == 300_000_000 - 100 + max(0, mapped - counted)
             (group / name).unlink()
     groups.unlink()
     assert 0 < free_memory() <= machine_memory()
