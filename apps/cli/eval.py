@@ -132,7 +132,8 @@ def _rows(what: str, result: Evaluation) -> list[tuple[str, ...]]:
     if result.divergence is not None:
         base = result.divergence.reference_perplexity
         rows.append(("  of the reference", f"{base:.4f} ({result.perplexity / base - 1:+.2%})"))
-    rows.append(("tokens predicted", f"{len(result.logprobs):,} in {result.windows:,} windows"))
+    windows = "1 window" if result.windows == 1 else f"{result.windows:,} windows"
+    rows.append(("tokens predicted", f"{len(result.logprobs):,} in {windows}"))
     if result.weight_bytes is not None:
         rows.append(("weights", f"{format_size(result.weight_bytes)}, {result.bits_per_weight:.3f} bits each"))
     return rows

@@ -18,7 +18,7 @@ from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import Fields, limit, sampling
-from edgeinfer.openai.messages import Message, read_message, split_begun
+from edgeinfer.openai.messages import Message, read_message, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
 from edgeinfer.openai.schemas import closed
@@ -170,7 +170,7 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, An
     Raises:
         RequestError: it is malformed, or holds what is no text.
     """
-    messages, begun = split_begun(_messages(fields.any("messages"), fields.any("system")))
+    messages, begun = split_started(_messages(fields.any("messages"), fields.any("system")))
     functions = read_functions([_tool(tool, place) for place, tool in enumerate(fields.items("tools"))])
     choice = _choice(fields, functions)
     thinking = fields.inner("thinking")

@@ -19,7 +19,7 @@ from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling
 from edgeinfer.openai.figures import entries, timings
-from edgeinfer.openai.messages import Message, read_messages, split_begun
+from edgeinfer.openai.messages import Message, read_messages, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece
 from edgeinfer.openai.schemas import closed
@@ -140,7 +140,7 @@ class OllamaChat(OllamaReply):
 
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
-        messages, begun = split_begun(read_messages(_answered(fields.any("messages"))))
+        messages, begun = split_started(read_messages(_answered(fields.any("messages"))))
         functions = read_functions(fields.items("tools"))
         use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, functions, True))
         variables = _thinking(fields)

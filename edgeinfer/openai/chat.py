@@ -24,7 +24,7 @@ from edgeinfer.openai.fields import (
     warnings,
 )
 from edgeinfer.openai.figures import entries, timings, usage
-from edgeinfer.openai.messages import Message, read_messages, split_begun
+from edgeinfer.openai.messages import Message, read_messages, split_started
 from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
 from edgeinfer.openai.tool_formats import dialect_of
@@ -181,7 +181,7 @@ def _contexts(fields: Fields) -> tuple[Context, ...]:
 
 def _continued(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before the last, and that one's text, which the reply goes on with."""
-    before, begun = split_begun(messages)
+    before, begun = split_started(messages)
     if before is messages:
         message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")

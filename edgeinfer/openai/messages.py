@@ -11,7 +11,7 @@ from typing import Any
 
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["Message", "joined", "read_message", "read_messages", "split_begun"]
+__all__ = ["Message", "joined", "read_message", "read_messages", "split_started"]
 
 Message = dict[str, Any]
 
@@ -62,7 +62,7 @@ def read_message(message: Any, where: str) -> Message:
     return read
 
 
-def split_begun(messages: list[Message]) -> tuple[list[Message], str]:
+def split_started(messages: list[Message]) -> tuple[list[Message], str]:
     """The messages before a reply that the client began, and what that says already; all of them and "" where none was
     begun."""
     *before, last = messages
