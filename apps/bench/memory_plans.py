@@ -278,19 +278,10 @@ def _draw_options(subject: PlannedModel, drawing: random.Random) -> dict[str, An
     return options
 
 
-def run_cases(
-    cases: Iterable[PlanCase], *, enforce: bool = True, progress: Callable[[PlanRun], None] | None = None
-) -> Iterator[PlanRun]:
-    """Runs each in a process of its own, under a limit of its budget that the system enforces.
-
-    Args:
-        progress: called with every run.
-    """
+def run_cases(cases: Iterable[PlanCase], *, enforce: bool = True) -> Iterator[PlanRun]:
+    """Runs each in a process of its own, under a limit of its budget that the system enforces."""
     for case in cases:
-        run = _run(case, enforce)
-        if progress:
-            progress(run)
-        yield run
+        yield _run(case, enforce)
 
 
 def _run(case: PlanCase, enforce: bool) -> PlanRun:
