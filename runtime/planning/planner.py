@@ -76,6 +76,8 @@ _KNOWN = ("kv", "prefix_cache")
 _TRANSIENT = ("activations", "loading")
 # What cannot change under a loaded model.
 _LASTING = ("window_layers", "kept_layers", "expert_bytes", "tokenizer", "draft_model")
+# What the system counts besides: tables of pages, and pages of files that are read once, as a tokenizer's.
+_COUNTED_BESIDE_BYTES = 4_000_000
 # Less than this is what the allocator keeps now and then.
 _NOTICED_BYTES = 8_000_000
 
@@ -128,7 +130,7 @@ def _plan(
     plan = search(plan_input, config, memory, speed, all_ways=all_ways)
     if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
         return plan
-    free = free_memory(round(NEEDED_SHARE * memory.process.file))
+    free = free_memory(round(NEEDED_SHARE * memory.process.file)) - _COUNTED_BESIDE_BYTES
 
     @functools.cache
     def beside(configuration: Configuration) -> int:

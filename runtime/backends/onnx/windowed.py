@@ -222,9 +222,8 @@ class StreamedBackend(WindowedBackend):
         ]
 
     def _read_ahead(self, part: _Part, following: _Part) -> None:
-        if self._reading is None:
-            following.weights.prefetch()
-        elif following is not self._head and part is not self._head:
+        """Nothing where all stays in the system's cache. The head is larger than what there is room for."""
+        if self._reading is not None and part is not self._head and following is not self._head:
             self._reading.ask(following.weights.runs)
 
     def drop_pages(self) -> None:

@@ -96,7 +96,7 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
     whole = planned(10**9)
     beside = whole.footprint.beside_weights
     assert whole.disk is None and beside + weights < 10**9
-    part, none = planned(beside + round(0.9 * weights)), planned(0)
+    part, none = planned(beside + round(0.9 * weights) + 4_000_000), planned(0)
     assert part.disk is not None and none.disk is not None
     assert part.disk.room < part.disk.weights and none.disk.room == 0
     assert none.to_dict()["speed"]["disk_bytes_per_second"] == rate
@@ -124,7 +124,9 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
 
     modest = planned(10**9, kv="int8").footprint.beside_weights
     budget = planned(10**9).planned_bytes - 1
-    roomy, short = (planned(free, memory=budget) for free in (10**9, modest + plan_input.manifest.weight_bytes))
+    roomy, short = (
+        planned(free, memory=budget) for free in (10**9, modest + plan_input.manifest.weight_bytes + 4_000_000)
+    )
     assert (roomy.configuration.kv, short.configuration.kv) == ("float32", "int8")
     assert roomy.disk is None and short.disk is None
 
