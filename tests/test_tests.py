@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,17 @@ CLOCKS = {
 }
 # What stops a test until something happens; without an argument, for ever.
 WAITS = {"communicate", "join", "wait"}
+# Parsing all files takes seconds. Waits that matter have no argument but named ones.
+MAY_WAIT = re.compile(rf"\b({'|'.join(CLOCKS)}|sleep)\(|\.({'|'.join(WAITS)})\((\w+=|\))")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @cache
 def files() -> list[tuple[str, ast.Module]]:
-    """Every file of the tests with its syntax tree."""
-    paths = sorted(TESTS.rglob("*.py"))
-    return [(path.relative_to(TESTS).as_posix(), ast.parse(path.read_text("utf-8"))) for path in paths]
+    """Every file of the tests that may go by a clock or wait, with its syntax tree."""
+    texts = {path.relative_to(TESTS).as_posix(): path.read_text("utf-8") for path in sorted(TESTS.rglob("*.py"))}
+    return [(name, ast.parse(text)) for name, text in texts.items() if MAY_WAIT.search(text)]
 
 
 def is_marked(node: ast.AST) -> bool:
@@ -30,30 +33,35 @@ def is_marked(node: ast.AST) -> bool:
     return any(isinstance(n, ast.Attribute) and n.attr == "clock" for n in ast.walk(node))
 
 
-def unmarked(tree: ast.Module) -> Iterator[Function]:
-    """Functions outside the `clock` mark."""
+def functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
+    """Functions and methods, and whether they are outside the `clock` mark. What they hold belongs to them."""
+    whole = any(
+        isinstance(statement, ast.Assign)
+        and is_marked(statement)
+        and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in statement.targets)
+        for statement in tree.body
+    )
     for statement in tree.body:
-        if (
-            isinstance(statement, ast.Assign)
-            and is_marked(statement)
-            and "pytestmark" in ast.dump(statement.targets[0])
-        ):
-            return
-    for node in ast.walk(tree):
-        if isinstance(node, Function) and not any(map(is_marked, node.decorator_list)):
-            yield node
+        for node in statement.body if isinstance(statement, ast.ClassDef) else (statement,):
+            if isinstance(node, Function):
+                yield node, not whole and not any(map(is_marked, node.decorator_list))
 
 
 @cache
-def calls() -> list[tuple[str, Function, ast.Call]]:
-    """Every call in a function outside the `clock` mark, with its file."""
+def all_calls() -> list[tuple[str, Function, bool, ast.Call]]:
+    """Every call in a function, with its file and whether it is outside the `clock` mark."""
     return [
-        (name, function, node)
+        (name, function, unmarked, node)
         for name, tree in files()
-        for function in unmarked(tree)
+        for function, unmarked in functions(tree)
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
     ]
+
+
+def calls() -> list[tuple[str, Function, ast.Call]]:
+    """Those outside the `clock` mark."""
+    return [(name, function, node) for name, function, unmarked, node in all_calls() if unmarked]
 
 
 def called(node: ast.Call) -> str:
@@ -96,9 +104,8 @@ def measured_names(function: Function) -> set[str]:
 
 def test_no_assertion_goes_by_the_clock() -> None:
     found = []
-    # A function may hold another, so functions come by their places in the file, each once.
-    functions = {(name, function.lineno): function for name, function, call in calls() if is_clock(call)}
-    for (name, _), function in functions.items():
+    clocked = {(name, function.lineno): function for name, function, call in calls() if is_clock(call)}
+    for (name, _), function in clocked.items():
         names = measured_names(function)
         found += [
             f"{name}:{node.lineno} in {function.name}"
@@ -127,9 +134,8 @@ def sleeps_long(node: ast.Call) -> bool:
 def test_every_wait_has_a_limit() -> None:
     found = [
         f"{name}:{node.lineno} {node.func.attr}()"
-        for name, tree in files()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+        for name, _, _, node in all_calls()
+        if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
         if not node.args and not any(keyword.arg in {"timeout", "limit"} for keyword in node.keywords)
     ]
     assert found == [], "say how long at most"
