@@ -35,29 +35,33 @@ from tests.recorded import check_recorded
 from tests.runtime.planning.conftest import PACE, PLAIN, PROCESS, Large, Measured, pace_of, plan
 
 
-def test_without_a_budget_nothing_is_given_up(plan_input: PlanInput) -> None:
-    found = plan(plan_input)
-    c = found.configuration
+@pytest.fixture(scope="module")
+def free(plan_input: PlanInput) -> MemoryPlan:
+    """The plan without a budget."""
+    return plan(plan_input)
+
+
+def test_without_a_budget_nothing_is_given_up(free: MemoryPlan) -> None:
+    c = free.configuration
     assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
-    assert (c.drafters, c.tokenizer, found.given_up, found.fits) == (drafters_in("auto"), "kept", (), True)
-    assert found.minimum_bytes < found.planned_bytes
+    assert (c.drafters, c.tokenizer, free.given_up, free.fits) == (drafters_in("auto"), "kept", (), True)
+    assert free.minimum_bytes < free.planned_bytes
 
 
-def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: PlanInput) -> None:
-    free = plan(plan_input)
+def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: PlanInput, free: MemoryPlan) -> None:
     assert plan(plan_input, memory=free.planned_bytes).configuration == free.configuration
     tight = plan(plan_input, memory=free.minimum_bytes)
     assert tight.fits and len(tight.given_up) >= 4
     assert any("lossy" in text for text in tight.given_up)
 
 
-def test_tables_for_grammars_are_smaller_where_memory_is_short(plan_input: PlanInput) -> None:
-    free = plan(plan_input, structured=True)
-    assert free.configuration.grammars == "sliced" and plan(plan_input).configuration.grammars == "none"
-    assert free.planned_bytes - plan(plan_input).planned_bytes == free.terms["grammars"]
-    tight = plan(plan_input, structured=True, memory=free.minimum_bytes)
+def test_tables_for_grammars_are_smaller_where_memory_is_short(plan_input: PlanInput, free: MemoryPlan) -> None:
+    found = plan(plan_input, structured=True)
+    assert found.configuration.grammars == "sliced" and free.configuration.grammars == "none"
+    assert found.planned_bytes - free.planned_bytes == found.terms["grammars"]
+    tight = plan(plan_input, structured=True, memory=found.minimum_bytes)
     assert tight.fits and tight.configuration.grammars == "plain"
-    assert tight.terms["grammars"] < free.terms["grammars"]
+    assert tight.terms["grammars"] < found.terms["grammars"]
     assert "slower masks in strings of replies by a grammar" in tight.given_up
 
 
@@ -97,12 +101,6 @@ def test_what_is_fixed_stays_and_what_fits_is_found(plan_input: PlanInput, fixed
     config = LoadConfig(**fixed)
     drafts = drafting_ways(plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of))
     assert c in set(configurations(plan_input, config, drafts))
-
-
-@pytest.fixture(scope="module")
-def free(plan_input: PlanInput) -> MemoryPlan:
-    """The plan without a budget."""
-    return plan(plan_input)
 
 
 @pytest.mark.slow
@@ -327,12 +325,12 @@ def _paced(pace: Pace, configuration: Configuration) -> Pace:
     return pace
 
 
-def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput) -> None:
+def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput, free: MemoryPlan) -> None:
     tuned = dataclasses.replace(plan_input, settings=TunedSettings(prefill_chunk=1024))
-    free, usual = plan(tuned), plan(plan_input)
-    assert (free.prefill_chunk, free.tuned, free.given_up) == (1024, ("prefill_chunk",), ())
-    assert free.planned_bytes > usual.planned_bytes and free.minimum_bytes == usual.minimum_bytes
-    for budget in (usual.planned_bytes, usual.minimum_bytes):
+    roomy = plan(tuned)
+    assert (roomy.prefill_chunk, roomy.tuned, roomy.given_up) == (1024, ("prefill_chunk",), ())
+    assert roomy.planned_bytes > free.planned_bytes and roomy.minimum_bytes == free.minimum_bytes
+    for budget in (free.planned_bytes, free.minimum_bytes):
         found = plan(tuned, memory=budget)
         assert found.fits and found.prefill_chunk < 1024 and found.tuned == ()
         assert any("instead of 1024" in text for text in found.given_up)
