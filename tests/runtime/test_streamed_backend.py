@@ -204,7 +204,8 @@ def test_what_it_refuses(pair: Pair) -> None:
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages cannot be streamed here")
-@pytest.mark.parametrize("layout", [pytest.param(NATIVE, marks=pytest.mark.slow), PORTABLE])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [NATIVE, PORTABLE])
 def test_only_a_window_is_resident(layout: Layout) -> None:
     if layout == NATIVE:
         require_kernel()

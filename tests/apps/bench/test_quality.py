@@ -138,6 +138,7 @@ def test_stories_of_any_length_are_read(checkpoint: Path) -> None:
     assert len(result.divergences) == sum(lengths)
 
 
+@pytest.mark.slow
 def test_layouts_of_the_same_weights_stand_side_by_side(checkpoint: Path) -> None:
     needs_the_kernel()
     results = measured(checkpoint, widths=["4small"], group_sizes=[32, 64], layouts=["native", "portable"])
