@@ -308,7 +308,7 @@ def make_replanner(plan_input: PlanInput, config: LoadConfig, speed: SpeedModel)
         memory = MemoryModel(plan_input, fixed, process, reserve=plan.terms.get("reserve", 0))
         disk = plan.disk
         paced = speed if disk is None else speed.within(lambda _: disk.room)
-        found = search(plan_input, fixed, memory, paced, all_ways=False, among=changeable)
+        found = search(plan_input, fixed, memory, paced, all_ways=False, among=changeable, hints=grammars)
         # Where nothing fits, what is really taken decides, not what may be.
         return found if found.fits or grammars else plan
 

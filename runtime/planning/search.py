@@ -50,12 +50,14 @@ def search(
     *,
     all_ways: bool,
     among: Callable[[Configuration], bool] | None = None,
+    hints: bool = True,
 ) -> MemoryPlan:
     """The plan for a request; without a budget, the one without concessions.
 
     Args:
         all_ways: list alternatives.
         among: which configurations there are to choose from; None takes all.
+        hints: tell what would fit where nothing does, which takes longer than the search.
 
     Raises:
         ContextLengthError, UsageError: as `configurations`.
@@ -87,7 +89,7 @@ def search(
         device_note=plan_input.device_note,
         disk=speed.disk(chosen.configuration),
     )
-    if not plan.fits:
+    if hints and not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))
     if all_ways:
         alternatives = tuple(_alternatives(chosen, every, choice, speed))

@@ -185,6 +185,9 @@ class StreamedBackend(WindowedBackend):
         self._head = _Part(nothing, head, inner.drops_behind, head if self._forgets_all else None)
         self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
         self._stay = inner.drops_behind and window_layers >= layers
+        # A tied head is the embedding.
+        places = list({*self._head.large, *self._embedding.large})
+        self._whole = Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))
         self._pages.release()
         self._reading = None if room is None or self._stay else ReadAhead(self._pages.path)
 
@@ -207,9 +210,7 @@ class StreamedBackend(WindowedBackend):
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
         if self._stay:
-            # A tied head is the embedding.
-            places = list({*self._head.large, *self._embedding.large})
-            return [Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))]
+            return [self._whole]
         mask = batch.layer_mask
         needed = [] if batch.hidden is not None or self._keeps_head else [self._embedding]
         needed += [each for each in self._layers if mask is None or (each.layers & mask).any()]
