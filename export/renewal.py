@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgeinfer.bundle import NATIVE, Bundle, Manifest, open_bundle, seal, write_bundle
-from edgeinfer.bundle.kv_scales import KV_SCALES
 from edgeinfer.bundle.layouts import STATIC
 from edgeinfer.errors import UsageError
 from edgeinfer.export.graph.decoder import decoder_graphs
@@ -18,7 +17,7 @@ __all__ = ["renew_bundle"]
 def renew_bundle(bundle: Bundle, out: Path, *, replace_existing: bool = False) -> None:
     """Writes a bundle of the same weights with the graphs that an export would write today, drafters inside included.
 
-    Graphs of their own for quantized caches, and the scales of these, are left out: the new native graph needs neither.
+    What nothing reads any more (`Bundle.superseded`) is left out.
 
     Args:
         out: the bundle to make; the same one only with `replace_existing`, and then it is whole at every moment.
@@ -34,7 +33,7 @@ def renew_bundle(bundle: Bundle, out: Path, *, replace_existing: bool = False) -
     if not old:
         raise UsageError(f"{bundle.path} has no graphs of an earlier edgeinfer.", "Use it as it is.")
     bundle.verify()
-    left = {(Path(name) / file).as_posix() for name in old for file in (*parts[name].graphs, KV_SCALES)}
+    left = {(Path(name) / file).as_posix() for name in old for file in (*parts[name].graphs, *parts[name].superseded)}
     with write_bundle(out, replace_existing=replace_existing) as work:
         for file in bundle.manifest.files.keys() - left:
             (work / file).parent.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ Store a bundle's weights in the layout of the native kernel (native) or of ONNX 
 conversion is lossless. Every bundle runs wherever edgeinfer does: a layout that the device cannot run is converted at
 loading time, and this command does it in advance.
 
-Bundles of earlier versions run as they did. With --renew they get today's graphs: attention is faster in long
-conversations, and the KV cache can be float16, int8 or int4 without calibration. The weights stay as they are.
+Bundles of earlier versions run with a float32 KV cache. With --renew they get today's graphs: attention is faster in
+long conversations, and the cache can be float16, int8 or int4. The weights stay as they are.
 
 A .gguf file is rewritten with another quantization type, or with fewer layers, which makes a drafter. Quantizing a file
 that is already quantized loses more than starting from floats, and needs --requantize.

@@ -67,9 +67,6 @@ def add_parser(commands: Subparsers) -> None:
         "optimum-onnx (default: native)"
     )
     parser.add_argument("--exporter", choices=("native", "optimum"), help=text)
-    text = "accepted for older scripts, without effect: KV caches need no calibration"
-    parser.add_argument("--kv-calibration", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--no-kv-scales", action="store_true", help=text)
     text = "print the bits of each kind of matrix; edgeinfer inspect shows them later"
     parser.add_argument("--show-plan", action="store_true", help=text)
     _add_static(parser)
@@ -79,7 +76,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="replace OUT if it is a bundle")
     parser.advanced("--budget-bits", "--bits-for", "--calibration-tokens", "--method", "--group-size", "--symmetric")
     parser.advanced("--asymmetric", "--head-bits", "--no-keep-small", "--prune-layers", "--portable", "--exporter")
-    parser.advanced("--kv-calibration", "--no-kv-scales", "--show-plan", "--drafter")
+    parser.advanced("--show-plan", "--drafter")
     parser.advanced("--static-context", "--static-chunk", "--static-widths", "--static-layers")
     add_json_option(parser)
 
@@ -231,9 +228,6 @@ def execute(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise missing_extra(error) from error
     config = ExportConfig(**_options(args), force=args.force)
-    if args.kv_calibration is not None or args.no_kv_scales:
-        option = "--kv-calibration" if args.kv_calibration is not None else "--no-kv-scales"
-        print_note(f"{option} has no effect: int8 and int4 KV caches need no calibration any more.")
     source = hub.find_checkpoint(args.source)
     start = time.perf_counter()
     with progress_bar(enabled=not args.json) as progress:

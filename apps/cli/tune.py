@@ -99,8 +99,7 @@ def execute(args: argparse.Namespace) -> int:
     layers = _tune_layers(args, options, prompts, device)
     if args.json:
         found = {} if layers is None else _layer_facts(layers)
-        # Caches once needed calibration, which this command did; scripts may still look for the field.
-        print_json(found | {"device": None if device is None else _device_facts(device), "kv_scales": False})
+        print_json(found | {"device": None if device is None else _device_facts(device)})
         return 0
     if device is not None:
         _print_device(device, args.out)

@@ -1,7 +1,6 @@
 """The bundle format: all that export and runtime share."""
 
 from edgeinfer.bundle.geometry import Geometry, KVLayer, StateLayer
-from edgeinfer.bundle.kv_scales import KVScales
 from edgeinfer.bundle.layouts import LAYOUTS, MODEL, NATIVE, PORTABLE, STATIC, WEIGHTS, Layout
 from edgeinfer.bundle.manifest import Blob, Capabilities, FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.opening import open_bundle
@@ -24,7 +23,6 @@ __all__ = [
     "FileEntry",
     "Geometry",
     "KVLayer",
-    "KVScales",
     "Layout",
     "Manifest",
     "MoESpec",

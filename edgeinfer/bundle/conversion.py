@@ -93,15 +93,15 @@ def convert_bundle(
     bundle.verify()
     manifest, stored = bundle.manifest, bundle.manifest.layout
     graphs = bundle.graphs
-    changed = {WEIGHTS, *graphs}
+    changed = {WEIGHTS, *graphs, *bundle.superseded}
     with write_bundle(out, replace_existing=replace_existing) as work:
         for name in manifest.files.keys() - changed:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(bundle.path / name, work / name)
-        for name, (reads, kv) in graphs.items():
+        for name, reads in graphs.items():
             graph = bundle.file(name).read_bytes()
             moved = relocate(graph, weights_name(stored, reads), weights_name(layout, reads))
-            (work / model_name(layout, reads, kv)).write_bytes(moved)
+            (work / model_name(layout, reads)).write_bytes(moved)
         with (work / WEIGHTS).open("wb") as file:
             _write(bundle, layout, file, progress)
         converted = replace(

@@ -2,7 +2,7 @@
 
 A bundle has a native graph, whose attention (`edgeinfer.Attention`) reads and writes pages of a pool, and a portable
 one, whose attention is `GroupQueryAttention` over one buffer per layer. Native graphs of bundles made before there was
-the former (`Manifest.paged` is false) attend as the portable one does, with others beside them for quantized caches.
+the former (`Manifest.paged` is false) attend as the portable one does.
 
 Symbols: S new tokens of a pass, T tokens including the past, C KV capacity, P rotary rows (>= T), R logit rows,
 D hidden size, V vocabulary, L layers, H key/value heads, h head dimension, E experts of a layer, K of a token;
@@ -60,9 +60,7 @@ inputs of a graph that is not paged
                                                  an input only of models that have such layers
   seqlens_k              int32   (1,)            T - 1
   total_sequence_length  int32   ()              T
-  past_key.{i}, past_value.{i}        float32 (1, H, C, h); in old graphs of a quantized cache int8 (1, H, C, h), or
-                                      for int4 uint8 (1, H, C, h / 2), as edgeinfer.bundle.kv_types lays them out
-  k_scale.{i}, v_scale.{i}            float32 (H h,)  of each channel, inputs only of such graphs
+  past_key.{i}, past_value.{i}        float32 (1, H, C, h)
 outputs
   logits                 float32 (R, V)
   hidden_out             float32 (1, S, D)       after the last layer that ran, before the final norm
@@ -117,7 +115,6 @@ __all__ = [
     "past_names",
     "present_names",
     "rotary_names",
-    "scale_names",
 ]
 
 INPUT_IDS = "input_ids"
@@ -176,8 +173,3 @@ def past_names(layer: int) -> tuple[str, str]:
 def present_names(layer: int) -> tuple[str, str]:
     """Names of a layer's present key and value outputs."""
     return f"present_key.{layer}", f"present_value.{layer}"
-
-
-def scale_names(layer: int) -> tuple[str, str]:
-    """Names of the scales of a layer's keys and values, where the cache is quantized."""
-    return f"k_scale.{layer}", f"v_scale.{layer}"

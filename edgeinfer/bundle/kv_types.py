@@ -1,13 +1,8 @@
 """The number types keys and values can be cached in, and rows in and out of those that are not paged.
 
-A paged cache has the types of PAGED_KV, whose rows edgeinfer.runtime.paging describes. Others depend on who computes.
-
-The quantized types of graphs made before caches were paged are those of ONNX Runtime's GroupQueryAttention, to the last
-bit: a value is divided by the scale of its channel, rounded to the nearest integer, ties to even, and clipped to the
-range of the type. int8 stores that integer; int4 adds 8 and puts two channels into a byte, the first in the lower half.
-
-Those of llama.cpp keep no scales apart: float16, and blocks of 32 channels with a scale of their own in front, held as
-bytes.
+A paged cache has the types of PAGED_KV, whose rows edgeinfer.runtime.paging describes. Others depend on who computes:
+ONNX Runtime's caches are float32, llama.cpp's also float16, and blocks of 32 channels with a scale of their own in
+front, held as bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.packing import pack, packed_bytes, unpack
+from edgeinfer.bundle.packing import packed_bytes
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 
@@ -29,7 +24,6 @@ __all__ = [
     "KV",
     "LLAMA_KV",
     "PAGED_KV",
-    "QUANTIZED_KV",
     "KVType",
     "find_kv_type",
     "from_blocks",
@@ -91,31 +85,17 @@ class KVType:
     Attributes:
         dtype: name of the type of the stored array.
         bits: of a value.
-        zero: the stored integer that stands for 0; int4 alone has another than 0.
-        blocks: the stored bytes are llama.cpp's blocks, which hold their own scales.
+        blocks: the stored bytes are llama.cpp's blocks.
     """
 
     name: str
     dtype: str
     bits: int
-    zero: int = 0
     blocks: bool = False
-
-    @property
-    def quantized(self) -> bool:
-        """Whether values are integers times a scale that is kept apart."""
-        return self.bits < 16 and not self.blocks
-
-    @property
-    def largest(self) -> int:
-        """The largest integer; the smallest is one further from zero."""
-        return (1 << (self.bits - 1)) - 1
 
     def width(self, head_dim: int) -> int:
         """Items of the stored array that the channels of one head take; of blocks, whole ones."""
-        if self.blocks:
-            return self.row_bytes(head_dim)
-        return packed_bytes(head_dim, self.bits) if self.bits < 8 else head_dim
+        return self.row_bytes(head_dim) if self.blocks else head_dim
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one head's key or value."""
@@ -125,11 +105,8 @@ class KVType:
 
 
 KV: dict[str, KVType] = {
-    kind.name: kind
-    for kind in (KVType(FLOAT32, "float32", 32), KVType("int8", "int8", 8), KVType("int4", "uint8", 4, zero=8))
+    kind.name: kind for kind in (KVType(FLOAT32, "float32", 32), KVType("int8", "int8", 8), KVType("int4", "uint8", 4))
 }
-# Names of the types that need scales.
-QUANTIZED_KV = tuple(name for name, kind in KV.items() if kind.quantized)
 # Those of llama.cpp's caches; for these no ONNX graph is written.
 LLAMA_KV: dict[str, KVType] = {
     kind.name: kind
@@ -156,35 +133,11 @@ def find_kv_type(name: str) -> KVType:
     return known[name]
 
 
-def store(kind: KVType, values: Floats, scales: Floats | None) -> NDArray[Any]:  # (H, n, h), (H h,) -> (H, n, width)
-    """Rows as a cache holds them.
-
-    Args:
-        scales: of every channel, positive; None where none are kept apart.
-    """
-    if kind.blocks:
-        return to_blocks(values, kind.bits)
-    if not kind.quantized:
-        return values.astype(kind.dtype, copy=False)
-    assert scales is not None, "a quantized type needs scales"
-    heads, _, channels = values.shape
-    levels = np.rint(values / scales.reshape(heads, 1, channels))
-    levels = np.clip(levels, -kind.largest - 1, kind.largest) + kind.zero
-    stored = levels.astype(kind.dtype)
-    return pack(stored, kind.bits) if kind.bits < 8 else stored
+def store(kind: KVType, values: Floats) -> NDArray[Any]:  # (H, n, h) -> (H, n, width)
+    """Rows as a cache of floats or blocks holds them."""
+    return to_blocks(values, kind.bits) if kind.blocks else values.astype(kind.dtype, copy=False)
 
 
-def load(kind: KVType, stored: NDArray[Any], scales: Floats | None) -> Floats:  # (H, n, width), (H h,) -> (H, n, h)
-    """The numbers that cached rows stand for; of float32 the rows themselves, not a copy."""
-    if kind.blocks:
-        return from_blocks(stored, kind.bits)
-    if not kind.quantized:
-        return stored.astype(np.float32, copy=False)
-    assert scales is not None, "a quantized type needs scales"
-    heads = stored.shape[0]
-    channels = len(scales) // heads
-    levels = unpack(stored, kind.bits, channels) if kind.bits < 8 else stored
-    floats: Floats = levels.astype(np.float32)
-    floats -= np.float32(kind.zero)
-    floats *= scales.reshape(heads, 1, channels)
-    return floats
+def load(kind: KVType, stored: NDArray[Any]) -> Floats:  # (H, n, width) -> (H, n, h)
+    """The numbers that rows of floats or blocks stand for; of float32 the rows themselves, not a copy."""
+    return from_blocks(stored, kind.bits) if kind.blocks else stored.astype(np.float32, copy=False)

@@ -6,8 +6,8 @@ portable: rows of edgeinfer.bundle.packing, which ONNX Runtime's MatMulNBits and
 `weights.bin` holds one of these two, the stored layout, and `model.onnx` is the graph that reads it. Beside it lies the
 graph of the other layout, whose weights file is made of `weights.bin` on the device that needs it
 (edgeinfer.bundle.conversion). Weights that are not quantized are the same in both, so a bundle without others has one
-weights file for both graphs and counts as portable. Bundles made before the cache was paged have further graphs, one
-for each quantized type of cache (`model.kv-int8.onnx`), and no native one where nothing is quantized.
+weights file for both graphs and counts as portable. Bundles made before the cache was paged have no native graph where
+nothing is quantized.
 
 static: columns of edgeinfer.bundle.static_layout, which DequantizeLinear reads, and the graphs of
 edgeinfer.bundle.static_graph beside them. A bundle has no other layout then, and is not converted.
@@ -16,8 +16,6 @@ edgeinfer.bundle.static_graph beside them. A bundle has no other layout then, an
 from __future__ import annotations
 
 from typing import Literal
-
-from edgeinfer.bundle.kv_types import FLOAT32
 
 __all__ = [
     "LAYOUTS",
@@ -51,11 +49,9 @@ def tensor_layout(name: str, layout: Layout) -> Layout:
     return PORTABLE if layout == STATIC and name == "embed" else layout
 
 
-def model_name(stored: Layout, layout: Layout, kv: str = FLOAT32) -> str:
-    """Name of the graph that reads `layout` and caches keys and values as `kv`, in a bundle that stores `stored`."""
-    reads = "" if layout == stored else f".{layout}"
-    caches = "" if kv == FLOAT32 else f".kv-{kv}"
-    return f"model{reads}{caches}.onnx"
+def model_name(stored: Layout, layout: Layout) -> str:
+    """Name of the graph that reads `layout`, in a bundle that stores `stored`."""
+    return MODEL if layout == stored else f"model.{layout}.onnx"
 
 
 def weights_name(stored: Layout, layout: Layout, *, quantized: bool = True) -> str:

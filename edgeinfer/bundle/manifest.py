@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 FORMAT = "edgeinfer-bundle"
-# 3 brought paged graphs (`Manifest.paged`); bundles of version 2 are read as before.
+# 3 brought paged graphs (`Manifest.paged`); bundles of version 2 run with float32 caches.
 FORMAT_VERSION = 3
 _READ_VERSIONS = (2, FORMAT_VERSION)
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.bundle.opening import open_bundle
 from edgeinfer.bundle.store import Bundle
@@ -19,13 +18,12 @@ __all__ = ["NESTED", "add_figures", "exit_figure", "nest_drafter", "nested_draft
 
 # The folder of the drafter that a target loads with.
 NESTED = "drafter"
-_SCALES = "kv_scales.json"
 
 
 def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
     """Writes a copy of the target's bundle with the drafter in it, in the place of any that it had.
 
-    Left out is what a drafter does not use: graphs for other caches than float32, which old bundles have.
+    What nothing reads of the drafter any more (`Bundle.superseded`) is left out.
 
     Raises:
         BundleError: either is damaged.
@@ -47,7 +45,7 @@ def nest_drafter(target: Path, drafter: Path, out: Path) -> Bundle:
         for name in ours.manifest.files:
             if not name.startswith(f"{NESTED}/"):
                 _copy(ours, name, work)
-        for name in theirs.manifest.files.keys() - _unused(theirs):
+        for name in theirs.manifest.files.keys() - theirs.superseded:
             _copy(theirs, name, work / NESTED)
         _require_copied(theirs, seal(work / NESTED, theirs.manifest))
         drafters = tuple(dict.fromkeys((*ours.manifest.drafters, NESTED)))
@@ -59,10 +57,6 @@ def nested_drafter(target: Bundle) -> Bundle | None:
     """The drafter inside of a bundle; None where there is none. Errors as `open_bundle`."""
     names = target.manifest.drafters
     return open_bundle(target.path / names[0]) if names else None
-
-
-def _unused(drafter: Bundle) -> set[str]:
-    return {name for name, (_, kv) in drafter.graphs.items() if kv != FLOAT32} | {_SCALES}
 
 
 def _require_copied(source: Bundle, sealed: Manifest) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -15,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle.codecs import CODECS, read_rows
-from edgeinfer.bundle.kv_types import FLOAT32, KV, PAGED_KV, find_kv_type
-from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, STATIC, WEIGHTS, Layout, model_name, weights_name
+from edgeinfer.bundle.kv_types import FLOAT32, PAGED_KV
+from edgeinfer.bundle.layouts import LAYOUTS, NATIVE, WEIGHTS, Layout, model_name, weights_name
 from edgeinfer.bundle.manifest import FileEntry, Manifest, TensorEntry
 from edgeinfer.bundle.packing import QuantizedMatrix, dense_rows
 from edgeinfer.bundle.writing import digest_of
@@ -33,6 +34,7 @@ GGUF_MODEL, GGUF_SUFFIX = "model.gguf", ".gguf"
 # Larger files hold weights, which are verified beside loading: hashing this much takes some 50 ms.
 _MOST_HASHED_BYTES = 64 * 1000**2
 _AGAIN = "Export or download the bundle again."
+_KV_SCALES, _KV_GRAPH = "kv_scales.json", re.compile(r"model(\.native|\.portable)?\.kv-int[48]\.onnx")
 
 
 @dataclass(frozen=True)
@@ -81,52 +83,27 @@ class Bundle:
         return (stored, *(other for other in LAYOUTS if other != stored and self.has(model_name(stored, other))))
 
     def kv_types(self, layout: Layout) -> tuple[str, ...]:
-        """Types of cache (edgeinfer.bundle.kv_types) that a graph of a layout can have, float32 first.
-
-        A paged graph takes them all. Otherwise there is a graph for each, and new bundles have that of float32 alone.
-        """
-        stored = self.manifest.layout
-        if stored == STATIC:
-            return (FLOAT32,)
-        if self._is_paged(layout):
-            return PAGED_KV
-        return tuple(kv for kv in KV if self.has(model_name(stored, layout, kv)))
+        """Types of cache (edgeinfer.bundle.kv_types) that the graph of a layout can have, float32 first."""
+        return PAGED_KV if self.manifest.paged and layout == NATIVE else (FLOAT32,)
 
     @property
-    def graphs(self) -> dict[str, tuple[Layout, str]]:
-        """Names of the graphs, with the layout that each reads and the type of cache in its name."""
-        named = ((layout, kv) for layout in self.layouts for kv in self.kv_types(layout))
-        kinds = ((layout, FLOAT32 if self._is_paged(layout) else kv) for layout, kv in named)
-        return {model_name(self.manifest.layout, *kind): kind for kind in kinds}
+    def graphs(self) -> dict[str, Layout]:
+        """Names of the graphs, with the layout that each reads."""
+        return {model_name(self.manifest.layout, layout): layout for layout in self.layouts}
 
-    def model_name(self, layout: Layout, kv: str = FLOAT32) -> str:
-        """Name of the graph that reads a layout and can cache keys and values in a type.
+    @property
+    def superseded(self) -> set[str]:
+        """Names of what nothing reads any more: bundles made before caches were paged may have graphs of their own for
+        int8 and int4 caches, and calibrated scales of these."""
+        return {name for name in self.manifest.files if name == _KV_SCALES or _KV_GRAPH.fullmatch(name)}
 
-        Raises:
-            BundleError: there is none.
-            UsageError: there is no such type.
-        """
-        kind, stored = find_kv_type(kv).name, self.manifest.layout
-        if kind == FLOAT32 or (self._is_paged(layout) and kind in PAGED_KV):
-            return model_name(stored, layout)
-        name = model_name(stored, layout, kind)
-        if not self.has(name):
-            hint = "Load it with a float32 KV cache" + (
-                ", or where the native kernel works." if self.manifest.paged else ", or export the model again."
-            )
-            raise BundleError(f"{self.path} has no graph for a KV cache of type {kv}.", hint)
-        return name
-
-    def model_file(self, layout: Layout, kv: str = FLOAT32) -> Path:
-        """Path of the graph that reads a layout and can cache keys and values in a type; errors as `model_name`.
+    def model_file(self, layout: Layout) -> Path:
+        """Path of the graph that reads a layout.
 
         Raises:
-            BundleError: besides, the file differs from its digest.
+            BundleError: there is none, or the file differs from its digest.
         """
-        return self.file(self.model_name(layout, kv))
-
-    def _is_paged(self, layout: Layout) -> bool:
-        return self.manifest.paged and layout == NATIVE
+        return self.file(model_name(self.manifest.layout, layout))
 
     def weights_file(self, layout: Layout) -> Path:
         """Path of the weights in a layout, where the graph beside looks for them.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.bundle.kv_scales import read_kv_scales
 from edgeinfer.errors import UsageError
 from edgeinfer.hub import resolve
 from edgeinfer.runtime.kv_cache.errors import AttentionError, attention_errors
@@ -30,14 +29,13 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
         ModelError: as `edgeinfer.load`.
     """
     bundle = open_bundle(resolve(model))
-    scales = None if bundle.manifest.paged else read_kv_scales(bundle)
-    if not bundle.manifest.paged and scales is None:
+    if not bundle.manifest.paged:
         hint = "Export it again, or renew it: edgeinfer convert BUNDLE OUT --renew."
         raise UsageError(f"{bundle.path} has no smaller KV cache than float32.", hint)
     ids = [text[: min(_TOKENS, bundle.manifest.geometry.max_positions)] for text in _tokens(bundle, texts)]
     if not any(ids):
         raise UsageError("There is no text to measure with.", "Give some text.")
-    return attention_errors(bundle, [text for text in ids if text], scales)
+    return attention_errors(bundle, [text for text in ids if text])
 
 
 def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:

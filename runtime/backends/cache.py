@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import Geometry, KVLayer
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.errors import BackendError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats
@@ -48,7 +48,7 @@ class CacheSnapshot(Protocol):
 
     @property
     def scales(self) -> str:
-        """What the rows are quantized by: `KVScales.digest`, `ROW_SCALES` where each has its own, or nothing."""
+        """What the rows are quantized by: `ROW_SCALES` where each has its own, or nothing."""
 
     @property
     def keys(self) -> Sequence[NDArray[Any]]:
@@ -280,19 +280,17 @@ class ObservedCache(KVCache, Protocol):
     observe_keep: Callable[[int, Sequence[int]], None] | None
 
 
-def check_snapshot(
-    snapshot: CacheSnapshot, geometry: Geometry, capacity: int, kv: str = FLOAT32, scales: str = ""
-) -> None:
-    """Refuses a snapshot that a cache of this type and with these scales cannot take.
+def check_snapshot(snapshot: CacheSnapshot, geometry: Geometry, capacity: int) -> None:
+    """Refuses a snapshot that a float32 cache cannot take.
 
     Raises:
         BackendError: it belongs to another model or type of cache, or is longer than the cache.
     """
-    check_type(snapshot, capacity, kv, scales)
-    kind, kept = find_kv_type(kv), geometry.kept
+    check_type(snapshot, capacity, FLOAT32, "")
+    kept = geometry.kept
     heads = [each.heads for each in kept] * 2
     sizes = [each.key_size for each in kept] + [each.value_size for each in kept]
-    check_rows(snapshot, [(h, kind.width(s) if s else 0, kind.dtype) for h, s in zip(heads, sizes, strict=True)])
+    check_rows(snapshot, [(*each, FLOAT32) for each in zip(heads, sizes, strict=True)])
 
 
 def check_type(snapshot: CacheSnapshot, capacity: int, kv: str, scales: str) -> None:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from edgeinfer.bundle import Bundle, KVScales, Layout
-from edgeinfer.bundle.kv_scales import read_kv_scales
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.backends.cache import ObservedCache
@@ -26,7 +24,7 @@ from edgeinfer.runtime.text.mapped import find_table
 from edgeinfer.runtime.text.transient import tokenizer_facts
 from edgeinfer.runtime.weights.layouts import Progress
 
-__all__ = ["BackendFactory", "BackendOrder", "counting_experts", "kv_types_with_scales", "scales_for", "thread_count"]
+__all__ = ["BackendFactory", "BackendOrder", "counting_experts", "thread_count"]
 
 
 @dataclass(frozen=True)
@@ -150,19 +148,6 @@ class BackendFactory(ABC):
 def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
     """Threads of the linear algebra: as the caller said, else as tuned, else one on each core."""
     return config.threads or settings.threads or physical_cores()
-
-
-def kv_types_with_scales(bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-    """Kinds of cache that a bundle has graphs for, and scales where they need them apart from their rows."""
-    kinds = bundle.kv_types(layout)
-    whole = len(kinds) == 1 or bundle.manifest.capabilities_in(layout).paged
-    return kinds if whole or read_kv_scales(bundle) is not None else (FLOAT32,)
-
-
-def scales_for(bundle: Bundle, configuration: Configuration) -> KVScales | None:
-    """The scales of the cache that was planned, where it needs any apart from its rows."""
-    apart = find_kv_type(configuration.kv).quantized and not bundle.manifest.paged
-    return read_kv_scales(bundle) if apart else None
 
 
 def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:

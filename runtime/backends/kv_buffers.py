@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Geometry, KVScales
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type, load, store
-from edgeinfer.errors import BackendError, DeviceError, UsageError
+from edgeinfer.bundle import Geometry
+from edgeinfer.errors import BackendError, DeviceError
 from edgeinfer.runtime.arrays import Floats
 from edgeinfer.runtime.backends.cache import (
     CacheSnapshot,
@@ -31,14 +30,12 @@ _FIRST_ROWS = 256
 
 
 class KVBuffers(TrimmedCache):
-    """Implements `KVCache`: keys and values of every layer, (1, heads, rows, width), in place for GroupQueryAttention.
+    """Implements `KVCache`: float32 keys and values of every layer, (1, heads, rows, width), for GroupQueryAttention.
 
     Args:
         geometry: sizes of the model.
         capacity: tokens the cache may hold.
         spare: rows beyond the capacity, for the padding of passes.
-        kv: type of edgeinfer.bundle.kv_types that the rows are stored in.
-        scales: of that type; a float32 cache needs none.
         zeros: makes arrays elsewhere than in the memory of the process, all rows of them at once.
         fixed: the memory of all rows is taken at once and stays where it is.
 
@@ -47,11 +44,6 @@ class KVBuffers(TrimmedCache):
         observe_keep: called with the arguments of every `keep`.
         length: rows in use.
         rows: rows there is room for.
-        scales: keys' and values' of each layer, (H h,); None each for a float32 cache.
-
-    Raises:
-        UsageError: there is no such type, or no scales for it.
-        BundleError: the scales belong to another model.
     """
 
     def __init__(
@@ -59,14 +51,10 @@ class KVBuffers(TrimmedCache):
         geometry: Geometry,
         capacity: int,
         spare: int = 0,
-        kv: str = FLOAT32,
-        scales: KVScales | None = None,
         zeros: Callable[[tuple[int, ...], Any], Any] | None = None,
         fixed: bool = False,
     ) -> None:
         self._geometry = geometry
-        self._kind = find_kv_type(kv)
-        self._digest, self.scales = _scales(geometry, kv, scales)
         self._most = capacity + spare
         self._zeros = zeros
         # Growing elsewhere would need room for both arrays, and a copy through this process.
@@ -108,9 +96,9 @@ class KVBuffers(TrimmedCache):
         try:
             for arrays, sizes in ((self.keys, keys), (self.values, values)):
                 for layer, size in enumerate(sizes):
-                    shape = (1, kept[layer].heads, wanted, self._kind.width(size) if size else 0)
+                    shape = (1, kept[layer].heads, wanted, size)
                     # Zeros, not empty: a stray NaN in a row that is masked out would still reach the sum as 0 * NaN.
-                    grown = (self._zeros or np.zeros)(shape, self._kind.dtype)
+                    grown = (self._zeros or np.zeros)(shape, np.float32)
                     if layer < len(arrays):
                         # All rows, not only those in use: a pass that resumes reads what was written behind the length.
                         if self.rows:
@@ -128,14 +116,12 @@ class KVBuffers(TrimmedCache):
     def write(self, layer: int, start: int, keys: Floats, values: Floats) -> None:  # (H, n, h) each
         """Stores rows of one layer from `start` on, for which there must be room; the length stays."""
         stop = start + keys.shape[1]
-        for arrays, rows, scales in zip((self.keys, self.values), (keys, values), self.scales[layer], strict=True):
-            arrays[layer][0, :, start:stop] = store(self._kind, rows, scales)
+        self.keys[layer][0, :, start:stop] = keys
+        self.values[layer][0, :, start:stop] = values
 
     def read(self, layer: int, start: int, stop: int) -> tuple[Floats, Floats]:  # (H, n, h) each
-        """The numbers that rows start..stop-1 of one layer stand for; of a float32 cache views of them."""
-        key_scales, value_scales = self.scales[layer]
-        keys = load(self._kind, self.keys[layer][0, :, start:stop], key_scales)
-        return keys, load(self._kind, self.values[layer][0, :, start:stop], value_scales)
+        """Rows start..stop-1 of one layer, as views."""
+        return self.keys[layer][0, :, start:stop], self.values[layer][0, :, start:stop]
 
     def trim(self, length: int) -> None:
         """Forgets all rows from `length` on."""
@@ -168,17 +154,17 @@ class KVBuffers(TrimmedCache):
         start, stop = row_range(start, stop, self.length)
         keys = tuple(k[0, :, start:stop].copy() for k in self.keys)
         values = tuple(v[0, :, start:stop].copy() for v in self.values)
-        return CopiedRows(stop - start, keys, values, self._kind.name, self._digest)
+        return CopiedRows(stop - start, keys, values)
 
     def restore(self, snapshot: CacheSnapshot) -> None:
         """Puts a copy in the place of all rows."""
-        check_snapshot(snapshot, self._geometry, self.capacity, self._kind.name, self._digest)
+        check_snapshot(snapshot, self._geometry, self.capacity)
         self.length = 0
         self.append(snapshot)
 
     def append(self, snapshot: CacheSnapshot) -> None:
         """Adds copied rows behind those in use."""
-        check_snapshot(snapshot, self._geometry, self.capacity - self.length, self._kind.name, self._digest)
+        check_snapshot(snapshot, self._geometry, self.capacity - self.length)
         start, stop = self.length, self.length + snapshot.length
         self.reserve(stop)
         for mine, copied in zip((*self.keys, *self.values), (*snapshot.keys, *snapshot.values), strict=True):
@@ -194,20 +180,6 @@ class KVBuffers(TrimmedCache):
             left = check_edit(self._geometry.kept[layer], layer, edited, rows, left)
             self.write(layer, 0, *edited)
         self.length = left or 0
-
-
-_LayerScales = tuple[Floats, Floats] | tuple[None, None]
-
-
-def _scales(geometry: Geometry, kv: str, scales: KVScales | None) -> tuple[str, list[_LayerScales]]:
-    """Digest and arrays of the scales that a cache of this type needs."""
-    if not find_kv_type(kv).quantized:
-        return "", [(None, None)] * geometry.num_layers
-    if scales is None:
-        hint = "Run edgeinfer tune once, export the model again, or load it with a float32 KV cache."
-        raise UsageError(f"A KV cache of type {kv} needs scales, and this model has none.", hint)
-    scales.check(geometry)
-    return scales.digest(kv), [(layer.keys, layer.values) for layer in scales.of(kv)]
 
 
 def _empty(array: Any) -> NDArray[Any]:  # (1, H, C, w) -> (1, H, 0, w)

@@ -38,7 +38,7 @@ from edgeinfer.bundle.array_file import (
     read_into,
     type_name,
 )
-from edgeinfer.bundle.kv_types import KV, LLAMA_KV, find_kv_type
+from edgeinfer.bundle.kv_types import LLAMA_KV
 from edgeinfer.bundle.layouts import WEIGHTS
 from edgeinfer.bundle.writing import new_file
 from edgeinfer.errors import UsageError
@@ -321,7 +321,7 @@ def _row_type(kv: str, scales: str) -> str | None:
     """The type of the stored rows of a cache; None where there is no such cache."""
     if scales == ROW_SCALES:
         return ROW_CODECS[kv].dtype if kv in ROW_CODECS else None
-    return find_kv_type(kv).dtype if kv in KV | LLAMA_KV else None
+    return LLAMA_KV[kv].dtype if kv in LLAMA_KV else None
 
 
 def _begins_session(start: bytes, size: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.adaptive import ComputeUse
-from edgeinfer.errors import CapabilityError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.cache import CopiedRows
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput, require
@@ -20,7 +20,6 @@ from edgeinfer.runtime.layer_skip.block_costs import BlockCosts
 from edgeinfer.runtime.layer_skip.contract import feed
 from edgeinfer.runtime.layer_skip.divergence import likeliest
 from edgeinfer.runtime.layer_skip.strategy import ReducedDecoding, StrategyArguments
-from edgeinfer.runtime.paging.codecs import ROW_SCALES
 
 __all__ = ["EarlyExitDecoding", "fill_below"]
 
@@ -141,14 +140,8 @@ class EarlyExitDecoding(ReducedDecoding):
 def fill_below(backend: Backend, start: int, stop: int, missing: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
     """Gives rows start..stop-1 keys and values of the nearest lower layer where attention did not run (`missing`, 2 L),
     and drops what comes after them.
-
-    Raises:
-        CapabilityError: the cache is quantized by scales of each layer.
     """
     copied = backend.cache.snapshot(start, stop)
-    if copied.scales not in ("", ROW_SCALES):
-        message = f"A KV cache of type {copied.kv} cannot be copied from the layer below."
-        raise CapabilityError(message, "Leave skip_cache out, or load with kv='float32'.")
     source = 0
     below_keys, below_values = copied.keys, copied.values
     keys, values = list(below_keys), list(below_values)

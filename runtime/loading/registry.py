@@ -11,7 +11,7 @@ from edgeinfer.errors import BundleError, UsageError
 from edgeinfer.runtime.backends.contract import Backend
 from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, thread_count
 from edgeinfer.runtime.planning.configuration import Configuration
-from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, kv_types_on, memory_on, weights_modes_on
+from edgeinfer.runtime.planning.plan_input import BackendChoice, PlanInput, memory_on, weights_modes_on
 from edgeinfer.runtime.profile.cache_policy import with_measured_policy
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 from edgeinfer.runtime.text.contract import TokenizerLike
@@ -122,7 +122,7 @@ def plan_input_of(
         bundle,
         layout,
         drafter,
-        kv_types=kv_types_on(device, factory.kv_types(bundle, layout)),
+        kv_types=factory.kv_types(bundle, layout),
         weights_modes=weights_modes_on(device, factory.weights_modes(bundle, layout)),
         tokenizers=factory.tokenizers(bundle),
         threads=thread_count(config, settings),

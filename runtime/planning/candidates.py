@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from edgeinfer.bundle import NATIVE, Manifest
-from edgeinfer.bundle.kv_types import find_kv_type
+from edgeinfer.bundle.kv_types import PAGED_KV, find_kv_type
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import ContextLengthError, UsageError
@@ -173,6 +173,8 @@ def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:
             known = ", ".join(plan_input.kv_types)
             message = f"{plan_input.manifest.name} cannot use a KV cache of type {config.kv} here, only {known}."
             hint = "Choose one of these, or leave " + Setting("kv") + " out."
+            if config.kv in PAGED_KV and plan_input.manifest.backend == "onnx" and not plan_input.manifest.paged:
+                hint = "Leave " + Setting("kv") + " out, or renew it: edgeinfer convert BUNDLE OUT --renew."
             raise UsageError(message, hint)
         return (config.kv,)
     # Four bits change texts visibly on some models, and more than usual are for comparisons: only who asks gets them.

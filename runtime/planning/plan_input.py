@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from edgeinfer.bundle import Bundle, Layout, Manifest
-from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.bundle.manifest import Capabilities
 from edgeinfer.bundle.spec import DecoderSpec
 from edgeinfer.records import dataclass
@@ -22,7 +21,7 @@ from edgeinfer.runtime.planning.economics import Prior
 from edgeinfer.runtime.profile.drafting import TunedDrafting
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
 
-__all__ = ["BackendChoice", "OptionBytes", "PlanInput", "kv_types_on", "memory_on", "weights_modes_on"]
+__all__ = ["BackendChoice", "OptionBytes", "PlanInput", "memory_on", "weights_modes_on"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class PlanInput:
         backend: name of the backend that runs the model.
         layout: of the target's weights, as it will run.
         drafter: a small model that drafts.
-        kv_types: those the bundle has graphs and scales for, the usual one first.
+        kv_types: those that the graph or the library has, the usual one first.
         weights_modes: those the backend has, the fastest first.
         tokenizers: ways to have the tokenizer, the usual one first.
         threads: of the linear algebra.
@@ -146,11 +145,6 @@ class PlanInput:
         """The same of a type of cache and a mode of weights, which are in memory."""
         mode = f" {weights}" if self.modes_differ and weights != self.weights_modes[0] else ""
         return ("" if kv == self.kv_types[0] else kv) + mode
-
-
-def kv_types_on(device: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of these types of cache that the device has kernels for."""
-    return tuple(kv for kv in kinds if device.traits.quantized_kv or not find_kv_type(kv).quantized)
 
 
 def weights_modes_on(device: Device, modes: tuple[str, ...]) -> tuple[str, ...]:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from edgeinfer.bundle import NATIVE, PORTABLE, STATIC, WEIGHTS, Bundle, Layout, write_file
 from edgeinfer.bundle.conversion import convert_weights, is_converted
-from edgeinfer.bundle.kv_types import FLOAT32
-from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, weights_name
+from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name, weights_name
 from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.records import dataclass
@@ -131,32 +130,31 @@ def _warn(text: str) -> None:
     _log.warning("%s", text)
 
 
-def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None, kv: str = FLOAT32) -> RunnableGraph:
+def prepare(bundle: Bundle, layout: Layout, progress: Progress | None = None) -> RunnableGraph:
     """The graph of a layout with its weights, which are converted if they are not there yet.
 
     Args:
         layout: one of the bundle's.
         progress: called during the conversion with a tensor's name, how many are done and how many there are.
-        kv: type of the cache.
 
     Raises:
         BundleError: a file of the bundle is damaged.
         StorageError: there is no place for the converted weights.
     """
-    model, weights = bundle.model_file(layout, kv), bundle.weights_file(layout)
+    model, weights = bundle.model_file(layout), bundle.weights_file(layout)
     if layout == bundle.manifest.layout or not bundle.quantized or _is_sound(bundle, layout, weights):
         return RunnableGraph(layout, model, weights)
     try:
         folder = _cache_folder(bundle, layout)
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return _convert(bundle, layout, folder, progress, kv)
+        return _convert(bundle, layout, folder, progress)
     except StorageError as error:
         _log.warning("%s The weights are converted for this run only.", error.message)
     with storage_errors(Path(tempfile.gettempdir())):
         temporary = Path(tempfile.mkdtemp(prefix="edgeinfer-"))
     try:
-        graph = _convert(bundle, layout, temporary, progress, kv)
+        graph = _convert(bundle, layout, temporary, progress)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -190,16 +188,16 @@ def _as_made(weights: Path) -> FileCheck:
     return FileCheck(weights, weights.name, weights.stat().st_size, None, plain=True)
 
 
-def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None, kv: str) -> RunnableGraph:
+def _convert(bundle: Bundle, layout: Layout, folder: Path, progress: Progress | None) -> RunnableGraph:
     """Puts weights and graph into the folder, unless they are there."""
     stored = bundle.manifest.layout
-    model, weights = folder / bundle.model_name(layout, kv), folder / weights_name(stored, layout)
+    model, weights = folder / model_name(stored, layout), folder / weights_name(stored, layout)
     if not _is_sound(bundle, layout, weights):
         _log.info("Converting the weights of %s to the %s layout, once: %s", bundle.manifest.name, layout, weights)
         convert_weights(bundle, layout, weights, progress)
         accept_file(_as_made(weights), VerifiedFiles())
     # The graph must lie beside its weights. It is small, and another export of the same weights may have another.
-    graph = bundle.model_file(layout, kv).read_bytes()
+    graph = bundle.model_file(layout).read_bytes()
     if not model.is_file() or model.read_bytes() != graph:
         write_file(model, graph)
     return RunnableGraph(layout, model, weights)

@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edgeinfer.bundle.kv_types import (
-    FLOAT16,
-    KV,
-    LLAMA_KV,
-    QUANTIZED_KV,
-    find_kv_type,
-    from_blocks,
-    load,
-    store,
-    to_blocks,
-)
+from edgeinfer.bundle.kv_types import FLOAT16, KV, LLAMA_KV, find_kv_type, from_blocks, load, store, to_blocks
 
 numbers = st.floats(-100, 100, width=32).filter(lambda value: value == 0 or abs(value) > 1e-3)
 
@@ -41,10 +31,9 @@ def test_blocks_are_llamas(rows: np.ndarray, bits: int) -> None:
 def test_the_types_and_their_meanings() -> None:
     assert list(LLAMA_KV) == ["float32", "float16", "q8_0", "q4_0"] and set(LLAMA_KV) & set(KV) == {"float32"}
     assert [kind.row_bytes(64) for kind in LLAMA_KV.values()] == [256, 128, 68, 36]
-    assert QUANTIZED_KV == ("int8", "int4") and not any(kind.quantized for kind in LLAMA_KV.values())
     rows = np.linspace(-2, 2, 128, dtype=np.float32).reshape(1, 2, 64)
     half = find_kv_type(FLOAT16)
-    assert store(half, rows, None).dtype == np.float16
+    assert store(half, rows).dtype == np.float16
     for name, kind in LLAMA_KV.items():
         near = {"q4_0": 0.2, "q8_0": 0.01}.get(name, 1e-3)
-        assert np.abs(load(kind, store(kind, rows, None), None) - rows).max() < near
+        assert np.abs(load(kind, store(kind, rows)) - rows).max() < near

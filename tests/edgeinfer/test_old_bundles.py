@@ -1,4 +1,4 @@
-"""Bundles made before caches were paged load, run, convert and nest as they did, and can be renewed."""
+"""Bundles made before caches were paged load, run, convert and nest with float32 caches, and can be renewed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import edgeinfer
 from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import LAYOUTS, NATIVE, PORTABLE, Bundle, Layout, open_bundle, seal
 from edgeinfer.bundle.conversion import convert_bundle
-from edgeinfer.bundle.kv_scales import KV_SCALES, read_kv_scales
 from edgeinfer.bundle.kv_types import PAGED_KV
 from edgeinfer.bundle.nesting import nest_drafter
-from edgeinfer.errors import BundleError, UsageError
+from edgeinfer.errors import UsageError
 from edgeinfer.export.renewal import renew_bundle
 from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 from tests.cli import contents
 from tests.old_bundle import TOKENS, old_bundle, old_logits
 
-KINDS = ("float32", "int8", "int4")
+# What nothing reads of them any more: graphs for small caches, and scales that were calibrated.
+SMALL = {f"model{layout}.kv-{kv}.onnx" for layout in ("", ".portable") for kv in ("int8", "int4")} | {"kv_scales.json"}
 
 
 @pytest.fixture
@@ -31,10 +31,9 @@ def bundle(tmp_path: Path) -> Bundle:
     return open_bundle(old_bundle(tmp_path / "old"))
 
 
-def computed(bundle: Bundle, layout: Layout, kv: str) -> list[np.ndarray]:
+def computed(bundle: Bundle, layout: Layout) -> list[np.ndarray]:
     """Logits of the last token, and of those of the largest logit one after the other."""
-    scales = None if kv == "float32" else read_kv_scales(bundle)
-    backend = OnnxBackend(bundle, 64, threads=1, layout=layout, kv=kv, kv_scales=scales)
+    backend = OnnxBackend(bundle, 64, threads=1, layout=layout)
     try:
         rows, tokens, start = [], TOKENS, 0
         for _ in range(5):
@@ -46,43 +45,36 @@ def computed(bundle: Bundle, layout: Layout, kv: str) -> list[np.ndarray]:
         backend.close()
 
 
-def test_it_computes_what_it_did_with_every_cache_in_both_layouts(bundle: Bundle, tmp_path: Path) -> None:
+def test_it_computes_what_it_did_in_both_layouts(bundle: Bundle, tmp_path: Path) -> None:
     bundle.verify()
     assert not bundle.manifest.paged and not bundle.manifest.capabilities.paged
-    expected = old_logits()
+    assert bundle.superseded == SMALL
     convert_bundle(bundle, PORTABLE, tmp_path / "converted")
     converted = open_bundle(tmp_path / "converted")
-    assert converted.graphs.keys() - bundle.graphs.keys() == {
-        f"model.native{kv}.onnx" for kv in ("", ".kv-int8", ".kv-int4")
-    }
+    assert bundle.graphs == {"model.onnx": NATIVE, "model.portable.onnx": PORTABLE} and not converted.superseded
+    assert converted.graphs == {"model.onnx": PORTABLE, "model.native.onnx": NATIVE}
     for of in (bundle, converted):
         for layout in LAYOUTS:
-            assert of.kv_types(layout) == KINDS and of.manifest.capabilities_in(layout).paged is False
-            for kv in KINDS:
-                np.testing.assert_allclose(np.stack(computed(of, layout, kv)), expected[kv], rtol=0, atol=1e-5)
+            assert of.kv_types(layout) == ("float32",) and of.manifest.capabilities_in(layout).paged is False
+            np.testing.assert_allclose(np.stack(computed(of, layout)), old_logits(), rtol=0, atol=1e-5)
 
 
-def test_it_is_loaded_with_its_drafter_and_a_small_cache(bundle: Bundle) -> None:
+def test_it_is_loaded_with_its_drafter(bundle: Bundle) -> None:
     prompt = TOKENS.tolist()
     texts = {}
     for speculation in ("off", "model"):
-        with edgeinfer.load(bundle.path, kv="int8", speculation=speculation, remember=False) as model:
-            assert model.plan.configuration.kv == "int8"
+        with edgeinfer.load(bundle.path, speculation=speculation, remember=False) as model:
+            assert model.plan.configuration.kv == "float32"
             result = model.generate(prompt, max_tokens=24, ignore_eos=True)
             texts[speculation] = result.token_ids
     assert texts["off"] == texts["model"] and len(texts["off"]) == 24
 
 
-def test_without_graphs_for_small_caches_it_has_float32_alone(bundle: Bundle) -> None:
-    for path in bundle.path.glob("*.kv-*.onnx"):
-        path.unlink()
-    seal(bundle.path, bundle.manifest)
-    older = open_bundle(bundle.path)
-    assert [older.kv_types(layout) for layout in LAYOUTS] == [("float32",)] * 2
-    with pytest.raises(BundleError, match=r"no graph for a KV cache of type int8.*export the model again"):
-        older.model_file(NATIVE, "int8")
-    with pytest.raises(UsageError, match="no KV type"):
-        older.model_file(NATIVE, "int3")
+@pytest.mark.parametrize("backend", ["onnx", "reference"])
+def test_a_small_cache_needs_todays_graphs(bundle: Bundle, backend: str) -> None:
+    for kv in ("int8", "int4"):
+        with pytest.raises(UsageError, match=f"KV cache of type {kv} here.*edgeinfer convert BUNDLE OUT --renew"):
+            edgeinfer.load(bundle.path, backend=backend, kv=kv, remember=False)
 
 
 def test_as_a_drafter_it_leaves_out_graphs_and_scales_of_small_caches(bundle: Bundle, tmp_path: Path) -> None:
@@ -91,8 +83,8 @@ def test_as_a_drafter_it_leaves_out_graphs_and_scales_of_small_caches(bundle: Bu
     seal(alone.path, dataclasses.replace(alone.manifest, drafters=()))
     nested = nest_drafter(bundle.path, alone.path, tmp_path / "nested")
     graphs = {path.name for path in nested.path.glob("drafter/*.onnx")}
-    assert graphs == {"model.onnx", "model.portable.onnx"} and not nested.has(f"drafter/{KV_SCALES}")
-    assert nested.graphs == bundle.graphs and nested.has(KV_SCALES)
+    assert graphs == {"model.onnx", "model.portable.onnx"} and not nested.has("drafter/kv_scales.json")
+    assert nested.graphs == bundle.graphs and nested.superseded == SMALL
 
 
 def test_renewed_it_has_the_graphs_of_today_and_the_same_weights(bundle: Bundle, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from edgeinfer.bundle.codecs import NativeCodec
 from edgeinfer.bundle.kv_types import PAGED_KV
 from edgeinfer.errors import (
     BudgetError,
-    BundleError,
     CheckpointError,
     EdgeInferError,
     StorageError,
@@ -135,9 +134,6 @@ def test_a_quantized_bundle_has_the_graphs_of_both_layouts(checkpoint: Path, tmp
     assert bundle.model_file(stored).name == MODEL and bundle.model_file(other).name == f"model.{other}.onnx"
     assert set(bundle.graphs) == {name for name in bundle.manifest.files if name.endswith(".onnx")}
     assert bundle.kv_types(NATIVE) == PAGED_KV and bundle.kv_types(PORTABLE) == ("float32",)
-    assert {bundle.model_file(NATIVE, kv) for kv in PAGED_KV} == {bundle.model_file(NATIVE)}
-    with pytest.raises(BundleError, match=r"no graph for a KV cache of type int8.*where the native kernel works"):
-        bundle.model_file(PORTABLE, "int8")
     assert bundle.manifest.capabilities_in(NATIVE).paged and not bundle.manifest.capabilities_in(PORTABLE).paged
     assert bundle.weights_file(stored).is_file() and not bundle.weights_file(other).exists()
     for layout in (stored, other):

@@ -1,5 +1,5 @@
 """With exact passes, logits and caches are the same bits for any way of cutting a text into passes, in both layouts and
-with the caches of older bundles; what paged caches promise beyond that is in test_exact_company."""
+in older bundles; what paged caches promise beyond that is in test_exact_company."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgeinfer.bundle import LAYOUTS, open_bundle
-from edgeinfer.bundle.kv_scales import read_kv_scales
-from edgeinfer.bundle.kv_types import QUANTIZED_KV
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.backends.cache import CacheSnapshot
 from edgeinfer.runtime.backends.contract import ForwardInput
@@ -45,8 +43,8 @@ EXPORTS = {
     "8-bit-wider": ExportConfig(8, 128),
     "float32": ExportConfig(32),
 }
-# The quantized caches of bundles made before caches were paged, which have graphs of their own.
-OLD = tuple(f"old-{kv}" for kv in QUANTIZED_KV)
+# A bundle made before caches were paged.
+OLD = "old"
 
 
 @dataclass(frozen=True)
@@ -65,20 +63,18 @@ def run(backend: GraphBackend, tokens: Sequence[int] | NDArray[np.int64]) -> NDA
 
 @pytest.fixture(
     scope="module",
-    params=[(e, layout, t) for e in (*EXPORTS, *OLD) for layout in LAYOUTS for t in (1, 2)],
+    params=[(e, layout, t) for e in (*EXPORTS, OLD) for layout in LAYOUTS for t in (1, 2)],
     ids=lambda p: f"{p[0]}-{p[1]}-threads-{p[2]}",
 )
 def exact(request: pytest.FixtureRequest) -> Iterator[Exact]:
     export, layout, threads = request.param
     if layout == "native":
         require_kernel()
-    if export in OLD:
+    if export == OLD:
         bundle = open_bundle(made(unpacked) / "bundle")
-        old = {"kv": export.removeprefix("old-"), "kv_scales": read_kv_scales(bundle)}
-        backend = make_graph_backend(bundle, 64, threads=threads, layout=layout, **old)
     else:
         bundle = bundle_of("qwen2", replace(EXPORTS[export], layout=layout), **SIZES)
-        backend = make_graph_backend(bundle, 64, threads=threads, layout=layout)
+    backend = make_graph_backend(bundle, 64, threads=threads, layout=layout)
     logits = run(backend, TEXT)
     yield Exact(backend, logits, backend.cache.snapshot())
     backend.close()

@@ -14,21 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from edgeinfer.bundle import Geometry, KVScales
-from edgeinfer.bundle.kv_scales import LayerScales
-from edgeinfer.bundle.kv_types import KV, QUANTIZED_KV
-from edgeinfer.errors import BackendError, BundleError, UsageError
+from edgeinfer.bundle import Geometry
+from edgeinfer.errors import BackendError
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.cache import CacheSnapshot
+from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
 from tests.tables import each_row
 
 GEOMETRY = Geometry(vocab_size=8, hidden_size=8, num_layers=2, num_kv_heads=2, head_dim=4, max_positions=1000)
 CAPACITY = 600
-
-
-ONES = LayerScales(np.ones(8, np.float32), np.ones(8, np.float32))
-SCALES = KVScales(dict.fromkeys(QUANTIZED_KV, (ONES, ONES)), tokens=1)
 
 
 @contextlib.contextmanager
@@ -47,8 +41,7 @@ def running_out(allowed: int) -> Iterator[None]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Every row written is filled with a number of its own, as far as the type has so many; the model of the cache is
-    the list of those numbers."""
+    """Every row written is filled with a number of its own; the model of the cache is the list of those numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +50,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.copies: list[tuple[CacheSnapshot, list[int]]] = []
         self.start = 0
 
-    @initialize(spare=st.sampled_from([0, 1, 3]), kv=st.sampled_from([*KV]))
-    def make(self, spare: int, kv: str) -> None:
-        self.cache = KVBuffers(GEOMETRY, CAPACITY, spare, kv, SCALES)
-        self.kv = KV[kv]
+    @initialize(spare=st.sampled_from([0, 1, 3]))
+    def make(self, spare: int) -> None:
+        self.cache = KVBuffers(GEOMETRY, CAPACITY, spare)
 
     def number(self, written: int, layer: int, sign: int) -> int:
-        """What a row's channels are: distinct in 600 rows where 8 bits are enough for that."""
-        return sign * (1 + (written * 2 + layer) % min(self.kv.largest, 5000))
+        """What a row's channels are."""
+        return sign * (1 + written * 2 + layer)
 
     @rule(size=st.one_of(st.integers(1, 9), st.integers(1, 300)), padding=st.integers(0, 1))
     def append(self, size: int, padding: int) -> None:
@@ -111,8 +103,8 @@ class CacheMachine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         copy = self.cache.snapshot()
         assert copy.length == len(self.expected)
-        assert copy.kv == self.kv.name
-        assert copy.nbytes == len(self.expected) * GEOMETRY.kv_bytes_per_token(self.kv.name)
+        assert copy.kv == "float32"
+        assert copy.nbytes == len(self.expected) * GEOMETRY.kv_bytes_per_token()
         self.copies = [*self.copies[-3:], (copy, list(self.expected))]
 
     @precondition(lambda self: self.copies)
@@ -152,8 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def holds_the_rows(self) -> None:
         assert self.cache.length == len(self.expected)
-        width = self.kv.width(4)
-        assert {a.shape for a in (*self.cache.keys, *self.cache.values)} == {(1, 2, self.cache.rows, width)}
+        assert {a.shape for a in (*self.cache.keys, *self.cache.values)} == {(1, 2, self.cache.rows, 4)}
         for layer in range(GEOMETRY.num_layers):
             for sign, rows in zip((1, -1), self.cache.read(layer, 0, self.cache.length), strict=True):
                 numbers = np.array([self.number(written, layer, sign) for written in self.expected], np.float32)
@@ -161,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_its_bytes(self) -> None:
-        assert self.cache.nbytes == self.cache.rows * GEOMETRY.kv_bytes_per_token(self.kv.name)
+        assert self.cache.nbytes == self.cache.rows * GEOMETRY.kv_bytes_per_token()
 
 
 TestCacheMachine = CacheMachine.TestCase
@@ -270,25 +261,8 @@ def test_an_edit_sees_copies() -> None:
     assert seen == [0, 1] and not any(rows.any() for layer in seen for rows in cache.read(layer, 0, 5))
 
 
-def test_a_quantized_cache_needs_scales_of_its_model() -> None:
-    with pytest.raises(UsageError, match="needs scales"):
-        KVBuffers(GEOMETRY, CAPACITY, kv="int8")
-    with pytest.raises(UsageError, match="no scales for a KV cache of type int8"):
-        KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int4": (ONES, ONES)}, 1))
-    with pytest.raises(BundleError, match="another model"):
-        KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int8": (ONES,)}, 1))
-    with pytest.raises(UsageError, match="no KV type"):
-        KVBuffers(GEOMETRY, CAPACITY, kv="int3", scales=SCALES)
-
-
-def test_refuses_the_snapshot_of_another_type_or_other_scales() -> None:
-    cache = KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=SCALES)
-    twos = LayerScales(ONES.keys * 2, ONES.values)
-    others = {
-        "of float32": KVBuffers(GEOMETRY, CAPACITY),
-        "of int4": KVBuffers(GEOMETRY, CAPACITY, kv="int4", scales=SCALES),
-        "with other scales": KVBuffers(GEOMETRY, CAPACITY, kv="int8", scales=KVScales({"int8": (ONES, twos)}, 1)),
-    }
-    for what, other in others.items():
-        with pytest.raises(BackendError, match=f"is of a cache {what}"):
-            cache.restore(other.snapshot())
+def test_refuses_the_snapshot_of_another_type() -> None:
+    cache, rows = filled(5), [np.zeros((2, 1, 4), np.float16)] * 2
+    with pytest.raises(BackendError, match="is of a cache of float16, this one is of float32"):
+        cache.restore(CopiedRows(1, rows, rows, "float16"))
+    assert cache.length == 5

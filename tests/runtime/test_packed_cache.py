@@ -17,7 +17,6 @@ import pytest
 
 from edgeinfer.apps.bench.watch import resident_bytes
 from edgeinfer.bundle import NATIVE, PORTABLE, WEIGHTS, Bundle, open_bundle
-from edgeinfer.bundle.kv_scales import KVScales, LayerScales
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.errors import BundleError, StorageError
 from edgeinfer.export import ExportConfig
@@ -32,7 +31,6 @@ from edgeinfer.runtime.backends.onnx.session import OrtSession
 from edgeinfer.runtime.system.memory import process_memory, release_freed, releases_pages, return_large_frees
 from edgeinfer.runtime.weights.streaming import making_bytes, mapped_bytes, packed_bytes
 from tests.cli import TIME_LIMIT
-from tests.old_bundle import old_bundle
 from tests.runtime.models import bundle_of
 from tests.tables import each_row
 
@@ -69,12 +67,9 @@ def packed(cache: Path) -> list[Path]:
     return sorted((cache / "edgeinfer" / "packed").iterdir())
 
 
-def logits(bundle: Bundle, weights: str, kv: str = "float32") -> Floats:  # (S, V)
+def logits(bundle: Bundle, weights: str) -> Floats:  # (S, V)
     """Of a text in passes of several shapes."""
-    geometry = bundle.manifest.geometry
-    ones = np.full(geometry.num_kv_heads * geometry.head_dim, 0.05, np.float32)
-    scales = KVScales({"int8": (LayerScales(ones, ones),) * geometry.num_layers}, 1)
-    backend = OnnxBackend(bundle, 64, layout=PORTABLE, weights=weights, kv=kv, kv_scales=scales)
+    backend = OnnxBackend(bundle, 64, layout=PORTABLE, weights=weights)
     rows = [0, *range(4)], [0, 1], [0]
     parts = []
     for chunk, wanted in zip(np.split(TEXT, [4, 6]), rows, strict=True):
@@ -92,17 +87,6 @@ def test_mapped_weights_give_the_same_bits(cache: Path, name: str) -> None:
     made = [path.stat().st_mtime_ns for path in packed(cache)[0].iterdir()]
     np.testing.assert_array_equal(logits(export(name), "mapped"), wanted)
     assert [path.stat().st_mtime_ns for path in packed(cache)[0].iterdir()] == made
-
-
-@linux
-def test_every_kind_of_cache_reads_the_same_file(cache: Path, tmp_path: Path) -> None:
-    bundle = open_bundle(old_bundle(tmp_path / "old"))
-    plain, quantized = logits(bundle, "mapped"), logits(bundle, "mapped", "int8")
-    np.testing.assert_array_equal(quantized, logits(bundle, "packed", "int8"))
-    assert not np.array_equal(plain, quantized)
-    (folder,) = packed(cache)
-    graphs = ("model.portable.onnx", "model.portable.kv-int8.onnx")
-    assert {path.name for path in folder.iterdir()} == {*graphs, "packed.bin", "packed.json"}
 
 
 @linux

@@ -25,7 +25,7 @@ from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.runtime.backends.cache import CacheSnapshot, CopiedRows
 from edgeinfer.runtime.backends.paged_cache import PagedCache
 from edgeinfer.runtime.kv_cache.session_file import Origin, is_session, open_session, origin_of, write_session
-from edgeinfer.runtime.paging.codecs import ROW_CODECS
+from edgeinfer.runtime.paging.codecs import ROW_CODECS, ROW_SCALES
 from edgeinfer.runtime.paging.layout import PageLayout
 from edgeinfer.runtime.paging.pool import PagePool
 from tests.speculation import random_bundle
@@ -33,7 +33,7 @@ from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
 MINE = Origin("a" * 64, "b" * 64)
-TYPES: dict[str, tuple[type[Any], int]] = {"float32": (np.float32, 6), "int8": (np.int8, 6), "int4": (np.uint8, 3)}
+TYPES: dict[str, tuple[type[Any], int]] = {"float32": (np.float32, 6), "int8": (np.uint8, 8), "q8_0": (np.uint8, 34)}
 
 
 def rows(kv: str, count: int) -> Callable[[int, int], CacheSnapshot]:
@@ -44,7 +44,7 @@ def rows(kv: str, count: int) -> Callable[[int, int], CacheSnapshot]:
 
     def copy(start: int, stop: int) -> CacheSnapshot:
         parts = [array[:, start:stop].copy() for array in arrays]
-        return CopiedRows(stop - start, tuple(parts[:2]), tuple(parts[2:]), kv, "" if kv == "float32" else "c" * 64)
+        return CopiedRows(stop - start, tuple(parts[:2]), tuple(parts[2:]), kv, ROW_SCALES if kv == "int8" else "")
 
     return copy
 

@@ -264,13 +264,13 @@ class StateCodec:
 
     def load(self, rows: NDArray[Any], *, keys: bool) -> Floats:  # (H, n, width) -> (H, n, h), a copy
         """The numbers that rows stand for, as they were before the cache turned them."""
-        floats = load_rows(self._kind, rows, None)
+        floats = load_rows(self._kind, rows)
         return self._turn(np.array(floats, np.float32), keys)
 
     def store(self, floats: Floats, *, keys: bool) -> NDArray[Any]:  # (H, n, h) -> (H, n, width)
         """Rows as the cache holds them."""
         floats = np.ascontiguousarray(floats, np.float32)
-        return store_rows(self._kind, self._turn(floats, keys), None)
+        return store_rows(self._kind, self._turn(floats, keys))
 
     def _turn(self, floats: Floats, keys: bool) -> Floats:  # (H, n, h) -> (H, n, h)
         width = floats.shape[-1]

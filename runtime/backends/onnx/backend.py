@@ -2,8 +2,7 @@
 
 Facts it relies on, measured on ONNX Runtime 1.31.1: GroupQueryAttention works in place when past and present are one
 buffer, so dropping rows is passing a smaller length; a row's result does not depend on the other rows of its pass as
-long as there are at least two (over a quantized cache any number), and an even number where MatMulNBits multiplies in
-blocks of 64 or 128.
+long as there are at least two, and an even number where MatMulNBits multiplies in blocks of 64 or 128.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, KVScales, Layout, graph
-from edgeinfer.bundle.kv_types import FLOAT32, find_kv_type
+from edgeinfer.bundle import Bundle, Layout, graph
 from edgeinfer.errors import BackendError
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, check_pass
 from edgeinfer.runtime.backends.kv_buffers import KVBuffers
@@ -28,20 +26,17 @@ __all__ = ["OnnxBackend"]
 
 
 class OnnxBackend(GraphBackend):
-    """Implements `contract.Backend`, with the KV cache updated in place.
+    """Implements `contract.Backend`, with a float32 KV cache updated in place.
 
     Args:
         bundle: an opened bundle made by the native export.
         capacity: tokens the cache may hold.
         exact: pad passes so that every row is bit-identical whatever pass it is computed in.
         layout: of the weights; None takes the one that the bundle stores. Another is converted to.
-        kv: type of the cache, one of edgeinfer.bundle.kv_types.
-        kv_scales: that a quantized cache needs.
         device: that runs it; where it is not the CPU, the cache lives in its memory, and rows are not exact.
         threads, weights, progress, affinity: as `GraphBackend` takes them.
 
     Raises:
-        UsageError: there are no scales for this type of cache.
         BundleError, NativeUnavailableError, StorageError, DeviceError: as `GraphBackend`.
     """
 
@@ -55,8 +50,6 @@ class OnnxBackend(GraphBackend):
         threads: int = 1,
         exact: bool = True,
         layout: Layout | None = None,
-        kv: str = FLOAT32,
-        kv_scales: KVScales | None = None,
         weights: str = "packed",
         progress: Progress | None = None,
         device: Device = CPU,
@@ -65,13 +58,12 @@ class OnnxBackend(GraphBackend):
         layout = layout or bundle.manifest.layout
         exact = exact and device.on_cpu
         # Attention needs two rows to be exact; so does the LM head, but only where its kernel takes rows in pairs.
-        attention, head = 1 if find_kv_type(kv).quantized else 2, bundle.manifest.capabilities_in(layout).row_multiple
-        self._multiple = max(attention, head) if exact else 1
+        head = bundle.manifest.capabilities_in(layout).row_multiple
+        self._multiple = max(2, head) if exact else 1
         self._head_multiple = head if exact else 1
         spare = self._multiple - 1
-        # Before the session, which takes long: it refuses a type without scales.
         zeros = None if device.on_cpu else device_zeros(device)
-        self.cache = KVBuffers(bundle.manifest.geometry, capacity, spare=spare, kv=kv, scales=kv_scales, zeros=zeros)
+        self.cache = KVBuffers(bundle.manifest.geometry, capacity, spare=spare, zeros=zeros)
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         super().__init__(
@@ -80,7 +72,6 @@ class OnnxBackend(GraphBackend):
             places=capacity + spare,
             threads=threads,
             layout=layout,
-            kv=kv,
             weights=weights,
             progress=progress,
             device=device,

@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from edgeinfer.bundle import NATIVE, Bundle, KVScales, Layout
+from edgeinfer.bundle import NATIVE, Bundle, Layout
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import MERGING, LoadConfig
 from edgeinfer.errors import CapabilityError
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import (
-    BackendFactory,
-    BackendOrder,
-    counting_experts,
-    kv_types_with_scales,
-    scales_for,
-    thread_count,
-)
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts, thread_count
 from edgeinfer.runtime.backends.head import runs_apart
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.backends.wrapped import ExpertCountingBackend
@@ -55,8 +48,8 @@ class OnnxFactory(BackendFactory):
         return choose_layout(bundle, native, config.kv)
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Those that the bundle has graphs and scales for."""
-        return kv_types_with_scales(bundle, layout)
+        """Those of the graph."""
+        return bundle.kv_types(layout)
 
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Streamed, and experts left out, where pages can be released."""
@@ -99,7 +92,6 @@ class OnnxFactory(BackendFactory):
             exact=order.config.exact,
             layout=order.layout,
             kv=plan.kv,
-            kv_scales=scales_for(bundle, plan),
             weights="packed" if plan.weights == "packed" else "mapped",
             progress=order.progress,
             device=order.device,
@@ -162,7 +154,6 @@ def make_graph_backend(
     exact: bool = True,
     layout: Layout | None = None,
     kv: str = FLOAT32,
-    kv_scales: KVScales | None = None,
     weights: str = "packed",
     progress: Progress | None = None,
     device: Device = CPU,
@@ -174,11 +165,11 @@ def make_graph_backend(
     """The backend of the graph that reads a layout, chosen by the attention that it has.
 
     Args:
-        layout, kv_scales, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on
-            the CPU.
+        layout, weights, device: as `OnnxBackend` takes them; a paged graph is that of the native layout, on the CPU.
+        kv: one of `Bundle.kv_types`.
         pages, weighed: as `PagedBackend` takes them; other caches are never weighed.
         adapters: folders of those that rows may have, by name; of a paged graph alone.
-        capacity, threads, exact, kv, progress, affinity: as both take them, and errors as of both.
+        capacity, threads, exact, progress, affinity: as both take them, and errors as of both.
     """
     if bundle.manifest.capabilities_in(layout or bundle.manifest.layout).paged:
         from edgeinfer.runtime.backends.onnx.adapters import pack_adapters
@@ -201,14 +192,13 @@ def make_graph_backend(
         raise CapabilityError(message, "Load a bundle of the native layout where the kernel works, or leave them out.")
     from edgeinfer.runtime.backends.onnx.backend import OnnxBackend
 
+    assert kv == FLOAT32, "plans have no other cache where the graph is not paged"
     return OnnxBackend(
         bundle,
         capacity,
         threads=threads,
         exact=exact,
         layout=layout,
-        kv=kv,
-        kv_scales=kv_scales,
         weights=weights,
         progress=progress,
         device=device,

@@ -47,7 +47,6 @@ class GraphBackend(ABC):
         places: rows of the rotary tables, for a context of `capacity` tokens.
         threads: threads of the session.
         layout: of the weights.
-        kv: type of cache of the graph.
         weights: of the portable layout: "packed" into memory, or "mapped" from a file of them that is made once for
             this processor; the native layout is always used in place.
         progress: called while weights are converted or packed.
@@ -59,7 +58,7 @@ class GraphBackend(ABC):
         pages: of the weights' file where they are used in place.
 
     Raises:
-        BundleError: the bundle is damaged, or has no graph for this type of cache.
+        BundleError: the bundle is damaged.
         NativeUnavailableError: the native layout runs, and there is no native kernel.
         StorageError: there is no place for converted or mapped weights.
         DeviceError: the device fails.
@@ -76,7 +75,6 @@ class GraphBackend(ABC):
         places: int,
         threads: int,
         layout: Layout,
-        kv: str,
         weights: str = "packed",
         progress: Progress | None = None,
         device: Device = CPU,
@@ -93,9 +91,9 @@ class GraphBackend(ABC):
         if layout == PORTABLE and weights == "mapped":
             from edgeinfer.runtime.backends.onnx.packed_cache import prepare_packed
 
-            self._graph = prepare_packed(bundle, progress, kv)
+            self._graph = prepare_packed(bundle, progress)
         else:
-            self._graph = prepare(bundle, layout, progress, kv)
+            self._graph = prepare(bundle, layout, progress)
         kernel = native_kernel() if layout == NATIVE else None
         self._module = bundle.manifest.module
         self._tapped = len(bundle.manifest.taps) * decoder.hidden_size

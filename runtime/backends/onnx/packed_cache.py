@@ -23,7 +23,6 @@ from typing import Any
 import onnxruntime as ort
 
 from edgeinfer.bundle import PORTABLE, WEIGHTS, Bundle, write_file
-from edgeinfer.bundle.kv_types import FLOAT32
 from edgeinfer.bundle.layouts import LAYOUT_VERSIONS, model_name
 from edgeinfer.bundle.writing import digest_of, storage_errors
 from edgeinfer.errors import StorageError
@@ -78,12 +77,11 @@ def _read_copy(data: Mapping[str, Any]) -> Copy:
     return Copy(str(data["key"]), tuple((int(offset), int(length)) for offset, length in data["blobs"]))
 
 
-def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = FLOAT32) -> RunnableGraph:
+def prepare_packed(bundle: Bundle, progress: Progress | None = None) -> RunnableGraph:
     """The portable graph of a bundle beside a file of its packed weights, which is made if it is not there yet.
 
     Args:
         progress: called while weights are converted and packed, with what is done and how much there is.
-        kv: type of the cache.
 
     Raises:
         BundleError: a file of the bundle is damaged.
@@ -100,8 +98,8 @@ def prepare_packed(bundle: Bundle, progress: Progress | None = None, kv: str = F
         if table is None:
             raise StorageError(f"{folder} was removed while it was being written.", "Try again.")
     used(folder)
-    graph = with_copies(bundle.model_file(PORTABLE, kv).read_bytes(), PACKED, table.copies)
-    model = folder / model_name(bundle.manifest.layout, PORTABLE, kv)
+    graph = with_copies(bundle.model_file(PORTABLE).read_bytes(), PACKED, table.copies)
+    model = folder / model_name(bundle.manifest.layout, PORTABLE)
     if not _holds(model, graph):
         write_file(model, graph)
     copies = tuple(blob for packed in table.copies.values() for copy in packed for blob in copy.blobs)

@@ -100,7 +100,6 @@ class PagedBackend(GraphBackend):
             places=capacity,
             threads=threads,
             layout=NATIVE,
-            kv=kv,
             progress=progress,
             affinity=affinity,
             adapters=adapters,

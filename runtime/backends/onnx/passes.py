@@ -184,17 +184,13 @@ class AttentionBias:
 
 
 def bind_cache(binding: Binding, cache: KVBuffers) -> None:
-    """Binds keys, values and their scales."""
+    """Binds keys and values."""
     for layer, arrays in enumerate(zip(cache.keys, cache.values, strict=True)):
         names = zip(graph.past_names(layer), graph.present_names(layer), arrays, strict=True)
         for past, present, array in names:
             before, after = _both(array)
             binding.bind_ortvalue_input(past, before)
             binding.bind_ortvalue_output(present, after)
-    for layer, scales in enumerate(cache.scales):
-        for name, scale in zip(graph.scale_names(layer), scales, strict=True):
-            if scale is not None:
-                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(scale))
 
 
 def _both(array: NDArray[Any] | DeviceArray) -> tuple[ort.OrtValue, ort.OrtValue]:

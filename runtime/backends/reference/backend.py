@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, KVScales, recurrent
+from edgeinfer.bundle import Bundle, Capabilities, DecoderSpec, Geometry, KVLayer, recurrent
 from edgeinfer.bundle.activations import cut_off, gate_up, inner_values
 from edgeinfer.bundle.arithmetic import (
     attend,
@@ -70,7 +70,6 @@ class ReferenceBackend:
         bundle: an opened bundle with a tensor table.
         capacity: tokens the cache may hold.
         kv: type of the cache, one of edgeinfer.bundle.kv_types; it needs no graph of its own here.
-        kv_scales: of a quantized cache; None where every row has its own.
 
     Raises:
         BundleError: the bundle's weights are opaque.
@@ -80,7 +79,7 @@ class ReferenceBackend:
     name = "reference"
     kernel = "numpy"
 
-    def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32, kv_scales: KVScales | None = None) -> None:
+    def __init__(self, bundle: Bundle, capacity: int, *, kv: str = FLOAT32) -> None:
         if bundle.manifest.decoder is None or not bundle.manifest.tensors:
             hint = "Load it with its own backend."
             raise BundleError(f"{bundle.path} has no tensor table, so the reference backend cannot run it.", hint)
@@ -96,15 +95,15 @@ class ReferenceBackend:
         self.rotates_long = self.rotation_border is not None
         self._tables = self._rotary_tables(capacity)
         self.geometry: Geometry = self._spec.geometry
-        self.cache = self._new_cache(capacity, kv, kv_scales)
+        self.cache = self._new_cache(capacity, kv)
         two_planes = bool(two_plane_weights(bundle))
         counts = () if self._spec.moe is None else tuple(range(1, self._spec.moe.top_k + 1))
         self.capabilities = Capabilities(True, True, True, elastic=two_planes, expert_counts=counts)
 
-    def _new_cache(self, capacity: int, kv: str, scales: KVScales | None) -> KVBuffers | PagedCache:
+    def _new_cache(self, capacity: int, kv: str) -> KVBuffers | PagedCache:
         geometry = self._cached_geometry()
-        if scales is not None or kv == FLOAT32:
-            return KVBuffers(geometry, capacity, kv=kv, scales=scales)
+        if kv == FLOAT32:
+            return KVBuffers(geometry, capacity)
         pool = PagePool(PageLayout.of(geometry, kv), pages_for(capacity) + 1)
         return PagedCache(pool, capacity)
 

@@ -7,13 +7,7 @@ import numpy as np
 from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.runtime.backends.contract import Backend
-from edgeinfer.runtime.backends.factory import (
-    BackendFactory,
-    BackendOrder,
-    counting_experts,
-    kv_types_with_scales,
-    scales_for,
-)
+from edgeinfer.runtime.backends.factory import BackendFactory, BackendOrder, counting_experts
 from edgeinfer.runtime.backends.onnx.memory import memory_of
 from edgeinfer.runtime.planning.configuration import ModelMemory
 from edgeinfer.runtime.planning.plan_input import BackendChoice
@@ -30,7 +24,7 @@ class ReferenceFactory(BackendFactory):
 
     def kv_types(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
         """Those of the graphs."""
-        return kv_types_with_scales(bundle, layout)
+        return bundle.kv_types(layout)
 
     def kernel(self, bundle: Bundle, layout: Layout) -> str:
         """The library."""
@@ -45,5 +39,5 @@ class ReferenceFactory(BackendFactory):
         from edgeinfer.runtime.backends.reference.backend import ReferenceBackend
 
         bundle, plan = order.bundle, order.configuration
-        backend = ReferenceBackend(bundle, plan.context, kv=plan.kv, kv_scales=scales_for(bundle, plan))
+        backend = ReferenceBackend(bundle, plan.context, kv=plan.kv)
         return counting_experts(bundle, backend, backend.cache)

@@ -191,15 +191,6 @@ def test_export_options(
     assert data["bundle"] == str(tmp_path / "out")
 
 
-@pytest.mark.parametrize("option", ["--no-kv-scales", "--kv-calibration a.txt"])
-def test_export_says_that_caches_need_no_calibration(
-    export: FakeExport, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    assert main(["export", str(checkpoint), str(tmp_path / "out"), *option.split()]) == 0
-    assert f"{option.split()[0]} has no effect" in capsys.readouterr().err
-    assert export.calls == [(checkpoint, tmp_path / "out", FakeExportConfig())]
-
-
 def test_export_options_of_bits(export: FakeExport, checkpoint: Path, tmp_path: Path) -> None:
     line = "--budget-bits 3.5 --bits-for layers.*.down=8 --bits-for head=4 --method gptq --calibration a.txt"
     assert main(["export", str(checkpoint), str(tmp_path / "out"), *line.split(), "--calibration-tokens", "512"]) == 0

@@ -206,7 +206,7 @@ def test_tuning(
     (tmp_path / "prompts.txt").write_text("Once upon a time\n\n  \nShe said: the cat\n")
     command = ("tune", "-m", small_bundle, "--text", tmp_path / "prompts.txt", "--evaluations", "5")
     found = json.loads(run(capsys, *command, "--json", "--seed", "2"))
-    assert set(found) == {"exit", "skip", "kept", "kv_scales", "device"}
+    assert set(found) == {"exit", "skip", "kept", "device"}
     assert found["kept"] == {"exit": kept, "skip": kept}
     for name in ("exit", "skip"):
         result = found[name]
