@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
-from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
@@ -320,8 +320,8 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
         if options.get("prefix_cache", 0) != 0:  # of few tokens of a small model it may be small
             options["prefix_cache"] = parse_size(options["prefix_cache"])
         for name in ("draft_model", "profile"):
-            if isinstance(options.get(name), Path):
-                options[name] = str(options[name])
+            if isinstance(options.get(name), os.PathLike):
+                options[name] = os.fspath(options[name])
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -355,7 +355,8 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
         require_known("generation option", options, options_of(cls), _OF_LOADING)
         config = cls(**options)
         # An empty list of candidates would give any text at all.
-        require("choices" not in options or len(config.choices) > 0, "choices", (), "at least one text")
+        given = options.get("choices")
+        require(given is None or len(config.choices) > 0, "choices", given, "a list of at least one text")
         return config
 
     def __post_init__(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
@@ -11,7 +13,6 @@ from edgeinfer.errors import BundleError, ContextLengthError, PromptError, Templ
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import Prompt
-from edgeinfer.options import is_integer
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
@@ -263,12 +264,22 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         hint = "Pass messages to create_chat_completion() or stream_chat(), or use model.chat()."
         raise PromptError("The prompt is a list of messages, not a string.", hint)
-    ids = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray) else None
-    if ids is None or not all(map(is_integer, ids)):
+    ids = _integers(prompt)
+    if ids is None:
         raise PromptError(
             f"The prompt is {shown(prompt)}, which is neither a string nor token ids.", "Pass one or the other."
         )
     return ids
+
+
+def _integers(ids: object) -> list[int] | None:
+    """Ids as Python's own integers, which numpy's become too; None where something else was given."""
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | bytearray) or getattr(ids, "ndim", 1) != 1:
+        return None
+    given = list(ids)
+    if not all(isinstance(each, Integral) and not isinstance(each, bool) for each in given):
+        return None
+    return list(map(operator.index, given))
 
 
 def several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -283,7 +294,9 @@ def several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _known_ids(parts: ModelParts, ids: Sequence[int]) -> list[int]:
-    known = token_ids(ids)
+    known = _integers(ids)
+    if known is None:
+        raise PromptError(f"The ids are {shown(ids)}, which are no integers.", "Pass a list, as tokenize() returns it.")
     # Tokenizers may have tokens that the model has no rows for.
     vocabulary = max(parts.engine.backend.geometry.vocab_size, parts.tokenizer.vocab_size)
     for id_ in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -77,21 +78,22 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
-def existing(source: str | Path) -> Path | None:
+def existing(source: str | os.PathLike[str]) -> Path | None:
     """The path that was given, if something is there.
 
     Raises:
         ModelError: it is no path, or cannot be looked at.
     """
-    if not isinstance(source, str | Path) or not str(source):
+    text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
         hint = "Give a folder, a .gguf file, OWNER/NAME or a name of the catalog."
-        raise ModelError(f"{source!r} is no name of a model.", hint)
+        raise ModelError(f"{source!r} is not a model's name.", hint)
     try:
-        path = Path(source).expanduser()
+        path = Path(text).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be searched, no home
         reason = str(getattr(error, "strerror", None) or error).rstrip(".")
-        raise ModelError(f"No model at {str(source)!r}: {reason}.", "Check the path and its permissions.") from error
+        raise ModelError(f"No model at {text!r}: {reason}.", "Check the path and its permissions.") from error
 
 
 def builtin() -> Path:

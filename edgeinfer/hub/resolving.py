@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -150,13 +151,13 @@ def name_of(model: str | Path) -> HubName:
     Raises:
         ModelError: it is no name of the hub or the catalog either.
     """
-    text = str(model)
+    text = os.fspath(model)
     name = hub_name(model)
     if name is not None and not text.endswith(_FILES):
         return name
     if text.endswith(_FILES):
         raise ModelError(f"No such file: {text}.", "Check the path.")
-    if isinstance(model, Path) or any(sign in text for sign in "/\\~:") or text.startswith(".") or not text:
+    if isinstance(model, os.PathLike) or any(sign in text for sign in "/\\~:") or text.startswith(".") or not text:
         hint = "Give a bundle directory, a .gguf file, OWNER/NAME, or a short name of edgeinfer models --catalog."
         raise ModelError(f"No model at {text!r}.", hint)
     similar = similar_names(text, (BUILTIN,))

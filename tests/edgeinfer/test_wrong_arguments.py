@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgeinfer
@@ -24,12 +25,22 @@ CALLS: tuple[tuple[Call, type[EdgeInferError], str], ...] = (
     (lambda model: model.detokenize([-1]), PromptError, "The token id -1 is outside"),
     (lambda model: model.detokenize([0, 2**31]), PromptError, f"The token id {2**31} is outside"),
     (lambda model: model.spell([2**31]), PromptError, f"The token id {2**31} is outside"),
-    (lambda model: model.detokenize("Once"), PromptError, "neither a string nor token ids"),
+    (lambda model: model.detokenize("Once"), PromptError, "The ids are 'Once', which are no integers"),
     (lambda model: model.chat(system=5), UsageError, "The system message is 5"),
-    (lambda model: model.generate("Once", choices=[]), UsageError, "choices must be at least one text"),
-    (lambda _: edgeinfer.load(""), ModelError, "'' is no name of a model."),
-    (lambda _: edgeinfer.load(5), ModelError, "5 is no name of a model."),  # type: ignore[arg-type]
+    (lambda model: model.generate("Once", choices=[]), UsageError, "choices=[] is out of range"),
+    (lambda _: edgeinfer.load(""), ModelError, "'' is not a model's name."),
+    (lambda _: edgeinfer.load(5), ModelError, "5 is not a model's name."),  # type: ignore[arg-type]
 )
+
+
+class FilePath:
+    """What other libraries have for paths."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __fspath__(self) -> str:
+        return self.path
 
 
 @each_row("call, kind, words", CALLS)
@@ -39,6 +50,26 @@ def test_wrong_arguments_are_refused_by_name(
     with pytest.raises(kind) as refusal:
         call(model)
     assert words in str(refusal.value)
+
+
+def test_ids_of_numpy_have_a_text(model: edgeinfer.Model) -> None:
+    ids = model.tokenize("the dog and the cat")
+    numbers: Any = np.array(ids)
+    for given in (numbers, list(numbers)):
+        assert model.detokenize(given) == model.detokenize(ids)
+        assert model.spell(given) == model.spell(ids)
+    wrongs: Any = ([True], np.array([True]), np.array(3), np.array([ids]), [1.0])
+    for wrong in wrongs:
+        with pytest.raises(PromptError, match="The ids are"):
+            model.detokenize(wrong)
+
+
+@each_row("kind", (PurePath, FilePath))
+def test_paths_of_any_kind_are_models(kind: Callable[[str], Any], tmp_path: Path) -> None:
+    assert hub.find(kind(str(tmp_path))) == tmp_path
+    with pytest.raises(ModelError, match=r"No model at '.*none'"):
+        hub.local(kind(str(tmp_path / "none")))
+    assert edgeinfer.LoadConfig.of(draft_model=kind(str(tmp_path))).draft_model == str(tmp_path)
 
 
 def test_every_token_has_a_text(model: edgeinfer.Model) -> None:
