@@ -165,9 +165,17 @@ class RemoteOptions:
 
 
 def _server_address(url: str) -> tuple[str, str] | None:
-    """Scheme and host of a server's URL; None where it is none."""
+    """Scheme and host of a server's URL; None where it is none.
+
+    Raises:
+        UsageError: the host has letters of which two standards make names of different servers.
+    """
     try:
         parts = urlsplit(url)
+        named = parts.netloc.rpartition("@")[2]
+        if not named.isascii():
+            hint = "Write the host in ASCII: its form that begins with xn--, as browsers show it."
+            raise UsageError(f"The host of {url!r} has letters outside ASCII.", hint)
         host, port = (parts.hostname or "").encode("idna").decode("ascii"), parts.port
     except ValueError:  # brackets that do not match, a port beyond all, a host that no name server takes
         return None

@@ -74,7 +74,7 @@ class Connection:
     def __init__(self, access: RemoteAccess) -> None:
         base = urlsplit(access.url.rstrip("/"))
         self._scheme, self._port, self._path = base.scheme.encode(), base.port, quote(base.path, safe=_WRITTEN)
-        self._host = (base.hostname or "").encode("idna")
+        self._host = (base.hostname or "").encode("ascii")
         host = b"[%b]" % self._host if b":" in self._host else self._host
         # What unpacks to more than was counted is not asked for.
         self._headers = [
@@ -83,7 +83,7 @@ class Connection:
             (b"Accept", b"*/*"),
             (b"Accept-Encoding", b"identity"),
         ]
-        if base.username is not None:
+        if base.username:
             named = f"{unquote(base.username)}:{unquote(base.password or '')}"
             self._headers.append((b"Authorization", b"Basic " + b64encode(named.encode())))
         elif access.key is not None:

@@ -290,6 +290,9 @@ def test_options_of_servers_are_checked() -> None:
         ({"remote": "http://localhost:99999"}, "not the URL"),
         ({"remote": "http://[::1"}, "not the URL"),
         ({"remote": "https://a..example.com"}, "not the URL"),
+        # IDNA 2003 and 2008 make names of different servers of it.
+        ({"remote": "https://straße.de"}, "outside ASCII.*xn--"),
+        ({"remote": "https://\N{KELVIN SIGN}.example.com"}, "outside ASCII"),
         ({"remote_key": "secret-key"}, "needs a server"),
         ({"remote": "http://localhost:1", "remote_key": "secret—key"}, "no API key"),
         ({"remote": "http://localhost:1", "remote_key": "secret\nkey"}, "no API key"),
@@ -302,7 +305,7 @@ def test_options_of_servers_are_checked() -> None:
         "http://localhost:8080",
         "http://192.168.1.4",
         "http://10.0.0.2/v1",
-        "https://example.com",
+        "https://xn--strae-oqa.de/straße",
         "http://nas",
     ):
         assert edgeinfer.LoadConfig(remote=url).remote == url

@@ -69,11 +69,17 @@ def test_names_within_an_address_are_sent(monkeypatch: pytest.MonkeyPatch) -> No
     assert b"\r\nAuthorization: Basic dG9tOnBAc3M=\r\n" in wire.written[0] and b"secret" not in wire.written[0]
 
 
+def test_an_empty_name_within_an_address_does_not_take_the_place_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = _Wire([_ANSWER])
+    _connection(monkeypatch, wire, "http://@nas").get("/list")
+    assert b"\r\nAuthorization: Bearer secret\r\n" in wire.written[0]
+
+
 def test_addresses_are_sent_as_the_protocol_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, path, host in (
         ("http://[::1]:8080", b"/list", b"[::1]:8080"),
         ("HTTP://NAS:80/a b%20c/", b"/a%20b%20c/list", b"nas"),
-        ("http://münchen/straße", b"/stra%C3%9Fe/list", b"xn--mnchen-3ya"),
+        ("http://nas/straße", b"/stra%C3%9Fe/list", b"nas"),
     ):
         wire = _Wire([_ANSWER])
         _connection(monkeypatch, wire, url).get("/list")
