@@ -16,7 +16,7 @@ CLOCKS = {
 # What stops a test until something happens; without an argument, for ever.
 WAITS = {"communicate", "join", "wait"}
 # Parsing all files takes seconds. Waits that matter have no argument but named ones.
-MAY_WAIT = re.compile(rf"\b({'|'.join(CLOCKS)}|sleep)\(|\.({'|'.join(WAITS)})\((\w+=|\))")
+MAY_WAIT = re.compile(rf"\b({'|'.join(CLOCKS)}|sleep)\(|\.({'|'.join(WAITS)})\(\s*(\w+=|\))")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,20 +48,16 @@ def functions(tree: ast.Module) -> Iterator[tuple[Function, bool]]:
 
 
 @cache
-def all_calls() -> list[tuple[str, Function, bool, ast.Call]]:
-    """Every call in a function, with its file and whether it is outside the `clock` mark."""
+def calls() -> list[tuple[str, Function, ast.Call]]:
+    """Every call in a function outside the `clock` mark, with its file."""
     return [
-        (name, function, unmarked, node)
+        (name, function, node)
         for name, tree in files()
         for function, unmarked in functions(tree)
+        if unmarked
         for node in ast.walk(function)
         if isinstance(node, ast.Call)
     ]
-
-
-def calls() -> list[tuple[str, Function, ast.Call]]:
-    """Those outside the `clock` mark."""
-    return [(name, function, node) for name, function, unmarked, node in all_calls() if unmarked]
 
 
 def called(node: ast.Call) -> str:
@@ -131,11 +127,26 @@ def sleeps_long(node: ast.Call) -> bool:
     return isinstance(value, int | float) and (value >= 1 or value == 0)
 
 
-def test_every_wait_has_a_limit() -> None:
-    found = [
-        f"{name}:{node.lineno} {node.func.attr}()"
-        for name, _, _, node in all_calls()
-        if isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
+def endless_waits(tree: ast.Module) -> list[str]:
+    """Waits that nothing ends, wherever they are in a file: line and name."""
+    return [
+        f"{node.lineno} {node.func.attr}()"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
         if not node.args and not any(keyword.arg in {"timeout", "limit"} for keyword in node.keywords)
     ]
+
+
+def test_every_wait_has_a_limit() -> None:
+    found = [f"{name}:{wait}" for name, tree in files() for wait in endless_waits(tree)]
     assert found == [], "say how long at most"
+
+
+def test_waits_are_found_wherever_they_are() -> None:
+    for text in (
+        "process.wait()",
+        "if True:\n    def f():\n        p.wait(\n        )",
+        "p.communicate(\n  input=b'',\n)",
+    ):
+        assert MAY_WAIT.search(text) and len(endless_waits(ast.parse(text))) == 1
+    assert endless_waits(ast.parse("p.wait(timeout=5), ', '.join(names)")) == []
