@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, Protocol
 
-from edgeinfer.bundle import TensorEntry
+from edgeinfer.bundle import NATIVE, TensorEntry
 from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
@@ -196,7 +196,9 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         return known[key]
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
-    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts, layer_runs(tensors)))
+    # Packed layers are scattered over their file, so what goes of them is left to the system, as of mapped weights.
+    layers = layer_runs(tensors) if plan_input.layout == NATIVE else ()
+    return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts, layers))
 
 
 def _streamed_again_ms(configuration: Configuration, tensors: Sequence[TensorEntry], whole: float) -> float:

@@ -102,7 +102,7 @@ class DiskReads:
         rate: bytes a second that it gives; None where it has not been measured.
         always: bytes of weights that every pass reads.
         experts: of which it reads some.
-        layers: where each layer's weights lie in their file.
+        layers: where each layer's weights lie in their file; none where the system's cache drops no windows.
         room: bytes of weights that the system can keep.
     """
 

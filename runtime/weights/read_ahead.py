@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.errors import StorageError
 from edgeinfer.runtime.system.memory import MappedFile
 from edgeinfer.runtime.weights.windows import PIECE_BYTES, Run
 
@@ -20,6 +22,8 @@ __all__ = ["ReadAhead"]
 
 _LIBC = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")  # Windows never comes here
 _MADV_POPULATE_READ = 22  # since Linux 5.14
+
+_log = logging.getLogger("edgeinfer")
 
 
 class ReadAhead:
@@ -30,38 +34,72 @@ class ReadAhead:
     processor's time (docs/LOG.md, 2026-11-27).
 
     Raises:
-        OSError: the file cannot be mapped.
+        StorageError: the file cannot be mapped.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
-        self._map = mmap.mmap(self._file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+                self._file = os.dup(file.fileno())
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            raise StorageError(f"{path} cannot be mapped: {error}.", "Load the model again.") from error
         with contextlib.suppress(OSError, AttributeError):  # a system without large pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._start = np.frombuffer(self._map, np.uint8).ctypes.data
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edgeinfer-read-ahead")
+        self._wanted: tuple[tuple[Run, ...], ...] = ()
+        self._failed = False
 
-    def ask(self, runs: Sequence[Run]) -> None:
-        """Asks for runs behind those asked for before; returns at once."""
-        self._thread.submit(self.read, tuple(runs))
+    def ask(self, runs: Iterable[Run], running: Iterable[Run] = ()) -> None:
+        """Asks for the runs of a window; returns at once.
+
+        Args:
+            running: of the window that runs now. What else was asked for before is given up.
+        """
+        asked = tuple(runs)
+        self._wanted = (tuple(running), asked)
+        self._thread.submit(self._read_asked, asked)
+
+    def used(self, runs: Iterable[Run]) -> None:
+        """Gives up what is not read yet of a window that has run, as it would only come back to be dropped again."""
+        done = tuple(runs)
+        self._wanted = tuple(each for each in self._wanted if each != done)
 
     def close(self) -> None:
         """Ends thread and mapping."""
+        self._wanted = ()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._map.close()
-        self._file.close()
+        os.close(self._file)
         # Others find every mapping of a file, and drop its pages.
         MappedFile.forget(self._path)
 
-    def read(self, runs: Sequence[Run]) -> None:
-        """Reads them on the thread that asks."""
+    def _read_asked(self, asked: tuple[Run, ...]) -> None:
+        try:
+            self.read(asked, lambda: asked in self._wanted)
+        except OSError as error:
+            # Passes then read what they need themselves, slowly.
+            if not self._failed:
+                _log.warning("%s cannot be read ahead: %s. Replies may be slower.", self._path, error.strerror)
+            self._failed = True
+
+    def read(self, runs: Sequence[Run], wanted: Callable[[], bool] = lambda: True) -> None:
+        """Reads them on the thread that asks, for as long as they are wanted.
+
+        Raises:
+            OSError: the system cannot read them.
+        """
         for offset, length in runs:
             for begin in range(offset // PIECE_BYTES * PIECE_BYTES, offset + length, PIECE_BYTES):
+                if not wanted():
+                    return
                 first = max(begin, offset) // mmap.PAGESIZE * mmap.PAGESIZE
                 size = min(begin + PIECE_BYTES, offset + length) - first
                 if self._advise(first, size, _MADV_POPULATE_READ):
-                    os.posix_fadvise(self._file.fileno(), first, size, os.POSIX_FADV_WILLNEED)
+                    os.posix_fadvise(self._file, first, size, os.POSIX_FADV_WILLNEED)
                 # The system maps what lies around a page as well, where it has that.
                 self._advise(begin, min(PIECE_BYTES, len(self._map) - begin), mmap.MADV_DONTNEED)
 

@@ -78,14 +78,16 @@ class WeightPages:
     Args:
         path: of the file, which must be mapped by now.
         runs: the runs of bytes that running reads, by weight; canonical names, or those with a suffix.
+        layered: whether each layer lies in one run; packed copies lie behind all weights, of which some are not packed.
 
     Attributes:
-        path: as given.
+        path, layered: as given.
     """
 
-    def __init__(self, path: Path, runs: Mapping[str, tuple[Run, ...]]) -> None:
+    def __init__(self, path: Path, runs: Mapping[str, tuple[Run, ...]], *, layered: bool = True) -> None:
         self._runs = runs
         self.path = path
+        self.layered = layered
         self._file = MappedFile(path)
         self._handle = os.open(path, os.O_RDONLY) if hasattr(os, "posix_fadvise") else -1
         self._close = weakref.finalize(self, os.close, self._handle) if self._handle >= 0 else None
@@ -93,14 +95,16 @@ class WeightPages:
     @classmethod
     def of(cls, graph: RunnableGraph, tensors: Iterable[TensorEntry]) -> WeightPages:
         """The weights of a graph that is loaded: what it says is read, else all of the tensor table."""
-        return cls(graph.weights, graph.reads if graph.reads is not None else _blob_runs(tensors))
+        if graph.reads is None:
+            return cls(graph.weights, _blob_runs(tensors))
+        return cls(graph.weights, graph.reads, layered=False)
 
     def layers(self, first: int, stop: int) -> WeightPart:
         """The weights of layers first..stop-1."""
         return self._part(*(f"layers.{layer}" for layer in range(first, stop)))
 
     def streamed(self, windows: Sequence[LayerWindow]) -> list[WeightPart]:
-        """What can be dropped behind each window (`streamed_runs`)."""
+        """What can be dropped behind each window of weights that are `layered` (`streamed_runs`)."""
         spans = [self.layers(layer, layer + 1).runs for layer in range(windows[-1].stop)]
         layers = [(own[0][0], sum(own[-1]) - own[0][0]) for own in spans]
         return [WeightPart(self._file, [run] if run[1] else [], self._handle) for run in streamed_runs(layers, windows)]

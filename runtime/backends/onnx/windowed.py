@@ -4,7 +4,8 @@ So a model larger than the memory runs, slowly: the hidden states of one window 
 weights are dropped when it has run. Embedding and LM head are windows of their own, whose pages the kernel's operators
 drop while they run. Where all layers are in memory together only those two are streamed, in a pass that is not cut;
 where they stay, some of the layers do, too, and windows are streamed between those. What the system's cache of the file
-has no room for goes from there as well, always the same. Every row of the result is the same bits as without.
+has no room for goes from there as well, always the same; but of packed weights, whose layers are scattered over their
+file, that is left to the system. Every row of the result is the same bits as without.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import CapabilityError
+from edgeinfer.errors import CapabilityError, StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Ints
 from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, PassCancelledError, check_pass
@@ -140,7 +142,7 @@ class _Part:
     def within(self) -> AbstractContextManager[None]:
         return dropping_behind(self.large) if self.dropped else nullcontext()
 
-    def release(self, output: ForwardOutput) -> None:
+    def release(self) -> None:
         self.weights.release()
         if self.forgotten is not None:
             self.forgotten.forget()
@@ -158,7 +160,9 @@ class StreamedBackend(WindowedBackend):
         room: bytes of the weights that the system's cache can keep; None where it keeps all.
 
     Raises:
-        CapabilityError: its weights are packed into memory, or it cannot skip layers or resume.
+        CapabilityError: its weights are packed into memory, or layers are to stay beside windows of packed ones, or it
+            cannot skip layers or resume.
+        StorageError: the file of its weights cannot be mapped; `inner` is closed then.
     """
 
     def __init__(
@@ -171,7 +175,8 @@ class StreamedBackend(WindowedBackend):
         room: int | None = None,
     ) -> None:
         can = inner.capabilities
-        if inner.pages is None or not (can.layer_skip and can.hidden):
+        cut = can.layer_skip and can.hidden
+        if not cut or inner.pages is None or (kept_layers and not inner.pages.layered):
             hint = "Load it with mapped weights, or export it natively."
             raise CapabilityError("The weights of this model cannot be streamed.", hint)
         super().__init__(inner, meter)
@@ -189,17 +194,27 @@ class StreamedBackend(WindowedBackend):
         places = list({*self._head.large, *self._embedding.large})
         self._whole = Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))
         self._pages.release()
-        self._reading = None if room is None or self._stay else ReadAhead(self._pages.path)
+        self._reading = None if room is None or self._stay else self._read_ahead_of(self._pages.path)
+
+    def _read_ahead_of(self, path: Path) -> ReadAhead:
+        try:
+            return ReadAhead(path)
+        except StorageError:
+            self._inner.close()
+            raise
 
     def _cut(self, windows: Sequence[LayerWindow], room: int | None) -> list[_Part]:
         """The layers of each window, and what is streamed of them."""
-        pieces = self._pages.streamed(windows)
-        weights = pieces if self._keeps_head else [self._pages.layers(each.first, each.stop) for each in windows]
-        sizes = [part.nbytes for part in pieces]
-        forgotten = () if room is None else dropped_windows(sizes, self._pages.nbytes, room)
-        self._forgets_all = forgotten is None
-        if forgotten is None:
-            forgotten = tuple(range(len(windows)))
+        weights = [self._pages.layers(each.first, each.stop) for each in windows]
+        pieces, forgotten = weights, tuple[int, ...]()
+        self._forgets_all = False
+        if self._pages.layered:
+            pieces = self._pages.streamed(windows)
+            weights = pieces if self._keeps_head else weights
+            sizes = [part.nbytes for part in pieces]
+            chosen = () if room is None else dropped_windows(sizes, self._pages.nbytes, room)
+            self._forgets_all = chosen is None
+            forgotten = tuple(range(len(windows))) if chosen is None else chosen
         found = []
         for index, window in enumerate(windows):
             mask = np.zeros(2 * self.geometry.num_layers, np.bool_)  # (2 L,)
@@ -218,14 +233,19 @@ class StreamedBackend(WindowedBackend):
             needed.append(self._head)
         ahead = [*needed[1:], self._layers[0]]
         return [
-            Window(part.layers, partial(self._read_ahead, part, following), part.release, part.within)
+            Window(part.layers, partial(self._read_ahead, part, following), partial(self._used, part), part.within)
             for part, following in zip(needed, ahead, strict=True)
         ]
 
     def _read_ahead(self, part: _Part, following: _Part) -> None:
         """Nothing where all stays in the system's cache. The head is larger than what there is room for."""
         if self._reading is not None and part is not self._head and following is not self._head:
-            self._reading.ask(following.weights.runs)
+            self._reading.ask(following.weights.runs, part.weights.runs)
+
+    def _used(self, part: _Part, output: ForwardOutput) -> None:
+        if self._reading is not None:
+            self._reading.used(part.weights.runs)
+        part.release()
 
     def drop_pages(self) -> None:
         """Lets go of the layers that stay; of others none are in memory between two passes."""
