@@ -173,7 +173,7 @@ class ModelThread(threading.Thread):
         with self._changed:
             started = self._queue.started
         for job in started:
-            # One that shares passes already may be what none could begin to share.
+            # A reply that began in a batch stays there, even with what would keep it from joining one, as contexts.
             job.alone = job.alone or not (job.shares or job.stream is None or job.stream.shareable)
         waiting = any(job.alone for job in started)
         if self._batch is None and self._unpausable is None:
@@ -223,9 +223,7 @@ class ModelThread(threading.Thread):
             except UnshareableError:
                 job.alone, job.shares = True, False
             except Exception as error:  # whatever it is, it is this reply's, and the others go on
-                if job.stream is not None:
-                    job.stream.close()
-                self._over(job, error)
+                self._failed(job, error)
 
         return make
 
@@ -254,9 +252,7 @@ class ModelThread(threading.Thread):
             else:
                 self._over(job, ReplyEnd(job.stream.result))
         except Exception as error:  # whatever it is, it is this reply's, and the others go on
-            if job.stream is not None:
-                job.stream.close()
-            self._over(job, error)
+            self._failed(job, error)
 
     def _work(self, job: Job, stream: TokenStream, started: float) -> bool:
         """Lets a reply run; returns whether there is more of it."""
@@ -287,6 +283,12 @@ class ModelThread(threading.Thread):
             return True
         turn = max(_TURN_S, self._switch_s / _SWITCHING_SHARE)
         return self._queue.running > 1 and time.perf_counter() - started >= turn
+
+    def _failed(self, job: Job, error: Exception) -> None:
+        if job.stream is not None:
+            job.stream.close()
+        # Where the beginning of one that is to end was broken off, as while it read contexts, nothing went wrong.
+        self._over(job, ReplyEnd(None) if job.stream is None and job.cancelled else error)
 
     def _over(self, job: Job, end: ReplyEnd | Exception) -> None:
         with self._changed:

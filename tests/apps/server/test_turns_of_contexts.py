@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.waiting import TIME_LIMIT
 
 pytestmark = needs_builtin
 
-TEXT = edgeinfer.Context("tom", content="Tom had a red ball. He took it to the park every day.")
+TEXT = "{} had a red ball. He took it to the park every day."
 OPTIONS: dict[str, Any] = {"ignore_eos": True}
 
 
@@ -27,6 +28,7 @@ class Worker:
     def __init__(self, model: edgeinfer.Model) -> None:
         self.thread = ModelThread(parallel=8)
         self.ended = queue.Queue[str]()
+        self.reading: Callable[[int], None] | None = None  # called after each pass that evaluates a context
         self._then: dict[tuple[str, str], tuple[tuple[str, bool, int], ...]] = {}
         self.thread.start()
         self.thread.do(lambda: self.thread.take(model))
@@ -39,8 +41,14 @@ class Worker:
         """Adds a reply of so many tokens, behind a context or not."""
 
         def start(model: edgeinfer.Model) -> edgeinfer.TokenStream:
-            source = model.with_contexts([TEXT]) if behind else model
-            return source.stream(f"One day, {name}", max_tokens=tokens, **OPTIONS)
+            if not behind:
+                return model.stream(f"One day, {name}", max_tokens=tokens, **OPTIONS)
+            messages = [{"role": "user", "content": f"One day, {name}"}]
+            source = model.with_contexts([edgeinfer.Context(name, content=TEXT.format(name))])
+            stream: edgeinfer.TokenStream = source.stream_chat(
+                messages, progress=self.reading, max_tokens=tokens, **OPTIONS
+            )
+            return stream
 
         def tell(told: object) -> None:
             event = "first" if isinstance(told, edgeinfer.Chunk) else "end"
@@ -79,3 +87,18 @@ def test_replies_join_the_passes_of_one_behind_a_context(worker: Worker) -> None
     worker.when("short", "end", ("late", False, 4))
     worker.add("first", False, 40)
     assert worker.order(4) == ["short", "late", "first", "long"]
+
+
+def test_one_that_is_dropped_while_it_reads_a_context_has_not_failed(worker: Worker) -> None:
+    reading = threading.Event()
+
+    def read(tokens: int) -> None:
+        if not reading.is_set():
+            reading.set()
+            worker.thread.do(worker.thread.drop_replies)
+
+    worker.reading = read
+    worker.when("first", "first", ("dropped", True, 4))
+    worker.add("first", False, 200)
+    assert sorted(worker.order(2)) == ["dropped", "first"]
+    assert reading.is_set()
