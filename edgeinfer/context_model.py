@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from edgeinfer.chat import Chat
 from edgeinfer.config import GenerationConfig
-from edgeinfer.contexts import Context, ContextUse, Placement
-from edgeinfer.errors import PromptError, StorageError, UsageError
+from edgeinfer.contexts import Context, ContextUse, Placement, UnreadContextError
+from edgeinfer.errors import StorageError, UsageError
 from edgeinfer.generation import TokenStream
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import GenerationOptions
@@ -194,7 +194,7 @@ class ContextModel:
         if known is None:
             known = tuple(self._model.tokenize_data(text))
             if not known:
-                raise PromptError(f"{context.path} has no tokens.", "Leave it out.")
+                raise UnreadContextError(context.path, f"{context.path} has no tokens.", "Leave it out.")
             if context.content is not None:  # it stays as it is
                 self._encoded[text] = known
         return known

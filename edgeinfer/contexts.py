@@ -12,7 +12,7 @@ from edgeinfer.options import require
 from edgeinfer.records import dataclass
 from edgeinfer.user_folders import user_cache
 
-__all__ = ["Context", "ContextUse", "Edits", "Placement", "rows_folder"]
+__all__ = ["Context", "ContextUse", "Edits", "Placement", "UnreadContextError", "rows_folder"]
 
 Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
@@ -27,6 +27,22 @@ def rows_folder() -> Path:
         StorageError: this user has no home folder.
     """
     return user_cache() / "edgeinfer" / "contexts"
+
+
+class UnreadContextError(PromptError):
+    """The text of a context cannot be had.
+
+    Args:
+        path: of the context.
+        message, hint: as of every error.
+
+    Attributes:
+        name: of its file, without the folders that it lies in.
+    """
+
+    def __init__(self, path: str | Path, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.name = Path(path).name
 
 
 @dataclass(frozen=True)
@@ -86,35 +102,35 @@ class Context:
         """What the file says now, or `content`.
 
         Raises:
-            PromptError: it cannot be read, is empty, far too large or not UTF-8.
+            UnreadContextError: it cannot be read, is empty, far too large or not UTF-8.
         """
         if self.content is None:
             text = self._read()
         elif len(self.content) > _MOST_BYTES:
-            raise PromptError(f"{self.path} is far too large for a context.", "Cut it into several.")
+            raise UnreadContextError(self.path, f"{self.path} is far too large for a context.", "Cut it into several.")
         else:
             text = self.content.strip()
         if not text:
-            raise PromptError(f"{self.path} is empty.", "Leave it out.")
+            raise UnreadContextError(self.path, f"{self.path} is empty.", "Leave it out.")
         return text
 
     def _read(self) -> str:
         path = Path(self.path)
         try:
             if not path.is_file():
-                raise PromptError(f"{path} is not a file.", "Name an existing text file.")
+                raise UnreadContextError(path, f"{path} is not a file.", "Name an existing text file.")
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
         except (OSError, ValueError) as error:
             message = f"Cannot read {path}: {getattr(error, 'strerror', error)}."
-            raise PromptError(message, "Name an existing text file.") from error
+            raise UnreadContextError(path, message, "Name an existing text file.") from error
         if len(data) > _MOST_BYTES:
-            raise PromptError(f"{path} is far too large for a context.", "Cut it into several.")
+            raise UnreadContextError(path, f"{path} is far too large for a context.", "Cut it into several.")
         try:
             return data.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             hint = "Convert it, for example with iconv -t UTF-8."
-            raise PromptError(f"{path} is not UTF-8 text (byte {error.start}).", hint) from error
+            raise UnreadContextError(path, f"{path} is not UTF-8 text (byte {error.start}).", hint) from error
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from edgeinfer.apps.server.events import Framing
 from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import Fields, limit, sampling
+from edgeinfer.openai.fields import Fields, sampling
 from edgeinfer.openai.messages import Message, read_message, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
@@ -49,7 +49,7 @@ class MessagesReply(OneReply):
         fields = Fields(body)
         name = fields.text("model") or model.info.name
         stream = fields.flag("stream")
-        options = limit(fields, "max_tokens")
+        options = fields.option("max_tokens")
         if not options:
             raise fields.missing("max_tokens", "Say how many tokens the reply may have.")
         stops = fields.items("stop_sequences")
@@ -57,6 +57,7 @@ class MessagesReply(OneReply):
             options |= fields.checked("stop_sequences", "stop", stops)
         options |= sampling(fields) | _form(fields)
         prompt = _read_prompt(fields, model, options)
+        prompt.require_whole()
         fields.ignore(*_IGNORED)
         fields.ignore_others()
         fields.end()

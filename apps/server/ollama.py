@@ -144,11 +144,13 @@ class OllamaChat(OllamaReply):
         functions = read_functions(fields.items("tools"))
         use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, functions, True))
         variables = _thinking(fields)
-        super().__init__(
-            fields,
-            lambda options: ChatPrompt(messages, use, options, variables, begun, fields=("messages", "format")),
-            model,
-        )
+
+        def prompt(options: dict[str, Any]) -> ChatPrompt:
+            made = ChatPrompt(messages, use, options, variables, begun, fields=("messages", "format"))
+            made.require_whole()
+            return made
+
+        super().__init__(fields, prompt, model)
 
     def said(self, text: str, calls: list[dict[str, Any]]) -> Event:
         """The message."""

@@ -165,8 +165,8 @@ def _prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -
     tools = ToolUse(dialect_of(model.chat_template_text), choice)
     contexts = _contexts(fields)
     if contexts and (functions or variables):
-        hint = "Leave out tools, chat_template_kwargs and reasoning_effort."
-        raise RequestError("contexts stand before plain messages alone.", hint, param="contexts")
+        message = "contexts cannot be combined with tools, chat_template_kwargs or reasoning_effort."
+        raise RequestError(message, "Leave these out, or contexts.", param="contexts")
     return ChatPrompt(messages, tools, options, variables or None, begun, contexts=contexts)
 
 

@@ -11,7 +11,7 @@ from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.ignored import OTHERS_FIELDS, changes_nothing
 from edgeinfer.openai.schemas import closed
 from edgeinfer.option_groups import flat_options
-from edgeinfer.options import nearest, options_of
+from edgeinfer.options import is_integer, nearest, options_of
 from edgeinfer.version import VERSION
 from edgeinfer.wording import shown
 
@@ -217,8 +217,12 @@ def sampling(fields: Fields) -> dict[str, Any]:
 def limit(fields: Fields, *names: str) -> dict[str, Any]:
     """The length of the reply, by the first of these fields that is there; -1 is none, as for llama.cpp's server."""
     given = {name: value for name in names if (value := fields.any(name)) is not None}
-    found = [{} if value == -1 else fields.checked(name, "max_tokens", value) for name, value in given.items()]
+    found = [_checked_limit(fields, name, value) for name, value in given.items()]
     return next(iter(found), {})
+
+
+def _checked_limit(fields: Fields, name: str, value: Any) -> dict[str, Any]:
+    return {} if is_integer(value) and value == -1 else fields.checked(name, "max_tokens", value)
 
 
 def form(fields: Fields, name: str) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from edgeinfer.config import GenerationConfig
-from edgeinfer.contexts import Context
+from edgeinfer.contexts import Context, UnreadContextError
 from edgeinfer.errors import ContextLengthError, GrammarError
 from edgeinfer.openai.contract import ChatModel, StreamT
 from edgeinfer.openai.errors import RequestError
@@ -19,8 +20,12 @@ from edgeinfer.records import dataclass
 
 __all__ = ["ChatPrompt", "OneReply", "PromptReplies", "PromptTokens", "TextPrompt", "naming", "reply_options"]
 
+_log = logging.getLogger("edgeinfer")
+
 _SEEDS = 2**64
 _OWN_FORMS = ("regex", "grammar")
+# Forms that say how a reply begins, too.
+_WHOLE_FORMS = ("json_schema", "json_object")
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,22 @@ class ChatPrompt:
         with self._naming():
             model.check(**self.tools.options(model, self.options))
 
+    def require_whole(self) -> None:
+        """Refuses to go on with a reply that is to have a form from its beginning on.
+
+        Raises:
+            RequestError: the client began it, and asks for JSON or for a call.
+        """
+        if not self.begun:
+            return
+        messages, form = self.fields
+        if self.tools.choice.mode == "required":
+            form = "tool_choice"
+        elif not any(name in self.options for name in _WHOLE_FORMS):
+            return
+        message = f"A reply that {messages} began cannot have the form that {form} asks for."
+        raise RequestError(message, "End with a message of the user's, or leave that field out.", param=form)
+
     def prepared(self, model: ChatModel[Any]) -> ChatPrompt:
         """The same with its tokens made, where there are no contexts; errors as `start`."""
         if self.contexts:
@@ -127,7 +148,12 @@ class ChatPrompt:
         with self._naming():
             options = reply_options(self.tools.options(model, self.options), index)
             behind = model.with_contexts(self.contexts)
-            stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, **options)
+            try:
+                stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, **options)
+            except UnreadContextError as error:
+                _log.warning("%s", error)  # where it lies and what is to be done is for who named the file
+                message, hint = f"The context {error.name} cannot be read now.", "Leave it out, or ask again later."
+                raise RequestError(message, hint, param="contexts", status=503) from error
         return stream
 
     def _naming(self) -> AbstractContextManager[None]:

@@ -31,6 +31,27 @@ def test_a_reply_that_was_begun_goes_on(server: Local) -> None:
     assert ok(server, "/v1/messages", alone)["content"]
 
 
+def test_a_reply_that_was_begun_has_no_form_of_its_own(server: Local) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"name": "look", "input_schema": schema}
+    asked = {"max_tokens": 4, "messages": [*MESSAGES, {"role": "assistant", "content": '{"a":'}]}
+    for field, path, body in (
+        (
+            "output_config.format",
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        ),
+        ("tool_choice", "/v1/messages", {"tools": [tool], "tool_choice": {"type": "any"}}),
+        ("format", "/api/chat", {"format": "json"}),
+        ("format", "/api/chat", {"format": schema}),
+    ):
+        refused = server.post(
+            path, {**asked, **body} if path == "/v1/messages" else {**body, "messages": asked["messages"]}
+        )
+        assert refused.status_code == 400 and f"the form that {field} asks for" in refused.text
+    assert ok(server, "/v1/messages", {**asked, "tools": [tool]})["content"]
+
+
 def test_documents_of_text(server: Local) -> None:
     def counted(*blocks: Any) -> int:
         told = ok(server, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": list(blocks)}]})
@@ -53,6 +74,9 @@ def test_no_limit_of_tokens(server: Local) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         limited = ok(server, "/v1/chat/completions", {"messages": MESSAGES, "stop": ["."], field: -1})
         assert limited["choices"] == without["choices"]
+    for path, value in (("/v1/messages", -1), ("/v1/chat/completions", -1.0)):
+        refused = server.post(path, {"messages": MESSAGES, "max_tokens": value})
+        assert refused.status_code == 400 and "out of range" in refused.text
 
 
 def test_ids_that_are_no_tokens_have_no_text(server: Local) -> None:

@@ -23,9 +23,9 @@ TOM, ANNA = "Tom had a red ball. He took it to the park every day.", "Anna had a
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("contexts")
-    for name, text in (("tom.txt", TOM), ("anna.txt", ANNA)):
+    for name, text in (("tom.txt", TOM), ("anna.txt", ANNA), ("gone.txt", TOM)):
         (folder / name).write_text(text)
-    return [folder / "tom.txt", folder / "anna.txt"]
+    return [folder / "tom.txt", folder / "anna.txt", folder / "gone.txt"]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,9 @@ def answered(server: Local, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_text_is_read_once_and_replied_to(server: Local, files: list[Path]) -> None:
-    assert [each["id"] for each in server.get("/v1/contexts").json()["data"]] == ["tom.txt", "anna.txt"]
+    assert [each["id"] for each in server.get("/v1/contexts").json()["data"]] == ["tom.txt", "anna.txt", "gone.txt"]
     first, second = (answered(server, contexts=["tom.txt"]) for _ in range(2))
+    assert first["contexts"]["evaluated"] > 0
     with edgeinfer.load() as model:
         expected = model.with_contexts(files[:1]).chat().send(MESSAGES[0]["content"], max_tokens=8)
     for told in (first, second):
@@ -72,6 +73,19 @@ def test_what_is_not_named_is_not_read(server: Local, files: list[Path]) -> None
     assert server.post("/v1/completions", {"prompt": "a", "contexts": ["tom.txt"]}).status_code == 400
     with edgeinfer.load() as model, pytest.raises(UsageError, match="names of texts"):
         make_completion("chat.completion", chat_body(contexts=[str(files[0])]), model)
+
+
+def test_where_a_text_lies_is_not_told(server: Local, files: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    file = files[2]
+    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff\xfe no text"), lambda: file.write_text(" ")):
+        spoil()
+        for stream in (False, True):
+            refused = server.post(CHAT, chat_body(contexts=["gone.txt"], stream=stream))
+            assert "The context gone.txt cannot be read now" in refused.text
+            assert str(file.parent) not in refused.text and "iconv" not in refused.text
+            assert '"param":"contexts"' in refused.text.replace(" ", "")
+            assert stream or refused.status_code == 503
+    assert caplog.text.count(str(file)) == 6
 
 
 def test_files_are_looked_at_before_anything_is_served(files: list[Path], tmp_path: Path) -> None:
