@@ -67,7 +67,7 @@ def _add_server_options(parser: Parser) -> None:
     group.add_argument("--alias", action="append", default=[], metavar="NAME", help=text)
     text = "on: load another model on this machine when a request names it, one at a time; off: serve only this one"
     group.add_argument("--models", choices=("on", "off"), default="on", help=f"{text} (default: on)")
-    text = "text file that requests may name in `contexts`, read once and kept read; can be repeated"
+    text = "text file that requests may name in `contexts`, which the model reads once; can be repeated"
     group.add_argument("--context-file", type=Path, action="append", default=[], metavar="FILE", help=text)
     text = "unload the model after this many seconds without a request; the next one loads it again (default: never)"
     group.add_argument("--idle-unload", type=float, metavar="SECONDS", help=text)
