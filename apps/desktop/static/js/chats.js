@@ -168,7 +168,7 @@ export async function switchTo(message) {
 /** Lets a conversation use what is loaded. */
 export const adopt = (id, { model, memory, context }) => update(id, { choice: { model, memory, context } });
 
-/** Changes title, system prompt, options or model of a conversation. */
+/** Changes title, system prompt, options or model of a conversation; false where that failed. */
 export async function update(id, fields) {
   try {
     const changed = await api.patchConversation(id, fields);
@@ -179,10 +179,12 @@ export async function update(id, fields) {
     }
     const listed = get().conversations?.map((entry) => (entry.id === id ? { ...entry, title: changed.title } : entry));
     change({ conversations: listed ?? null });
+    return true;
   } catch (failure) {
     report(failure);
     // What was shown in advance may not hold.
     refreshShown();
+    return false;
   }
 }
 

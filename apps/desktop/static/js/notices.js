@@ -5,6 +5,7 @@ import { withSlack } from "./budget.js";
 import { adopt, goOn, regenerate, show as showConversation, update } from "./chats.js";
 import { h, icon, progressBar } from "./dom.js";
 import { contextIsFull, largerContext } from "./figures.js";
+import { isKept } from "./files.js";
 import { count, size } from "./format.js";
 import { openModels } from "./models.js";
 import { change, follow, get } from "./store.js";
@@ -27,7 +28,7 @@ export function createNotices() {
   const place = h("div", { id: "notice" });
   document.getElementById("dock").prepend(place);
   const loading = createLoading();
-  follow(["model", "conversation", "link"], ({ model, conversation }) => {
+  follow(["model", "conversation", "link", "settings", "kept"], ({ model, conversation }) => {
     const kind = model && kindOf(model, conversation);
     if (kind === "loading") loading.show(model);
     const notice = kind === "loading" ? loading.element : kind && NOTICES[kind](model, conversation);
@@ -130,7 +131,8 @@ function failed(model) {
 function full(model, conversation) {
   const larger = largerContext(model);
   // One message alone may be too long; then there is nothing left to leave out.
-  const forgets = conversation.options?.when_full === "leave_out_oldest";
+  const forgets = { ...get().settings?.options, ...conversation.options }.when_full === "leave_out_oldest";
+  const offers = !forgets && !readsFilesApart(model, conversation);
   const holds = `This chat has used all ${count(model.context)} tokens of the context`;
   return notice(
     "full",
@@ -140,21 +142,24 @@ function full(model, conversation) {
       ? `${holds}. To continue, ${model.name} is loaded again with room for ${count(larger)}.`
       : `${holds}, which is the most that ${model.name} holds.`,
     larger && button("Continue", () => continueWith(larger, model, conversation), "primary"),
-    !forgets && button("Leave out the oldest", () => leaveOut(conversation), larger ? "" : "primary"),
-    button("New chat", () => showConversation(null), larger || !forgets ? "" : "primary"),
+    offers && button("Leave out the oldest", () => leaveOut(conversation), larger ? "" : "primary"),
+    button("New chat", () => showConversation(null), larger || offers ? "" : "primary"),
   );
 }
 
 /** Lets the model read the latest messages alone from now on, and goes on with the reply that found no room. */
-async function leaveOut({ id, options, ...conversation }) {
-  const last = path(conversation).at(-1);
-  await update(id, { options: { ...options, when_full: "leave_out_oldest" } });
-  resume(last);
+async function leaveOut(conversation) {
+  const changed = await update(conversation.id, { options: { ...conversation.options, when_full: "leave_out_oldest" } });
+  if (changed) resume(conversation);
+}
+
+/** Whether the model reads files before the messages, which are then never left out. */
+function readsFilesApart(model, conversation) {
+  return !model.not_apart && path(conversation).some(({ attachments }) => attachments?.some(isKept));
 }
 
 /** Loads the model with a larger context, and goes on with the reply that found no room in the present one. */
 async function continueWith(context, { id, choice }, conversation) {
-  const last = path(conversation).at(-1);
   const wanted = { model: id, memory: choice?.memory ?? null, context };
   try {
     const plan = await api.plan(wanted);
@@ -169,10 +174,13 @@ async function continueWith(context, { id, choice }, conversation) {
     return;
   }
   // The server waits with it until the model is loaded.
-  resume(last);
+  resume(conversation);
 }
 
-function resume(last) {
+/** Goes on with a conversation's last reply, unless the user has turned to another one meanwhile. */
+function resume(conversation) {
+  if (get().conversation?.id !== conversation.id) return;
+  const last = path(conversation).at(-1);
   if (last.status === "error") regenerate(last.id);
   else goOn(last.id);
 }

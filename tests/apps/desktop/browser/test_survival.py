@@ -138,6 +138,42 @@ def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) 
         window.page.context.close()
 
 
+def test_the_oldest_are_offered_to_be_left_out_where_that_helps(data: Path, open_at: OpenWindow) -> None:
+    """Not where the settings do so already, nor where files are read apart; nothing follows a chat that was left."""
+    with served(data, settings={"context": 256}) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        notice = window.page.get_by_role("region", name="The context is full")
+        offer = window.button("Leave out the oldest", notice)
+        file = app.http.post("/app/api/attachments?name=a.txt", content=b"Tom has a boat.").json()["id"]
+        kept = app.call("POST", f"/attachments/{file}/keep", {"conversation": None}, status=201)["id"]
+        plain, apart = app.new(), app.new()
+        app.ask(plain, "word " * 2000)
+        asked = {"parent": None, "content": "word " * 2000, "attachments": [kept]}
+        app.call("POST", f"/conversations/{apart}/messages", asked, status=202)
+        assert app.end(apart)["error"]["code"] == "context_full"
+        window.page.reload()
+        window.open(apart)
+        expect(notice).to_be_visible()
+        expect(offer).to_have_count(0)
+        window.open(plain)
+        expect(offer).to_be_visible()
+        asks = list[str]()
+        window.page.on("request", lambda request: asks.append(request.url))
+        with window.page.expect_response(lambda answer: answer.request.method == "PATCH"), window.holding(f"{plain}$"):
+            offer.click()
+            window.new_chat()
+        window.ask()
+        assert not any(url.endswith("/regenerate") for url in asks)
+        app.call("PATCH", f"/conversations/{plain}", {"options": {}})
+        app.call("PATCH", "/settings", {"options": {"when_full": "leave_out_oldest"}})
+        window.page.reload()
+        window.wait_ready()
+        window.open(plain)
+        expect(notice).to_be_visible()
+        expect(offer).to_have_count(0)
+
+
 def test_a_restart_finds_the_history_and_the_choices(data: Path, open_at: OpenWindow) -> None:
     with served(data) as app:
         window = open_at(app.address)
