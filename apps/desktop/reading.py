@@ -6,11 +6,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import edgeinfer
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message
-from edgeinfer.errors import CapabilityError, UserError
+from edgeinfer.errors import CapabilityError, ContextLengthError, UserError
 
 if TYPE_CHECKING:
     from edgeinfer import Model, TokenStream
@@ -104,7 +105,7 @@ def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str,
         room: tokens that the reply is to have, of which a quarter of the context is enough.
 
     Raises:
-        EdgeInferError: as `Model.tokenize_chat`.
+        EdgeInferError: as `Model.tokenize_chat`; a ContextLengthError where the last message alone is far too long.
     """
     system = [message for message in messages[:1] if message["role"] == "system"]
     turns = messages[len(system) :]
@@ -113,14 +114,20 @@ def without_oldest(model: Model, messages: Sequence[dict[str, str]], begun: str,
     starts = sorted({*starts[_AT_ONCE::_AT_ONCE], *starts[-1:]})
     most = model.context - min(room, model.context // 4)
 
+    @cache
     def behind(start: int) -> Fitted:
         kept = [*system, *turns[start:]]
-        return Fitted(kept, model.tokenize_chat(kept, begun=begun), start)
+        return Fitted(kept, model.tokenize_chat(kept, begun=begun, fitting=True), start)
 
-    whole = behind(0)
-    if len(whole.tokens) <= most or not starts:
-        return whole
-    place = bisect_left(starts, True, key=lambda start: len(behind(start).tokens) <= most)
+    def fits(start: int) -> bool:
+        try:
+            return len(behind(start).tokens) <= most
+        except ContextLengthError:  # so much too long that not all of it was made tokens of
+            return False
+
+    if not starts or fits(0):
+        return behind(0)
+    place = bisect_left(starts, True, key=fits)
     return behind(starts[min(place, len(starts) - 1)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -203,6 +204,26 @@ def test_the_oldest_messages_are_left_out_as_far_as_needed(model: edgeinfer.Mode
     # The last stays, however long it is.
     turns[-1]["content"] = "word " * 2000
     assert without_oldest(model, turns, "", 12).messages == turns[-1:]
+
+
+def test_of_a_chat_far_too_long_only_what_may_fit_becomes_tokens(
+    model: edgeinfer.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"role": role, "content": f"{n} " + "Go on. " * 64} for n in range(100) for role in ("user", "assistant")]
+    tokenize, made = model.tokenize_chat, list[int]()
+
+    def counted(*given: Any, **options: Any) -> list[int]:
+        ids = tokenize(*given, **options)
+        made.append(len(ids))
+        return ids
+
+    monkeypatch.setattr(model, "tokenize_chat", counted)
+    fitted = without_oldest(model, turns[:-1], "", 12)
+    assert fitted.messages == turns[fitted.left_out : -1] and fitted.left_out > 180
+    assert max(made) < 8 * model.context
+    made.clear()
+    without_oldest(model, turns[:1], "", 12)
+    assert len(made) == 1
 
 
 @pytest.mark.slow
