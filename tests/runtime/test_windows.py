@@ -7,6 +7,7 @@ import itertools
 import mmap
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -113,13 +114,21 @@ def test_plans_expect_what_is_dropped() -> None:
     assert by_room == sorted(by_room, reverse=True)
 
 
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    """Pieces of a page: the layers of a small model are less than one of those that are usual."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "PIECE_BYTES", mmap.PAGESIZE)
+        window_bytes.cache_clear()
+        yield
+    window_bytes.cache_clear()
+
+
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not told what to keep")
+@pytest.mark.usefixtures("small_pieces")
 def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     require_kernel()
-    # The layers of a small model are less than a piece.
-    monkeypatch.setattr(windows, "PIECE_BYTES", mmap.PAGESIZE)
-    window_bytes.cache_clear()
     bundle = bundle_of("qwen2", ExportConfig(8, keep_small=False, layout=NATIVE), hidden_size=128, num_hidden_layers=4)
     runs = layer_runs(tensors_in(bundle.manifest, NATIVE))
     forgotten, ahead = list[tuple[int, int]](), list[tuple[int, int]]()
@@ -144,7 +153,6 @@ def test_passes_drop_the_same_windows_again_and_again(monkeypatch: pytest.Monkey
     expected = DiskReads(None, weights, NO_EXPERTS, runs, room).pass_bytes(way, 1)
     assert sum(length for _, length in forgotten) == 3 * expected
     streamed.close()
-    window_bytes.cache_clear()
 
 
 @pytest.mark.skipif(not releases_pages(), reason="pages are not dropped here")
