@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.serve_load import running_server, watch_memory
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
+from edgeinfer.errors import CapabilityError
+
+try:
+    import httpx
+except ImportError as error:
+    raise CapabilityError("This script asks servers with httpx.", "Install it: pip install httpx") from error
 
 __all__ = ["Phase", "attack", "main", "measure"]
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 import edgeinfer
@@ -30,7 +29,12 @@ from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.config import format_size
-from edgeinfer.errors import BackendError, UsageError
+from edgeinfer.errors import BackendError, CapabilityError, UsageError
+
+try:
+    import httpx
+except ImportError as error:
+    raise CapabilityError("This script asks servers with httpx.", "Install it: pip install httpx") from error
 
 __all__ = ["LoadOutcome", "Question", "ask", "load_server", "main", "make_questions", "running_server", "watch_memory"]
 

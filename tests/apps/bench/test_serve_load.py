@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +25,21 @@ import httpx
 
 from edgeinfer.apps.bench import serve_load
 from edgeinfer.apps.bench.serve_load import LoadOutcome, Question, ask, main
+from edgeinfer.errors import CapabilityError
 from tests.apps.server.served import served
 from tests.speculation import needs_builtin
 
 QUESTION = Question({"messages": [], "stream": True}, "abc")
+
+
+@each_row("script", ("serve_load", "serve_attack"))
+def test_without_httpx_scripts_say_what_to_install(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"edgeinfer.apps.bench.{script}"
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(CapabilityError) as refusal:
+        importlib.import_module(name)
+    assert "pip install httpx" in str(refusal.value.hint)
 
 
 def event(text: str) -> str:
