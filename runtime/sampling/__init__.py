@@ -7,7 +7,8 @@ from edgeinfer.runtime.sampling.choice_trie import ChoiceTrie
 from edgeinfer.runtime.sampling.constraint import ChoiceConstraint, Constraint, ConstraintPlaces
 from edgeinfer.runtime.sampling.distributions import TokenLogprobs, uniform
 from edgeinfer.runtime.sampling.penalties import Penalties, TokenCounts
-from edgeinfer.runtime.sampling.sampler import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling.processor import LogitsProcessor
+from edgeinfer.runtime.sampling.sampler import Sampler
 
 __all__ = [
     "ChoiceConstraint",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from edgeinfer.runtime.arrays import Floats, Ints
 from edgeinfer.runtime.backends.contract import Backend, ForwardInput
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, RoundTimes, SpeculationStatistics
-from edgeinfer.runtime.sampling import Sampler
+from edgeinfer.runtime.sampling import Sampler, TokenLogprobs
 from edgeinfer.runtime.speculation.drafters.contract import (
     Draft,
     DraftContext,
@@ -82,6 +83,8 @@ class SpeculativeDecoding(DecodingStrategy):
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
         self._other_ns = 0
         self._lost = 0
+        # Of tokens drafted behind rows of this round whose logits are no longer in memory, by row and token.
+        self._told: dict[tuple[int, int], TokenLogprobs] = {}
         further, lost = self._draw_further, lambda: self._lost
         self._context = DraftContext([], self._draw, sampler.forced, further, lost, self._chance)
 
@@ -178,10 +181,12 @@ class SpeculativeDecoding(DecodingStrategy):
 
         # Commit: accepted tokens and the verdict's join the reply, and everything that learns is told.
         accepted = tuple(draft.guesses[node].token for node in verdict.accepted)
-        round = self._round_of(draft, verdict, (*accepted, verdict.token), passed, logits)
-        told = self._sampler.tells_logprobs
-        for row, token in zip(rows, round.committed, strict=False):
-            self._accept(token, logits[row] if told else logits.rows[0])
+        committed = (*accepted, verdict.token)
+        logprobs = self._logprobs(rows, committed, logits)  # may fail, so it comes before the first is accepted
+        round = self._round_of(draft, verdict, committed, passed, logits)
+        for token, told in zip(committed, logprobs, strict=True):
+            self._sampler.accept_told(token, told)
+        self._root = verdict.token
         self._context.tokens.extend(round.committed)
         for drafter in self._drafters.values():
             drafter.observe(round)
@@ -189,8 +194,22 @@ class SpeculativeDecoding(DecodingStrategy):
         self._count_round(round, passed, (started, drafted, verified))
         return round.committed
 
+    def _logprobs(self, rows: Sequence[int], tokens: Sequence[int], logits: LogitRows) -> list[TokenLogprobs | None]:
+        """What is told of each token of a round, which followed these rows; the head may have to run for the last."""
+        if not self._sampler.tells_logprobs:
+            return [None] * len(tokens)
+        pairs = zip(rows, tokens, strict=False)  # behind a choice that was taken again nothing is committed
+        return [self._told.get(pair) or self._sampler.logprobs_of(pair[1], logits[pair[0]]) for pair in pairs]
+
+    def _note(self, draft: Draft, row: int, logits: Floats) -> None:  # (V,)
+        """Notes what would be told of the tokens drafted behind a row that leaves memory."""
+        for guess, parent in zip(draft.guesses, draft.parents, strict=True):
+            if parent + 1 == row:
+                self._told[row, guess.token] = self._sampler.logprobs_of(guess.token, logits)
+
     def _evaluate(self, draft: Draft, base: int) -> Evaluated:
         """The target's pass over the root and a draft: whole, or resumed from drafting, or with probe rows behind."""
+        self._told.clear()
         fed = np.array([self._context.tokens[-1], *draft.tokens], np.int64)  # (S,)
         resumption = self._resume(draft, base)
         probes = () if resumption is not None else self._probe_rows(draft, base)
@@ -217,7 +236,8 @@ class SpeculativeDecoding(DecodingStrategy):
         if head is not None:
             assert hidden is not None, "its head reads the states"
             hidden = hidden.copy()  # the head's passes overwrite them
-            logits, probed = LogitRows(given, hidden, head), given[:0]
+            leaving = partial(self._note, draft) if self._sampler.tells_logprobs else None
+            logits, probed = LogitRows(given, hidden, head, leaving), given[:0]
         else:
             size = min(size, len(given))
             logits, probed = LogitRows(given[:size]), given[size:]

@@ -7,6 +7,7 @@ A row of logits is as large as the vocabulary, and what lies behind the first gu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.arrays import Floats, Ints
@@ -24,6 +25,7 @@ class LogitRows:
         rows: the first of them. (R, V)
         hidden: states of all rows after the last layer, from which the head computes others. (S, D)
         head: that does; None where all rows are there.
+        leaving: is shown each row, by its number, before others take its place in memory.
 
     Attributes:
         rows: that are in memory; a view until the next pass. (R, V)
@@ -31,9 +33,15 @@ class LogitRows:
         head_ms: milliseconds that the head took.
     """
 
-    def __init__(self, rows: Floats, hidden: Floats | None = None, head: HeadBackend | None = None) -> None:
+    def __init__(
+        self,
+        rows: Floats,
+        hidden: Floats | None = None,
+        head: HeadBackend | None = None,
+        leaving: Callable[[int, Floats], None] | None = None,
+    ) -> None:
         self.rows, self.first, self.head_ms = rows, 0, 0.0
-        self._hidden, self._head = hidden, head
+        self._hidden, self._head, self._leaving = hidden, head, leaving
 
     def __getitem__(self, row: int) -> Floats:  # (V,)
         if not 0 <= row - self.first < len(self.rows):
@@ -43,6 +51,9 @@ class LogitRows:
 
     def _compute(self, row: int) -> None:
         assert self._head is not None and self._hidden is not None, "all rows of other passes are in memory"
+        if self._leaving is not None:
+            for place, logits in enumerate(self.rows, self.first):
+                self._leaving(place, logits)
         started = time.perf_counter_ns()
         self.rows, self.first = self._head.head(self._hidden[row : row + HEAD_ROWS]), row
         self.head_ms += (time.perf_counter_ns() - started) / 1e6

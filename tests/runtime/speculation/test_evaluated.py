@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
+from edgeinfer.runtime.backends.contract import PassCancelledError
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
-from edgeinfer.runtime.sampling import LogitsProcessor, Sampler
+from edgeinfer.runtime.sampling import LogitsProcessor, Sampler, TokenLogprobs
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.evaluated import LogitRows, head_of
@@ -23,6 +26,7 @@ from tests.runtime.speculation.drafters.rounds import ask, settled
 from tests.runtime.speculation.subjects import PROMPT, Subject, Witness
 
 ROWS, VOCABULARY = 11, 16
+Told = tuple[int, TokenLogprobs | None]
 # Row by row the state is the only number that is not zero, and so is its logit.
 HIDDEN = np.eye(VOCABULARY, dtype=np.float32)[1 : ROWS + 1]
 
@@ -81,23 +85,66 @@ def test_tables_learn_from_rows_that_are_not_there_what_was_accepted() -> None:
     }
 
 
-def test_long_drafts_give_the_text_and_log_probabilities_of_plain_decoding() -> None:
-    require_kernel()
-    bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout="native"), hidden_size=128)
-    backend = PagedBackend(bundle, 64)
-    assert head_of(backend) is backend
-    subject = Subject(bundle, backend, lambda: backend)
-    # One token again and again, so that drafts of any length come true.
-    config = GenerationConfig(logit_bias={40: 60.0}, logprobs=2)
+# One token again and again, so that drafts of any length come true.
+REPEATING = GenerationConfig(logit_bias={40: 60.0}, logprobs=2)
 
-    def told(drafters: tuple[str, ...]) -> list[tuple[int, float]]:
-        subject.engine = Engine(backend, 8)
-        sampler = Witness(config, backend.geometry.vocab_size)
-        rounds = subject.rounds(sampler, config, drafters, 1, 0.0) if drafters else None
-        steps = [*subject.engine.generate(PROMPT, sampler, max_tokens=28, stop_ids=frozenset(), strategy=rounds)]
-        if rounds is not None:
+
+class LongDrafts:
+    """Replies of a small model in rounds whose drafts have more rows than the head takes at once."""
+
+    def __init__(self) -> None:
+        require_kernel()
+        bundle = bundle_of("qwen2", ExportConfig(4, 32, keep_small=False, layout="native"), hidden_size=128)
+        self.backend = PagedBackend(bundle, 64)
+        assert head_of(self.backend) is self.backend
+        self._subject = Subject(bundle, self.backend, lambda: self.backend)
+        self._head = self.backend.head
+        self.heads, self.fails = 0, 0  # passes of the head; the number of the one that fails
+        self.backend.head = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, hidden: Floats) -> Floats:
+        self.heads += 1
+        if self.heads == self.fails:
+            raise PassCancelledError("The pass was cancelled.")
+        return self._head(hidden)
+
+    def told(self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",)) -> list[Told]:
+        """Tokens and what was told of them, until a pass is cancelled, which ends the reply."""
+        self._subject.engine, self.heads = Engine(self.backend, 8), 0
+        self.backend.cache.trim(0)
+        sampler = Witness(config, self.backend.geometry.vocab_size)
+        rounds = self._subject.rounds(sampler, config, drafters, 1, 0.0) if drafters else None
+        made = self._subject.engine.generate(PROMPT, sampler, max_tokens=28, stop_ids=frozenset(), strategy=rounds)
+        steps = [step.token for step in made]
+        if rounds is not None and not self.fails:
             assert len(rounds.statistics.accepted_per_position) > HEAD_ROWS
-        return [(step.token, each.logprob) for step, each in zip(steps, sampler.logprobs, strict=True)]
+        if config.logprobs is None:
+            return [(token, None) for token in steps]
+        return list(zip(steps, sampler.logprobs, strict=True))
 
-    assert told(("copy",)) == told(())
-    backend.close()
+
+@pytest.fixture
+def drafts() -> Iterator[LongDrafts]:
+    """Closed afterwards."""
+    made = LongDrafts()
+    yield made
+    made.backend.close()
+
+
+def test_long_drafts_give_the_text_and_log_probabilities_of_plain_decoding(drafts: LongDrafts) -> None:
+    assert drafts.told() == drafts.told(drafters=())
+
+
+def test_log_probabilities_take_no_further_pass_of_the_head(drafts: LongDrafts) -> None:
+    drafts.told(replace(REPEATING, logprobs=None))
+    heads = drafts.heads
+    drafts.told()
+    assert drafts.heads == heads > 0
+
+
+def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> None:
+    # `told` compares how many tokens there are with how many were told of.
+    whole = drafts.told()
+    for drafts.fails in range(1, 5):
+        part = drafts.told()
+        assert part == whole[: len(part)]
