@@ -107,10 +107,12 @@ def test_a_clean_end_when_it_is_told_to_stop() -> None:
 
 
 @needs_builtin
-def test_one_line_says_where_it_is() -> None:
-    with serve() as (line, client):
+def test_one_line_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tom.txt").write_text("Tom had a red ball.")
+    with serve("--context-file", tmp_path / "tom.txt") as (line, client):
         assert line.startswith(f"tales is served at {client.url} (context 256, ") and line.endswith(" planned)\n")
         assert client.get("/health").json() == {"status": "ok"}
+        assert [each["id"] for each in client.get("/v1/contexts").json()["data"]] == ["tom.txt"]
 
 
 @needs_builtin
