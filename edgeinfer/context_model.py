@@ -80,7 +80,7 @@ class ContextModel:
         self._placement: Placement = placement
         self._temperature = temperature
         self._joined: dict[tuple[tuple[int, ...], str | None], JoinedContexts] = {}
-        self._encoded: dict[str, tuple[int, ...]] = {}
+        self._encoded: dict[Context, tuple[tuple[int, ...] | None, tuple[int, ...]]] = {}  # versions and tokens
         self._holds_rows = False  # of contexts, as no file could be written
 
     @property
@@ -189,15 +189,15 @@ class ContextModel:
         return joined
 
     def _tokens(self, context: Context) -> tuple[int, ...]:
-        text = context.text() + _APART
-        known = self._encoded.get(text)
-        if known is None:
-            known = tuple(self._model.tokenize_data(text))
-            if not known:
-                raise UnreadContextError(context.path, f"{context.path} has no tokens.", "Leave it out.")
-            if context.content is not None:  # it stays as it is
-                self._encoded[text] = known
-        return known
+        version = context.version()  # before the text is read, which may change meanwhile
+        known = self._encoded.get(context)
+        if known is not None and version is not None and known[0] == version:
+            return known[1]
+        tokens = tuple(self._model.tokenize_data(context.text() + _APART, fitting="context"))
+        if not tokens:
+            raise UnreadContextError(context.path, f"{context.path} has no tokens.", "Leave it out.")
+        self._encoded[context] = version, tokens
+        return tokens
 
 
 def remembered(known: dict[tuple[object, ...], ContextModel], made: ContextModel) -> ContextModel:

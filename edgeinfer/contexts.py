@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ Placement = Literal["parallel", "sequence"]
 Edits = Literal["evaluate", "turn"]
 # The longest contexts of models hold less text.
 _MOST_BYTES = 64 * 1000**2
+# Seconds within which two writes of a file may bear one time, by the coarsest clock of a file system.
+_ONE_TIME_S = 2.0
 
 
 def rows_folder() -> Path:
@@ -97,6 +100,18 @@ class Context:
             except OSError as error:
                 message = f"{file} cannot be removed: {error.strerror}."
                 raise StorageError(message, "Close what uses it, and try again.") from error
+
+    def version(self) -> tuple[int, ...] | None:
+        """What changes whenever the text does; None where that cannot be told, as its file is just being written."""
+        if self.content is not None:
+            return ()
+        try:
+            found = Path(self.path).stat()
+        except (OSError, ValueError):  # `text` says what is wrong
+            return None
+        if time.time() - found.st_mtime < _ONE_TIME_S:
+            return None
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
     def text(self) -> str:
         """What the file says now, or `content`.

@@ -100,9 +100,19 @@ class Tokenizing:
                 return parts.tokenizer.encode(text)
             return parts.literal_encoder.literal(text, add_special_tokens=True)
 
-    def tokenize_data(self, text: str) -> list[int]:
-        """Token ids of a text that stands inside others: no begin token, and no special token that it spells out."""
+    def tokenize_data(self, text: str, *, fitting: str = "") -> list[int]:
+        """Token ids of a text that stands inside others: no begin token, and no special token that it spells out.
+
+        Args:
+            fitting: what the text is called where it is far too long for the context, which is then refused before all
+                of it is made tokens of; nothing is refused where this is empty.
+
+        Raises:
+            ContextLengthError: a text that is to be fitting is far too long.
+        """
         with self._lifecycle.acquire(verified=False) as parts:
+            if fitting:
+                require_fitting_text(parts, text, fitting)
             return parts.literal_encoder.literal(text)
 
     def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
@@ -225,15 +235,18 @@ _FORGOTTEN = 16
 _LEFT_OUT = 16
 
 
-def require_fitting_text(parts: ModelParts, text: str) -> None:
+def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> None:
     """Refuses a text that is far too long, before all of it is made tokens of; `Engine.check` judges the rest.
+
+    Args:
+        what: the text is called in the refusal.
 
     Raises:
         ContextLengthError: it has far more tokens than the model takes.
     """
     most = _most_tokens(parts)
     if len(text) > most and surely_longer(parts.tokenizer, text, most, lambda: parts.longest_token):
-        raise _too_long(len(text), most)
+        raise _too_long(len(text), most, what)
 
 
 def require_fitting_messages(parts: ModelParts, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -250,8 +263,8 @@ def _most_tokens(parts: ModelParts) -> int:
     return engine.backend.cache.capacity * (1 if engine.context_shift is None else _FORGOTTEN)
 
 
-def _too_long(size: int, most: int) -> ContextLengthError:
-    message = f"The prompt has {size} characters, far more than the {most} tokens that the model takes."
+def _too_long(size: int, most: int, what: str = "prompt") -> ContextLengthError:
+    message = f"The {what} has {size} characters, far more than the {most} tokens that the model takes."
     return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -197,11 +198,18 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
         EdgeInferError: what ended the first reply that failed, or there is no room in the queue; the others are
             cancelled.
     """
+    left = threading.Event()
+
+    def ended() -> bool:
+        return left.is_set() or host.leaving
+
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(left.set)
         replies = []
         for index in range(completion.n):
             try:
-                reply = host.submit(partial(completion.start, index=index), owner, streams=completion.stream)
+                start = partial(completion.start, index=index, ended=ended)
+                reply = host.submit(start, owner, streams=completion.stream)
             except BusyError as error:
                 raise RequestError(error.message, error.hint, status=429, code="queue_full") from error
             replies.append(await stack.enter_async_context(reply))

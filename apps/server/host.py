@@ -163,12 +163,17 @@ class ModelHost:
         self._worker.start()
         self._changed = asyncio.Event()
         self._loading = asyncio.Lock()
-        self._cancelled = threading.Event()
+        self._cancelled, self._leaving = threading.Event(), False
 
     @property
     def model(self) -> Model | None:
         """The loaded model, for what is known of it; replies are run by `submit`, questions by `ask`."""
         return self._worker.model
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the model is to go, or has gone: nothing more is to be read for its replies. Safe from any thread."""
+        return self._leaving or self.state.status != "ready"
 
     @property
     def parallel(self) -> int:
@@ -204,6 +209,7 @@ class ModelHost:
         """
         async with self._loading:
             self._cancelled.clear()
+            self._leaving = False
             self._set(HostState("loading", model))
             loop, told = asyncio.get_running_loop(), 0.0
 
@@ -242,6 +248,7 @@ class ModelHost:
     async def unload(self) -> None:
         """Frees the model and cancels its replies."""
         async with self._loading:
+            self._leaving = True
             await self._do(self._drop_model)
             self._set(HostState("empty"))
 
@@ -282,6 +289,7 @@ class ModelHost:
         if not self._worker.is_alive():
             return
         self._cancelled.set()
+        self._leaving = True
         await self._do(self._drop_model)
         self._worker.end()
         await asyncio.to_thread(self._worker.join)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +74,7 @@ class LlamaCompletion:
             self._prompts[place] = replace(self._prompts[place], prompt=known).prepared(model)
         self._asked = []
 
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Begins a reply."""
         if self._asked:
             self.prepare(model)

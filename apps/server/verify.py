@@ -231,7 +231,7 @@ class VerifyCompletion:
             hint = "Draft with a model of the same family, or without one."
             raise RequestError(message, hint, param="vocabulary", code="vocabulary_differs", status=409)
 
-    def start(self, model: Any, index: int) -> Any:
+    def start(self, model: Any, index: int, ended: Callable[[], bool] | None = None) -> Any:
         """Begins the round."""
         if self._facts and "vocabulary" not in self._facts:
             self.prepare(model)

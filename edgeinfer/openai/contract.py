@@ -131,8 +131,11 @@ class Completion(Protocol):
             PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.
         """
 
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Begins a reply, on the model's thread.
+
+        Args:
+            ended: whether the reply is no longer wanted, which is asked after each pass that reads contexts for it.
 
         Raises:
             PromptError, ContextLengthError, TemplateError, UsageError: as `Model.stream_chat`.

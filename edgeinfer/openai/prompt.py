@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -121,16 +121,22 @@ class ChatPrompt:
             return replace(self, messages=messages, tokens=PromptTokens(ids, model))
         return replace(self, messages=(), variables=None, tokens=PromptTokens(ids, model))
 
-    def start(self, model: ChatModel[StreamT], index: int) -> tuple[StreamT, ReplyReader]:
+    def start(
+        self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
+    ) -> tuple[StreamT, ReplyReader]:
         """Begins one of the replies.
 
+        Args:
+            ended: as of `contract.Completion.start`.
+
         Raises:
-            RequestError: the form of the reply cannot be had, or the context is too small.
+            RequestError: the form of the reply cannot be had, the context is too small, a text to be read before the
+                messages cannot be read, or the reply is no longer wanted.
             PromptError, TemplateError, UsageError: as `Model.stream_chat`.
             CapabilityError: the model cannot read contexts.
         """
         if self.contexts:
-            return self._start_behind(model, index), self.tools.reader(model)
+            return self._start_behind(model, index, ended), self.tools.reader(model)
         prepared = self if self.tokens is not None else self.prepared(model)
         assert prepared.tokens is not None, "it was just prepared"
         with self._naming():
@@ -144,12 +150,17 @@ class ChatPrompt:
             )
         return stream, self.tools.reader(model)
 
-    def _start_behind(self, model: ChatModel[StreamT], index: int) -> StreamT:
+    def _start_behind(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None) -> StreamT:
+        def look(_: int) -> None:
+            if ended is not None and ended():
+                message = "The reply was cut short while its contexts were read."
+                raise RequestError(message, "Ask again in a moment.", status=503, code="cancelled")
+
         with self._naming():
             options = reply_options(self.tools.options(model, self.options), index)
             behind = model.with_contexts(self.contexts)
             try:
-                stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, **options)
+                stream: StreamT = behind.stream_chat(self.messages, begun=self.begun, progress=look, **options)
             except UnreadContextError as error:
                 _log.warning("%s", error)  # where it lies and what is to be done is for who named the file
                 message, hint = f"The context {error.name} cannot be read now.", "Leave it out, or ask again later."
@@ -189,7 +200,9 @@ class TextPrompt:
             ids = model.tokenize_prompt(self.prompt, parse_special=parse)
         return replace(self, prompt=PromptTokens(ids, model))
 
-    def start(self, model: ChatModel[StreamT], index: int) -> tuple[StreamT, ReplyReader]:
+    def start(
+        self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None
+    ) -> tuple[StreamT, ReplyReader]:
         """As `ChatPrompt.start`."""
         with naming(*self.fields, self.options):
             prompt = self.prompt.of(model) if isinstance(self.prompt, PromptTokens) else self.prompt
@@ -221,9 +234,9 @@ class PromptReplies:
         """Makes tokens of the prompt."""
         self._prompt = self._prompt.prepared(model)
 
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Begins a reply."""
-        stream, reader = self._prompt.start(model, index)
+        stream, reader = self._prompt.start(model, index, ended)
         self._replies[index] = Reply(reader)
         return stream
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
@@ -86,7 +86,7 @@ class TextCompletion:
         """Makes tokens of the prompts."""
         self._prompts = [prompt.prepared(model) for prompt in self._prompts]
 
-    def start(self, model: ChatModel[StreamT], index: int) -> StreamT:
+    def start(self, model: ChatModel[StreamT], index: int, ended: Callable[[], bool] | None = None) -> StreamT:
         """Begins a reply."""
         place, reply = divmod(index, self._each)
         return self._prompts[place].start(model, reply)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import edgeinfer
 from edgeinfer.errors import PromptError, UsageError
 from edgeinfer.openai import make_completion
+from edgeinfer.openai.errors import RequestError
 from tests.apps.server.served import MESSAGES, Local, chat_body, served
 from tests.speculation import needs_builtin
 
@@ -86,6 +89,41 @@ def test_where_a_text_lies_is_not_told(server: Local, files: list[Path], caplog:
             assert '"param":"contexts"' in refused.text.replace(" ", "")
             assert stream or refused.status_code == 503
     assert caplog.text.count(str(file)) == 6
+
+
+def test_a_context_is_read_no_further_than_it_is_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "tom.txt"
+    file.write_text(TOM * 30)
+    with edgeinfer.load(context=1024, threads=1) as model:
+        completion = make_completion("chat.completion", chat_body(contexts=[edgeinfer.Context(file)]), model)
+        asked = itertools.count()
+        with pytest.raises(RequestError, match="cut short") as ended:
+            completion.start(model, 0, ended=lambda: next(asked) == 1)
+        assert (ended.value.status, next(asked)) == (503, 2)
+        large = edgeinfer.Context("large", content=TOM * 2000)
+        completion = make_completion("chat.completion", chat_body(contexts=[large]), model)
+        with pytest.raises(RequestError, match=r"The context has \d+ characters, far more"):
+            completion.start(model, 0)
+
+
+def test_tokens_of_files_are_kept_until_they_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tom.txt"
+    read: list[str] = []
+    with edgeinfer.load(context=256, threads=1) as model:
+        tokenize = model.tokenize_data
+
+        def noted(text: str, **options: Any) -> list[int]:
+            read.append(text)
+            return tokenize(text, **options)
+
+        monkeypatch.setattr(model, "tokenize_data", noted)
+        # What may have been written a moment ago may be written again without another time.
+        for text, modified, count in ((TOM, 1e9, 1), (ANNA, 1e9, 2), (ANNA, 1e10, 4)):
+            file.write_text(text)
+            os.utime(file, (modified, modified))
+            for _ in range(2):
+                model.with_contexts([file]).chat().send("Who?", max_tokens=1)
+            assert len(read) == count and read[-1].startswith(text)
 
 
 def test_files_are_looked_at_before_anything_is_served(files: list[Path], tmp_path: Path) -> None:

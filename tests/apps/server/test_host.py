@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import edgeinfer
+from edgeinfer.apps.server.completions import Counts, _drop, _make_replies
 from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, with_room
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
 from tests.speculation import needs_builtin
-from tests.waiting import TIME_LIMIT
+from tests.waiting import TIME_LIMIT, wait_until
 
 PROMPTS = [f"Once upon a time there was a {who}." for who in ("dog", "cat", "girl", "boy", "frog")]
 OPTIONS: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 3}
@@ -236,6 +237,41 @@ def test_models_whose_cache_cannot_be_copied_answer_one_after_the_other(tmp_path
         replies = [host.submit(start, str(n)) for n, start in enumerate(starts)]
         await asyncio.gather(*map(text_of, replies))
         assert [reply.result.token_ids for reply in replies] == alone
+
+    hosted(work, str(bundle), context=64)
+
+
+class Reading:
+    """A request whose reply reads contexts for as long as it is wanted."""
+
+    n, stream = 1, True
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def start(self, model: edgeinfer.Model, index: int, ended: Callable[[], bool]) -> edgeinfer.TokenStream:
+        self.begun.set()
+        wait_until(ended, "the end of the reply")
+        self.over.set()
+        raise UsageError("It was cut short.")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_reply_that_reads_learns_that_its_client_has_left_or_its_model_goes(tmp_path: Path, leaves: bool) -> None:
+    bundle = make_bigram_bundle(tmp_path / "bigrams")
+
+    async def work(host: ModelHost) -> None:
+        asked: Any = Reading()
+        counts = Counts(lambda result: None, lambda: None)
+        answer = asyncio.create_task(_make_replies(host, asked, "somebody", _drop, counts))
+        assert await asyncio.to_thread(asked.begun.wait, TIME_LIMIT)
+        if leaves:
+            answer.cancel()
+        else:
+            await host.unload()
+        await asyncio.wait([answer])
+        assert answer.cancelled() if leaves else isinstance(answer.exception(), UsageError)
+        assert await asyncio.to_thread(asked.over.wait, TIME_LIMIT)
 
     hosted(work, str(bundle), context=64)
 
