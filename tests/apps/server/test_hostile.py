@@ -97,7 +97,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "tool_choice": lambda c: c.choice(["required", {"type": "function", "function": {"name": "x" * 100_000}}, 3]),
         "n": lambda c: c.choice([0, 129, 10**9, "a", 1.5]),
         "top_logprobs": lambda c: c.choice([21, -1, "a", 5]),
-        "max_tokens": lambda c: c.choice([0, -1, 1.5, "a", []]),
+        "max_tokens": lambda c: c.choice([0, -2, 1.5, "a", []]),
         "chat_template_kwargs": lambda c: c.choice(["a", [1], 3]),
         "stream_options": lambda c: c.choice([3, "a", [1]]),
         "functions": lambda c: [deep(c)],

@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"prompt": "a", "logprobs": True}),
     ("logprobs", {"prompt": "a", "logprobs": 21}),
     ("logprobs", {"prompt": "a", "logprobs": 1, "echo": True}),
-    ("max_tokens", {"prompt": "a", "max_tokens": -1}),
+    ("max_tokens", {"prompt": "a", "max_tokens": -2}),
     ("messages", {"prompt": "a", "messages": []}),
     ("stream", {"prompt": "a", "stream": "yes"}),
 ]
