@@ -122,7 +122,7 @@ class SpeculationStatistics(DecodingStatistics):
 
     Attributes:
         committed: tokens.
-        timed_passes: rows and milliseconds of whole passes of the target, as they ran.
+        timed_passes: rows and milliseconds of passes of the target that gave the logits of all rows, as they ran.
         timed_guesses: by drafter, milliseconds of its guesses that were paid for, the mean of each round.
         timed_reading: by drafter, milliseconds a token of what it read before a guess.
         asking: what rounds in which drafters were asked took besides pass and guesses, each with the tokens it made.

@@ -75,7 +75,10 @@ class SpeculativeDecoding(DecodingStrategy):
         self._verification = verification
         self._noise = noise
         # Where rounding may have decided, choices are taken again with the other rows at hand.
-        self._head = None if noise else head_of(backend)
+        head = head_of(backend)
+        self._head = None if noise else head
+        # Tokens of a draft: with all rows of logits at once no more than plans count where the head runs apart.
+        self._most = HEAD_ROWS - 1 if noise and head is not None else backend.cache.capacity
         self._on_plain_ms = on_plain_ms
         self._plain_left = 0  # plain steps still to take before drafters are asked
         self._started = False  # drafters know the text
@@ -157,7 +160,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
         # Propose: a tree of tokens that may follow the root. The root has a row of the cache as well, and the
         # token after the draft a place in the reply.
-        free = self._backend.cache.capacity - base - 1
+        free = min(self._backend.cache.capacity - base - 1, self._most)
         draft = main_branch_first(self._governor.draft(self._context, free, depth=room - 1))
         drafted = time.perf_counter_ns()
 
@@ -348,14 +351,15 @@ class SpeculativeDecoding(DecodingStrategy):
         if not self.statistics.alone:
             return
         self.statistics.add_guesses(self._governor.timed_guesses, self._governor.timed_reading)
-        if not passed.resumed:
+        # One whose last rows of logits were not needed would make passes of all sizes look cheaper than they are.
+        if not passed.resumed and passed.logits.complete:
             self.statistics.timed_passes.append((rows, (verified - passed.started) / 1e6 + head_ms))
         if rows == 1:
             self._on_plain_ms((ended - passed.started) / 1e6)
 
     def limit(self, most: int) -> None:
         """Drafts at most so many tokens from the next round on; with 0 no drafter is asked or told anything again."""
-        self._most = most
+        self._most = min(self._most, most)
         if not most:
             self._drafters.clear()
             self._probing = None

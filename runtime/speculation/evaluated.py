@@ -41,6 +41,7 @@ class LogitRows:
         leaving: Callable[[int, Floats], None] | None = None,
     ) -> None:
         self.rows, self.first, self.head_ms = rows, 0, 0.0
+        self._left = 0 if hidden is None else len(hidden) - len(rows)  # rows that were never computed
         self._hidden, self._head, self._leaving = hidden, head, leaving
 
     def __getitem__(self, row: int) -> Floats:  # (V,)
@@ -48,6 +49,11 @@ class LogitRows:
             self._compute(row)
         found: Floats = self.rows[row - self.first]
         return found
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many rows were computed as there are, so that the pass took what one of its size takes."""
+        return self._left <= 0
 
     def _compute(self, row: int) -> None:
         assert self._head is not None and self._hidden is not None, "all rows of other passes are in memory"
@@ -57,6 +63,7 @@ class LogitRows:
         started = time.perf_counter_ns()
         self.rows, self.first = self._head.head(self._hidden[row : row + HEAD_ROWS]), row
         self.head_ms += (time.perf_counter_ns() - started) / 1e6
+        self._left -= len(self.rows)
 
 
 @dataclass(frozen=True, slots=True)

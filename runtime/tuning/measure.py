@@ -14,10 +14,12 @@ from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import PassWork
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import ForwardInput, require
+from edgeinfer.runtime.backends.contract import ForwardInput, ForwardOutput, require
+from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.sampling import Sampler
 from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.speculation.evaluated import head_of
 from edgeinfer.runtime.speculation.measuring import filler_tokens
 
 __all__ = [
@@ -36,8 +38,9 @@ __all__ = [
     "work_times",
 ]
 
-# Logit rows in memory at once: 16 rows of a 152k vocabulary are 10 MB.
-_LOGIT_ROWS = 16
+# Rows of a pass whose logits are all asked for: 16 of a 152k vocabulary are 10 MB. Where the head runs apart, plans
+# count fewer rows of logits, and it is asked for those.
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -238,14 +241,30 @@ def token_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[Floats]:
 
 
 def _logit_chunks(engine: Engine, ids: NDArray[np.int64]) -> Iterator[Floats]:  # (S,) -> (R, V) each
-    fed = 0
+    fed, head, states = 0, head_of(engine.backend), list[Floats]()
+
+    def run(batch: ForwardInput) -> ForwardOutput:
+        output = engine.backend.forward(batch)
+        if head is not None and output.hidden is not None:
+            states[:] = [output.hidden.copy()]  # the head's passes overwrite them
+        return output
+
     while fed < len(ids):
-        if engine.backend.cache.length + engine.lost.tokens != fed:
-            raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
-        chunk = ids[fed : fed + min(_LOGIT_ROWS, engine.room())]
-        yield engine.feed(chunk.tolist(), np.arange(len(chunk)))
+        _require_unused(engine, fed)
+        chunk = ids[fed : fed + min(_ROWS, engine.room())]
         fed += len(chunk)
+        most = len(chunk) if head is None else HEAD_ROWS
+        yield engine.feed(chunk.tolist(), np.arange(min(len(chunk), most)), run=run)
+        for start in range(most, len(chunk), most):
+            assert head is not None, "all rows came at once"
+            _require_unused(engine, fed)
+            yield head.head(states[0][start : start + most])
     engine.forget()
+
+
+def _require_unused(engine: Engine, fed: int) -> None:
+    if engine.backend.cache.length + engine.lost.tokens != fed:
+        raise UsageError("The model was used for something else.", "Take all logits of a text before that.")
 
 
 def last_state(engine: Engine, tokens: Sequence[int]) -> Floats:  # (D,)

@@ -11,15 +11,17 @@ import pytest
 from edgeinfer.config import GenerationConfig
 from edgeinfer.export import ExportConfig
 from edgeinfer.runtime.arrays import Floats
-from edgeinfer.runtime.backends.contract import PassCancelledError
+from edgeinfer.runtime.backends.contract import ForwardInput, PassCancelledError
 from edgeinfer.runtime.backends.head import HEAD_ROWS
 from edgeinfer.runtime.backends.onnx.paged_backend import PagedBackend
 from edgeinfer.runtime.decoding.engine import Engine
+from edgeinfer.runtime.decoding.strategy import SpeculationStatistics
 from edgeinfer.runtime.sampling import LogitsProcessor, Sampler, TokenLogprobs
 from edgeinfer.runtime.speculation.drafters.contract import Draft, Guess
 from edgeinfer.runtime.speculation.drafters.recycle import RecycleDrafter
 from edgeinfer.runtime.speculation.evaluated import LogitRows, head_of
 from edgeinfer.runtime.speculation.verification import RoundView, verify_keyed
+from edgeinfer.runtime.tuning.measure import token_logits
 from tests.kernel import require_kernel
 from tests.runtime.models import bundle_of
 from tests.runtime.speculation.drafters.rounds import ask, settled
@@ -73,6 +75,16 @@ def test_rows_that_were_overwritten_are_computed_again() -> None:
     assert (head.asked, rows.first) == ([[9, 10], [1, 2, 3, 4]], 1)
 
 
+def test_rows_are_complete_when_as_many_were_computed_as_there_are() -> None:
+    assert LogitRows(HIDDEN).complete
+    rows = LogitRows(HIDDEN[:HEAD_ROWS], HIDDEN, Head())
+    found = [rows.complete]
+    for row in (HEAD_ROWS, 2 * HEAD_ROWS):
+        assert len(rows[row]) == VOCABULARY
+        found.append(rows.complete)
+    assert found == [False, False, True]
+
+
 def test_tables_learn_from_rows_that_are_not_there_what_was_accepted() -> None:
     table = RecycleDrafter(VOCABULARY)
     round = settled([3, 4, 5, 6, 7], [2, 3, 4, 5, 6, 9], HIDDEN[[11 - 1, 12 - 2]])
@@ -100,6 +112,7 @@ class LongDrafts:
         self._subject = Subject(bundle, self.backend, lambda: self.backend)
         self._head = self.backend.head
         self.heads, self.fails = 0, 0  # passes of the head; the number of the one that fails
+        self.statistics = SpeculationStatistics()  # of the latest reply
         self.backend.head = self._counted  # type: ignore[method-assign]
 
     def _counted(self, hidden: Floats) -> Floats:
@@ -108,16 +121,18 @@ class LongDrafts:
             raise PassCancelledError("The pass was cancelled.")
         return self._head(hidden)
 
-    def told(self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",)) -> list[Told]:
+    def told(
+        self, config: GenerationConfig = REPEATING, drafters: tuple[str, ...] = ("copy",), noise: float = 0.0
+    ) -> list[Told]:
         """Tokens and what was told of them, until a pass is cancelled, which ends the reply."""
         self._subject.engine, self.heads = Engine(self.backend, 8), 0
         self.backend.cache.trim(0)
         sampler = Witness(config, self.backend.geometry.vocab_size)
-        rounds = self._subject.rounds(sampler, config, drafters, 1, 0.0) if drafters else None
+        rounds = self._subject.rounds(sampler, config, drafters, 1, noise) if drafters else None
         made = self._subject.engine.generate(PROMPT, sampler, max_tokens=28, stop_ids=frozenset(), strategy=rounds)
         steps = [step.token for step in made]
-        if rounds is not None and not self.fails:
-            assert len(rounds.statistics.accepted_per_position) > HEAD_ROWS
+        if rounds is not None:
+            self.statistics = rounds.statistics
         if config.logprobs is None:
             return [(token, None) for token in steps]
         return list(zip(steps, sampler.logprobs, strict=True))
@@ -133,6 +148,7 @@ def drafts() -> Iterator[LongDrafts]:
 
 def test_long_drafts_give_the_text_and_log_probabilities_of_plain_decoding(drafts: LongDrafts) -> None:
     assert drafts.told() == drafts.told(drafters=())
+    assert len(drafts.statistics.accepted_per_position) > HEAD_ROWS
 
 
 def test_log_probabilities_take_no_further_pass_of_the_head(drafts: LongDrafts) -> None:
@@ -148,3 +164,28 @@ def test_nothing_is_told_of_tokens_whose_round_failed(drafts: LongDrafts) -> Non
     for drafts.fails in range(1, 5):
         part = drafts.told()
         assert part == whole[: len(part)]
+
+
+def test_a_pass_counts_as_one_of_its_size_only_with_all_its_rows(drafts: LongDrafts) -> None:
+    drafts.told()
+    # The first draft is refused at once, so that the head does not run for its last rows.
+    counted = [rows for rows, _ in drafts.statistics.timed_passes]
+    assert (counted, drafts.heads, drafts.statistics.rounds) == ([8, 8, 8, 2], 3, 5)
+
+
+def test_drafts_have_no_more_rows_at_once_than_planned_where_rounding_may_decide(drafts: LongDrafts) -> None:
+    text = drafts.told()
+    assert drafts.told(noise=1e-6) == text
+    assert (drafts.heads, len(drafts.statistics.accepted_per_position)) == (0, HEAD_ROWS - 1)
+
+
+def test_a_text_is_scored_by_no_more_rows_of_logits_than_planned(drafts: LongDrafts) -> None:
+    text = [*PROMPT, *PROMPT]
+    rows = [logits.copy() for logits in token_logits(Engine(drafts.backend, 8), text)]
+    assert max(map(len, rows)) == HEAD_ROWS and drafts.heads > 0
+    drafts.backend.cache.trim(0)
+    alone = [
+        drafts.backend.forward(ForwardInput(*map(np.array, ([token], [at], [0])))).logits[0].copy()
+        for at, token in enumerate(text)
+    ]
+    np.testing.assert_array_equal(np.concatenate(rows), alone)
