@@ -116,7 +116,9 @@ class MemoryModel:
     def _sequence(self, running: Footprint, configuration: Configuration) -> int:
         """Bytes of a further reply side by side, but for its rows of the cache: those are of the prefix cache."""
         geometry = self._input.manifest.geometry
-        row = running.anonymous.get("activations", 0) // configuration.prefill_chunk
+        # Of the largest pass, which reads a part of a prompt or verifies a draft.
+        rows = max(configuration.prefill_chunk, 1 + configuration.draft_max)
+        row = running.anonymous.get("activations", 0) // rows
         states = StateLayout(geometry.states).slot_bytes * SLOTS_IN_USE if geometry.states else 0
         return _SEQUENCE_BYTES + _SEQUENCE_VECTORS * _FLOAT_BYTES * geometry.vocab_size + row + states
 

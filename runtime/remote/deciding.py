@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteDeciding", "remote_deciding"]
 
+# What speaks with servers.
+_CLIENT = "edgeinfer.runtime.remote.http"
 # Tokens of a draft at most.
 _MOST = 32
 # Servers that name themselves as owners of their models, and verify drafts.
@@ -40,9 +42,7 @@ class RemoteDeciding:
     """
 
     def __init__(self, config: LoadConfig, access: RemoteAccess) -> None:
-        importlib.import_module(
-            "edgeinfer.runtime.remote.http"
-        )  # which raises an error where httpcore is not installed
+        importlib.import_module(_CLIENT)  # which raises an error where httpcore is not installed
         self._config, self._access = config, access
         self._channel = Channel(_MOST, Prices(config.remote_draft_price, config.remote_kilobyte_price))
         self._server: RemoteServer | None = None

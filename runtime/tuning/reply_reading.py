@@ -18,7 +18,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.layer_skip.divergence import divergence
 from edgeinfer.runtime.sampling import Sampler
-from edgeinfer.runtime.sampling.distributions import Logits
+from edgeinfer.runtime.sampling.distributions import Logits, token_logprobs
 from edgeinfer.runtime.tuning.measure import token_logits
 
 __all__ = ["ReplyReading", "read_reply"]
@@ -55,8 +55,7 @@ class _Given(Sampler):
 
     def accept(self, token: int, logits: Logits) -> None:  # (V,)
         if self._place:
-            shifted = logits.astype(np.float64) - logits.max()
-            self.found.append(float(shifted[token] - np.log(np.exp(shifted).sum())))
+            self.found.append(token_logprobs(logits, token).logprob)
             self.divergences.append(divergence(self._whole[self._place], logits))
         self._place += 1
 

@@ -97,6 +97,16 @@ def test_the_largest_pass_may_be_that_over_a_draft() -> None:
     assert activations(prefill_chunk=8, draft_max=7) < activations(prefill_chunk=16, draft_max=7)
 
 
+def test_a_further_reply_takes_a_row_of_the_largest_pass() -> None:
+    bundle = export(NATIVE)
+
+    def further(chunk: int) -> int:
+        plan = planned(bundle, prefill_chunk=chunk, speculation="copy", draft_max=15, parallel=2)
+        return plan.terms["sequences"]
+
+    assert further(8) == further(16)
+
+
 def test_the_reference_backend_multiplies_everything_out() -> None:
     bundle = export(NATIVE)
     packed, mapped = weights(planned(bundle, backend="reference"))
