@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 
 from edgeinfer.bundle.draft_module import DraftModule
@@ -43,6 +44,9 @@ PER_LAYER_TABLE = "embed.per_layer"
 # A blob that fills pages starts on one, so that mapping it touches no neighbour; small ones align to a cache line.
 PAGE_BYTES = 4096
 LINE_BYTES = 64
+
+
+_UNNAMED = operator.attrgetter(*({each.name for each in dataclasses.fields(TensorEntry)} - {"name", "modules"}))
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ def tensors_in(manifest: Manifest, layout: Layout) -> tuple[TensorEntry, ...]:
 
 
 def _outlines(tensors: Iterable[TensorEntry]) -> Iterator[Outline]:
-    owners: dict[TensorEntry, str] = {}
+    owners: dict[tuple[object, ...], str] = {}
     for tensor in tensors:
         owner = owners.setdefault(_unnamed(tensor), tensor.name)
         quantized = tensor.quantized if tensor.bits < 32 else None
@@ -196,15 +200,15 @@ def _outlines(tensors: Iterable[TensorEntry]) -> Iterator[Outline]:
 
 def stored_tensors(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Those that bring bytes of their own: not a head that is the embedding."""
-    owners: dict[TensorEntry, TensorEntry] = {}
+    owners: dict[tuple[object, ...], TensorEntry] = {}
     for tensor in tensors:
         owners.setdefault(_unnamed(tensor), tensor)
     return list(owners.values())
 
 
-def _unnamed(tensor: TensorEntry) -> TensorEntry:
+def _unnamed(tensor: TensorEntry) -> tuple[object, ...]:
     """What two tensors of the same bytes have in common."""
-    return dataclasses.replace(tensor, name="", modules=())
+    return _UNNAMED(tensor)
 
 
 def is_looked_up(name: str) -> bool:

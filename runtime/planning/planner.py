@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from mmap import PAGESIZE
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from edgeinfer.bundle import NATIVE, TensorEntry
 from edgeinfer.bundle.experts import find_expert
@@ -42,7 +42,7 @@ from edgeinfer.runtime.system.memory import ProcessMemory, process_memory
 from edgeinfer.runtime.weights.disk_rate import kept_rate
 from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.streaming import pass_bytes, reread_ms
-from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
+from edgeinfer.runtime.weights.windows import Run, layer_runs, window_bytes
 
 __all__ = ["Profiles", "Replan", "make_plan", "make_replanner", "process_before_loading", "speed_model"]
 
@@ -157,6 +157,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
     geometry, pages = plan_input.manifest.geometry, pass_bytes(tensors)
+    read = _Read(pages, layer_runs(tensors), sum(find_expert(t.name) is None for t in tensors), _head_bytes(tensors))
     known: dict[tuple[str, bool], Pace] = {}
 
     @functools.cache
@@ -170,7 +171,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
         """What reading weights again adds to a pass over so many rows."""
         kept, needed = configuration.expert_bytes, experts.needed(rows)
         if configuration.window_layers:
-            return _streamed_again_ms(configuration, tensors, pages - experts.total + needed)
+            return _streamed_again_ms(configuration, read, (pages - experts.total + needed) / pages)
         return reread_ms((1 - kept / experts.total) * needed) if kept else 0.0
 
     def pace_of(configuration: Configuration) -> Pace:
@@ -197,26 +198,39 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
     # Packed layers are scattered over their file, so what goes of them is left to the system, as of mapped weights.
-    layers = layer_runs(tensors) if plan_input.layout == NATIVE else ()
+    layers = read.layers if plan_input.layout == NATIVE else ()
     return SpeedModel(pace_of, DiskReads(rate, pages - experts.total, experts, layers))
 
 
-def _streamed_again_ms(configuration: Configuration, tensors: Sequence[TensorEntry], whole: float) -> float:
+class _Read(NamedTuple):
+    """What passes read of the weights: bytes in all, where each layer lies, arrays but those of experts, and bytes of
+    the head."""
+
+    bytes: int
+    layers: tuple[Run, ...]
+    arrays: int
+    head: int
+
+
+def _head_bytes(tensors: Sequence[TensorEntry]) -> int:
+    return pass_bytes(t for t in tensors if t.name == "head")
+
+
+def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) -> float:
     """What reading weights again adds to a pass where they are streamed.
 
     Args:
-        whole: bytes that the pass reads in all.
+        share: of all bytes that the pass reads, without the experts that it does not choose.
     """
-    layers, arrays = layer_runs(tensors), sum(find_expert(t.name) is None for t in tensors)
-    window, kept = configuration.window_layers, configuration.kept_layers
+    layers, window, kept = len(read.layers), configuration.window_layers, configuration.kept_layers
     if kept:
-        sizes = window_bytes(layers, window, kept)
-        return reread_ms(sum(sizes), round((1 - kept / len(layers)) * arrays), len(sizes) * len(layers))
-    if window >= len(layers):
-        return reread_ms(pass_bytes(t for t in tensors if t.name == "head"))
+        sizes = window_bytes(read.layers, window, kept)
+        return reread_ms(sum(sizes) * share, round((1 - kept / layers) * read.arrays), len(sizes) * layers)
+    if window >= layers:
+        return reread_ms(read.head)
     # The embedding and the head are windows of their own.
-    windows = 2 + -(-len(layers) // window)
-    return reread_ms(whole, arrays, windows * len(layers))
+    windows = 2 + -(-layers // window)
+    return reread_ms(read.bytes * share, read.arrays, windows * layers)
 
 
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:

@@ -22,6 +22,7 @@ from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.onnx.factory import make_graph_backend
 from edgeinfer.runtime.backends.onnx.windowed import StreamedBackend
 from edgeinfer.runtime.loading.registry import plan_input_of
+from edgeinfer.runtime.planning import planner
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.planning.planner import speed_model
@@ -259,3 +260,12 @@ def test_what_is_read_ahead_is_not_kept_mapped(tmp_path: Path) -> None:
     assert next(line for line in lines if line.startswith("Rss:")).split()[1] == "0"
     reading.close()
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("kept", [0, 8])
+def test_streaming_brings_back_the_experts_that_are_chosen_alone(kept: int) -> None:
+    way = Configuration(64, 8, "float32", "streamed", 1, (), 0, "kept", kept_layers=kept)
+    read = planner._Read(WEIGHTS, RUNS, 100, 0)
+    none, half, whole = (planner._streamed_again_ms(way, read, share) for share in (0.0, 0.5, 1.0))
+    assert none < half < whole
+    assert half - none == pytest.approx(whole - half)

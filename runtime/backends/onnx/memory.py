@@ -129,6 +129,16 @@ class OnnxMemory:
 
     def tokenizer(self, keeping: TokenizerMode, *, used: bool) -> Footprint:
         """What stays of it: all, or what decoding needs."""
+        if (keeping, used) not in self._known_tokenizers:
+            self._known_tokenizers[keeping, used] = self._tokenizer(keeping, used)
+        return self._known_tokenizers[keeping, used]
+
+    @cached_property
+    def _known_tokenizers(self) -> dict[tuple[TokenizerMode, bool], Footprint]:
+        """The same of tokenizers."""
+        return {}
+
+    def _tokenizer(self, keeping: TokenizerMode, used: bool) -> Footprint:
         size, tokens = self._tokenizer_bytes, self.bundle.manifest.geometry.vocab_size
         if keeping == "mapped":
             return self._mapped_tokenizer[used]
@@ -139,13 +149,12 @@ class OnnxMemory:
         """While the tokenizer is parsed, which is before anything else is there; while the session is made; and while
         a transient tokenizer is parsed for a prompt, when the pages of the weights are dropped and no pass runs."""
         geometry = self.bundle.manifest.geometry
-        parsed = parsing_bytes(self._tokenizer_bytes, geometry.vocab_size, pairs=self.merge_pairs)
-        parsing = Footprint({"tokenizer": parsed}, {})
         mapped = configuration.tokenizer == "mapped"
-        yield outside + (self.tokenizer("mapped", used=False) if mapped else parsing)
+        yield outside + (self.tokenizer("mapped", used=False) if mapped else self._parsing)
+        weights, cache = running.anonymous["weights_packed"], 0
         # Pages of a pool take memory as they are filled.
-        rows = 0 if self._paged else min(_FIRST_ROWS, configuration.context + 1)
-        weights, cache = running.anonymous["weights_packed"], geometry.kv_bytes_per_token(configuration.kv) * rows
+        if not self._paged:
+            cache = geometry.kv_bytes_per_token(configuration.kv) * min(_FIRST_ROWS, configuration.context + 1)
         around = outside + self.tokenizer(configuration.tokenizer, used=False)
         code = _RUNNING_CODE_BYTES + _LOADING_CODE_BYTES
         around += Footprint({"session": running.anonymous["session"]}, {"code": code})
@@ -154,7 +163,13 @@ class OnnxMemory:
         yield around + Footprint({"weights_packed": weights, "kv": cache}, {})
         if configuration.tokenizer == "transient":
             idle = dict(running.anonymous) | {"activations": 0}
-            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + parsing
+            yield Footprint(idle, dict(running.file) | {"weights_mapped": 0, "experts": 0}) + self._parsing
+
+    @cached_property
+    def _parsing(self) -> Footprint:
+        """While the tokenizer is parsed."""
+        tokens = self.bundle.manifest.geometry.vocab_size
+        return Footprint({"tokenizer": parsing_bytes(self._tokenizer_bytes, tokens, pairs=self.merge_pairs)}, {})
 
     @cached_property
     def _paged(self) -> bool:

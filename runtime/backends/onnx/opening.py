@@ -58,8 +58,9 @@ def copies_of(graph: RunnableGraph) -> Callable[[], None] | None:
 def hearing(options: ort.SessionOptions, step: Callable[[], None] | None) -> Iterator[None]:
     """Calls `step` with every message about a session that is made within, where onnxruntime lets messages be heard.
 
-    What it says of others' sessions meanwhile goes to Python's logger "onnxruntime". A callback that was there before
-    is gone afterwards, as onnxruntime does not tell which it was.
+    What it says of others' sessions meanwhile goes to Python's logger "onnxruntime". onnxruntime tells neither which
+    callback was there before nor what its default severity was: afterwards the former is gone and the latter is
+    warnings. Who wants others calls `onnxruntime.set_default_logger_severity` after a model is loaded.
     """
     if step is None or not hasattr(ort, "set_default_logger_callback"):
         yield
