@@ -42,7 +42,6 @@ class ReadAhead:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
                 self._file = os.dup(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: it is empty
             raise StorageError(f"{path} cannot be mapped: {error}.", "Load the model again.") from error

@@ -190,9 +190,6 @@ class StreamedBackend(WindowedBackend):
         self._head = _Part(nothing, head, inner.drops_behind, head if self._forgets_all else None)
         self._embedding = _Part(nothing, self._pages.embedding(), inner.drops_behind)
         self._stay = inner.drops_behind and window_layers >= layers
-        # A tied head is the embedding.
-        places = list({*self._head.large, *self._embedding.large})
-        self._whole = Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))
         self._pages.release()
         self._reading = None if room is None or self._stay else self._read_ahead_of(self._pages.path)
 
@@ -225,7 +222,9 @@ class StreamedBackend(WindowedBackend):
     def _windows(self, batch: ForwardInput) -> Sequence[Window]:
         """Those in which something runs; at least one, which appends the rows."""
         if self._stay:
-            return [self._whole]
+            # A tied head is the embedding. Looked up in each pass: when others end mappings of the file, places change.
+            places = list({*self._head.large, *self._embedding.large})
+            return [Window(self._layers[0].layers, _nothing, _nothing, partial(dropping_behind, places))]
         mask = batch.layer_mask
         needed = [] if batch.hidden is not None or self._keeps_head else [self._embedding]
         needed += [each for each in self._layers if mask is None or (each.layers & mask).any()]
