@@ -100,12 +100,12 @@ class PagedCache:
         stop = self.length + rows
         if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
-        last = pages_for(stop)
-        if last > len(self._pages):
-            self._extend(self.pool.take(last - len(self._pages)))
-        elif last + 1 < len(self._pages):
+        held = len(self._pages) * PAGE
+        if stop > held:
+            self._extend(self.pool.take(pages_for(stop) - len(self._pages)))
+        elif stop <= held - 2 * PAGE:
             # One more stays: a pass that resumes may begin with fewer rows than were there.
-            self._drop(last + 1)
+            self._drop(pages_for(stop) + 1)
         self._own(self.length, stop)
 
     def pages_for(self, rows: int) -> int:
@@ -328,9 +328,10 @@ class PagedCache:
 
     def _own(self, start: int, stop: int) -> None:
         """Puts copies in the place of pages of these slots that others hold too."""
-        first, last = start // PAGE, min(pages_for(stop), self._shared)
-        if first >= last:
+        first = start // PAGE
+        if first >= self._shared:
             return
+        last = min(pages_for(stop), self._shared)
         for index in range(first, last):
             self._pages[index] = self.table[index] = self.pool.own(self._pages[index])
         if last == self._shared:
