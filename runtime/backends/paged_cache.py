@@ -100,10 +100,10 @@ class PagedCache:
         stop = self.length + rows
         if stop > self.capacity + self._spare:
             raise BackendError(f"{stop} rows do not fit a cache of {self.capacity} tokens.")
-        held = len(self._pages) * PAGE
-        if stop > held:
+        room = len(self._pages) * PAGE
+        if stop > room:
             self._extend(self.pool.take(pages_for(stop) - len(self._pages)))
-        elif stop <= held - 2 * PAGE:
+        elif stop <= room - 2 * PAGE:
             # One more stays: a pass that resumes may begin with fewer rows than were there.
             self._drop(pages_for(stop) + 1)
         self._own(self.length, stop)
