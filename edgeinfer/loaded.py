@@ -115,6 +115,13 @@ class LoadedModel(Tokenizing):
         return list(self._lifecycle.facts.begin_ids)
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """What `tokenize` puts before every text: the begin token, or nothing. Some models have a begin token that their
+        tokenizer never adds."""
+        begin = self.begin_ids
+        return begin if begin and self.tokenize("a")[: len(begin)] == begin else []
+
+    @property
     def end_ids(self) -> list[int]:
         """The tokens that end a reply, ascending."""
         return sorted(self._lifecycle.facts.end_ids)

@@ -169,7 +169,7 @@ def _tokens(model: Model, text: str | None, length: int) -> list[int]:
             break
         # Drawn as the model itself thinks likely: the likeliest texts repeat themselves, and forgive more.
         reply = model.generate(prompt, max_tokens=most, ignore_eos=True, temperature=1.0, seed=seed)
-        written += [*prompt[len(model.begin_ids) :], *reply.token_ids]
+        written += [*prompt[len(model.prefix_ids) :], *reply.token_ids]
     return written
 
 
@@ -192,7 +192,7 @@ class _Reading:
         Raises:
             UsageError: there are too few tokens for one.
         """
-        begin = model.begin_ids
+        begin = model.prefix_ids
         length = min(length, len(begin) + int(len(tokens) / (1 + _PASSAGE)))
         if length < _SHORTEST:
             message = f"{len(tokens)} tokens in a context of {model.context} are too few to measure policies with."

@@ -36,7 +36,7 @@ def evaluate(
 
     Args:
         model: a bundle directory or hub id, None for the built-in model; or what is loaded already.
-        texts: read in windows that begin with the model's begin token; or token ids, each text one window as it is.
+        texts: read in windows, each after the begin token if the tokenizer adds one; or token ids, each text one window as it is.
         reference: what the predictions are compared with, usually the same model unquantized: as `model`.
         context: tokens of a window; None is what the models hold, at most 2048.
         tokens: most to read in all.
@@ -108,13 +108,13 @@ def _windows(model: Predictor, texts: Sequence[str] | Sequence[Sequence[int]], l
         if not isinstance(model, Model):
             raise UsageError("Only edgeinfer's own models take text.", "Give token ids.")
         if text:
-            windows += _cut(model.tokenize(text, parse_special=False), model.begin_ids, min(length, model.context))
+            windows += _cut(model.tokenize(text, parse_special=False), model.prefix_ids, min(length, model.context))
     return [ids for ids in windows if len(ids) > 1]
 
 
 def _cut(ids: list[int], begin: list[int], length: int) -> list[list[int]]:
-    """A text in windows, each after the begin token, which most tokenizers put before the first themselves."""
-    ids = ids[len(begin) :] if ids[: len(begin)] == begin else ids
+    """A text in windows, each after what the tokenizer puts before the first."""
+    ids = ids[len(begin) :]
     step = length - len(begin)
     return [begin + ids[start : start + step] for start in range(0, len(ids), step)]
 

@@ -39,9 +39,8 @@ def measure_kv(model: str | Path | None, texts: Sequence[str]) -> list[Attention
 
 
 def _tokens(bundle: Bundle, texts: Sequence[str]) -> list[list[int]]:
-    """Texts as tokens, after the token that begins every text, which most tokenizers put there themselves."""
+    """Texts as tokens."""
     tokenizer = Tokenizer.from_file(bundle.file("tokenizer.json"))
-    begin, ends = boundary_ids(bundle)
+    _, ends = boundary_ids(bundle)
     encoder = LiteralEncoder(tokenizer, ends)
-    ids = [encoder.literal(text, add_special_tokens=True) for text in texts]
-    return [each if tuple(each[: len(begin)]) == begin else [*begin, *each] for each in ids]
+    return [encoder.literal(text, add_special_tokens=True) for text in texts]

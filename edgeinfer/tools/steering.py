@@ -112,7 +112,7 @@ def tune_steering(
     path = resolve(model)
     given: dict[str, Any] = {"speculation": "off", "remember": False, **options}
     with load(path, **given) as loaded:
-        ids, begin = loaded.tokenize(text, parse_special=False)[:_MOST], list(loaded.begin_ids)
+        ids, begin = loaded.tokenize(text, parse_special=False)[:_MOST], loaded.prefix_ids
         if len(ids) < _FEWEST:
             message = f"{len(ids)} tokens are too few to learn from."
             raise UsageError(message, f"Give a text of at least {_FEWEST} tokens.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import edgeinfer
 from edgeinfer.bundle import open_bundle
@@ -40,21 +43,30 @@ def model(pair: tuple[Path, Path]) -> Iterator[edgeinfer.Model]:
 
 def test_perplexity_is_that_of_all_tokens(pair: tuple[Path, Path], model: edgeinfer.Model) -> None:
     found = edgeinfer.evaluate(pair[0], TEXTS, threads=1)
-    begun = [model.begin_ids + [i for i in model.tokenize(text) if [i] != model.begin_ids] for text in TEXTS]
-    logprobs = np.concatenate([model.score(ids).logprobs for ids in begun])
+    logprobs = np.concatenate([model.score(model.tokenize(text)).logprobs for text in TEXTS])
     np.testing.assert_allclose(found.logprobs, logprobs, atol=1e-9)
     assert found.windows == 2 and found.divergence is None
     manifest = open_bundle(pair[0]).manifest
     assert (found.weight_bytes, found.bits_per_weight) == (manifest.weight_bytes, manifest.bits_per_weight)
 
 
-def test_windows_begin_with_the_begin_token(pair: tuple[Path, Path], model: edgeinfer.Model) -> None:
-    ids = [i for i in model.tokenize(TEXTS[0]) if [i] != model.begin_ids]
-    found = edgeinfer.evaluate(pair[0], TEXTS[:1], context=6, threads=1)
-    windows = [model.begin_ids + ids[start : start + 5] for start in range(0, len(ids), 5)]
-    again = edgeinfer.evaluate(model, windows)
+@pytest.mark.parametrize("adds", [False, True])
+def test_windows_begin_as_the_tokenizer_begins_a_text(pair: tuple[Path, Path], tmp_path: Path, adds: bool) -> None:
+    bundle, begin = pair[0], [0]
+    if adds:
+        file = Path(shutil.copytree(pair[0].parent / "checkpoint", tmp_path / "checkpoint")) / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.save(str(file))
+        bundle = export_checkpoint(file.parent, tmp_path / "bundle", ExportConfig(bits=4, keep_small=False))
+    with edgeinfer.load(bundle, speculation="off", threads=1) as model:
+        assert model.begin_ids == begin and model.prefix_ids == begin * adds
+        ids = model.tokenize(TEXTS[0])[adds:]
+        found = edgeinfer.evaluate(model, TEXTS[:1], context=6)
+        windows = [begin * adds + ids[start : start + 6 - adds] for start in range(0, len(ids), 6 - adds)]
+        again = edgeinfer.evaluate(model, windows)
     np.testing.assert_allclose(found.logprobs, again.logprobs, atol=1e-9)
-    assert len(found.logprobs) == len(ids) and found.windows == len(windows)
+    assert len(found.logprobs) == len(ids) - (0 if adds else len(windows)) and found.windows == len(windows)
     # What is loaded already is not asked for its files.
     assert again.weight_bytes is None
 
