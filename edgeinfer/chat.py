@@ -119,7 +119,8 @@ class Chat:
         Args:
             text: the user's message.
 
-        The options are those of `Model.generate`; errors as `stream`.
+        The options are those of `Model.generate`; sampling options that are left out are those that the model's makers
+        recommend. Errors as `stream`.
         """
         return self._stream(text, given_by(locals())).complete()
 
@@ -149,7 +150,8 @@ class Chat:
         Args:
             text: the user's message.
 
-        The options are those of `Model.generate`.
+        The options are those of `Model.generate`; sampling options that are left out are those that the model's makers
+        recommend.
 
         Raises:
             PromptError: the message is empty, or no text.

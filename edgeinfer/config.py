@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
 from edgeinfer.adapting import LoadAdapters, ReplyAdapter
@@ -307,11 +308,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """Options as callers write them: sizes also as text, the draft model also as a path.
-
-        Raises:
-            UsageError: an unknown option, or a value out of range.
-        """
+        """Options as callers write them: sizes also as text, the draft model also as a path."""
         options = flat_options(options, LOAD_GROUPS)
         require_known("load option", options, options_of(cls), _OF_REPLIES)
         for name in ("memory", "expert_memory"):
@@ -352,12 +349,21 @@ class GenerationConfig(ReplyOptions, ComputeOptions, SearchOptions, ReplyDraftin
             UsageError: an unknown option, or a value out of range.
         """
         options = flat_options(options, REPLY_GROUPS)
+        if isinstance(options.get("logprobs"), bool):  # as OpenAI writes it: those of the tokens alone, or none
+            options["logprobs"] = 0 if options["logprobs"] else None
         require_known("generation option", options, options_of(cls), _OF_LOADING)
         config = cls(**options)
         # An empty list of candidates would give any text at all.
         given = options.get("choices")
         require(given is None or len(config.choices) > 0, "choices", given, "a list of at least one text")
         return config
+
+    @classmethod
+    def for_chat(cls, recommended: Mapping[str, Any], options: Mapping[str, Any]) -> Self:
+        """Options of a reply to messages: the makers' of the model, and what the caller gives instead. A search has its
+        own way to choose tokens and takes none of the makers'."""
+        given = flat_options(options, REPLY_GROUPS)
+        return cls.of(**given) if given.get("search", "off") != "off" else cls.of(**{**recommended, **given})
 
     def __post_init__(self) -> None:
         check_options(self)

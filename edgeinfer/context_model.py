@@ -133,7 +133,7 @@ class ContextModel:
             progress: called with the tokens of each pass that evaluates contexts; what it raises ends the reply.
         """
         started = time.perf_counter()
-        config = GenerationConfig.of(**options)
+        config = GenerationConfig.for_chat(self._model.sampling, options)
         prefix, rest = self._model.split_chat(messages, begun)
         contexts = self._made(tuple(prefix), config.adapter, progress)
         return self._start(

@@ -14,9 +14,10 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from edgeinfer.bundle import TensorEntry
 from edgeinfer.bundle.writing import storage_errors
@@ -52,6 +53,7 @@ class Facts:
     tensors: tuple[TensorEntry, ...]
     threads: int
     adapters: tuple[str, ...]
+    sampling: Mapping[str, Any]
 
 
 class ModelLifecycle:
@@ -251,6 +253,7 @@ def _facts(parts: ModelParts) -> Facts:
         parts.tensors,
         parts.threads,
         tuple(adapters_of(parts.engine.backend)),
+        parts.sampling,
     )
 
 

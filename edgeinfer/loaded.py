@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import ModelError
 from edgeinfer.lifecycle import resume, save
@@ -115,9 +115,13 @@ class LoadedModel(Tokenizing):
         return list(self._lifecycle.facts.begin_ids)
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Generation options that the model's makers recommend. Chats use them unless the caller gives others."""
+        return self._lifecycle.facts.sampling
+
+    @property
     def prefix_ids(self) -> list[int]:
-        """What `tokenize` puts before every text: the begin token, or nothing. Some models have a begin token that their
-        tokenizer never adds."""
+        """What `tokenize` puts before every text: the begin token, or nothing where the tokenizer adds none."""
         begin = self.begin_ids
         return begin if begin and self.tokenize("a")[: len(begin)] == begin else []
 

@@ -54,7 +54,7 @@ from edgeinfer.runtime.system.memory import process_memory, release_code, releas
 from edgeinfer.runtime.text.mapped import make_table
 from edgeinfer.runtime.text.transient import TransientTokenizer
 from edgeinfer.runtime.weights.verification import Verification
-from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer
+from edgeinfer.tokenizing import TOKENIZERS, boundary_ids, parsed_tokenizer, recommended_sampling
 
 if TYPE_CHECKING:
     from edgeinfer.runtime.layer_skip.reduced_compute import ReducedComputeStrategies
@@ -322,6 +322,7 @@ def _make_parts(request: LoadRequest, subject: PlanInput, verification: Verifica
         uncertainty=uncertainty_of(bundle),
         watched=backend if isinstance(backend, ExpertCountingBackend) else None,
         decoder=bundle.manifest.decoder,
+        sampling=recommended_sampling(bundle),
         remote=remote_deciding(config, parsed.tokenizer, begin_ids, eos_ids),
     )
 

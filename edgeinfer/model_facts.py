@@ -6,18 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle import Bundle, open_bundle
-from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import EdgeInferError, HubError, UsageError
+from edgeinfer.bundle import open_bundle
+from edgeinfer.errors import HubError, UsageError
 from edgeinfer.hub import local, resolve
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.weights.verification import Outcome, accept_file, check_file, files_of
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
+from edgeinfer.tokenizing import recommended_sampling
 
 __all__ = ["ModelFacts", "describe", "verify"]
-
-# Options of generation_config.json that mean the same here; those of beam search and others do not.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -69,22 +66,11 @@ def describe(model: str | Path | None = None) -> ModelFacts:
         backend=manifest.backend,
         bytes=sum(entry.bytes for entry in manifest.files.values()),
         context=manifest.geometry.max_positions,
-        sampling=_sampling(bundle),
+        sampling=recommended_sampling(bundle),
         vocabulary=manifest.geometry.vocab_size,
         width=manifest.geometry.hidden_size,
         chats=bundle.has("chat_template.jinja"),
     )
-
-
-def _sampling(bundle: Bundle) -> dict[str, Any]:
-    """What the model's makers recommend; nothing where they recommend greedy decoding or say it in another way."""
-    try:
-        config = bundle.read_object("generation_config.json")
-        given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
-        GenerationConfig.of(**given)
-    except EdgeInferError:
-        return {}
-    return given if config.get("do_sample", True) is True else {}
 
 
 def verify(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import DecoderSpec, TensorEntry
 from edgeinfer.records import dataclass
@@ -41,6 +41,7 @@ class ModelParts:
         uncertainty: entropy in nats above which searches take the next token for uncertain, unless a reply says.
         watched: the backend where it has experts, which tells how they are used.
         decoder: what its layers are, where the bundle says it.
+        sampling: generation options that its makers recommend for chats.
         main: of a reply beside others, the parts of the model itself.
         drafting: of a reply beside others, what drafts for its sequence.
         remote: how a server decides what this model drafts; None where this model decides.
@@ -62,6 +63,7 @@ class ModelParts:
     uncertainty: float
     watched: ExpertCountingBackend | None = None
     decoder: DecoderSpec | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     main: ModelParts | None = None
     drafting: SequenceDrafting | None = None
     remote: RemoteDeciding | None = None

@@ -37,7 +37,8 @@ class SamplingOptions:
 
     temperature: float = option(
         0.0,
-        help="sampling temperature: 0 always picks the likeliest token, 0.7 is lively, above 1 is wild (default: 0)",
+        help="sampling temperature: 0 always picks the likeliest token, 0.7 is lively, above 1 is wild (default: "
+        "what the model's makers recommend for chats, else 0)",
         low=0,
         high=100,
         cli="--temperature",
@@ -45,7 +46,7 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
-        brief="0 is predictable, 0.7 lively (default: 0)",
+        brief="0 is predictable, 0.7 lively (default: the model's, or 0)",
     )
     top_k: int = option(
         0,
@@ -218,7 +219,7 @@ class ReplyOptions(SamplingOptions):
     logprobs: int | None = option(
         None,
         help="return the log-probabilities of the reply's tokens (`Result.logprobs`) and of this many of the "
-        "likeliest tokens at each position (default: none)",
+        "likeliest tokens at each position; True is 0, the reply's tokens alone (default: none)",
         low=0,
         high=20,
         wire=False,

@@ -84,7 +84,7 @@ class Replying(LoadedModel):
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
             grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
-            logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
+            logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
             search: decode in another way than token by token, such as "beam" or "vote".
@@ -133,7 +133,7 @@ class Replying(LoadedModel):
             json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
             regex: the reply must match this regular expression from end to end.
             grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
-            logprobs: give log-probabilities, and those of this many of the likeliest tokens at each place.
+            logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.
             sampling: how tokens are drawn, all of it; the parameters above go first.
             speculation: who drafts ahead: "auto", "off", or drafters of the model such as "copy,ngram".
             search: decode in another way than token by token, such as "beam" or "vote".
@@ -187,14 +187,15 @@ class Replying(LoadedModel):
             begun: what the reply already says; the stream goes on behind it.
             tokens: what `tokenize_chat` gives for all that, where it was asked before.
             on_finish: called once with the result, also when the reply is cut short.
-            options: as `generate` takes them: max_tokens, temperature, ...
+            options: as `generate` takes them: max_tokens, temperature, ... Sampling options that are left out are those
+                that the model's makers recommend (`Model.sampling`).
 
         Raises:
             TemplateError: the model has no chat template, or its template rejects the messages.
             UsageError, PromptError, ContextLengthError: as `generate`.
         """
         started = time.perf_counter()
-        config = GenerationConfig.of(**options)
+        config = GenerationConfig.for_chat(self.sampling, options)
         asked: dict[str, Any] = {"tools": tools, "variables": variables, "begun": begun, "fitting": True}
         asked["parse_special"] = config.parses_content
         if tokens is None:
@@ -315,7 +316,8 @@ class Replying(LoadedModel):
             parallel_tool_calls: whether one reply may hold several calls.
             response_format: the form of the reply: {"type": "json_object"}, or "json_schema" with a schema.
             max_tokens: most tokens of a reply.
-            temperature: 0, the default, takes the likeliest token each time; 0.7 is lively, above 1 is wild.
+            temperature: 0 takes the likeliest token each time; 0.7 is lively, above 1 is wild. Left out, it is what the
+                model's makers recommend, or 0.
             top_p: choose among the likeliest tokens that together have this probability.
             seed: the same seed gives the same text.
             stop: end the reply before this text, or before any of several.

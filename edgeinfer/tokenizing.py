@@ -9,7 +9,8 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.bundle import Bundle
-from edgeinfer.errors import BundleError, ContextLengthError, PromptError, TemplateError
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import BundleError, ContextLengthError, EdgeInferError, PromptError, TemplateError
 from edgeinfer.lifecycle import ModelLifecycle
 from edgeinfer.model_parts import ModelParts
 from edgeinfer.option_types import Prompt
@@ -30,6 +31,7 @@ __all__ = [
     "boundary_ids",
     "chat_template",
     "parsed_tokenizer",
+    "recommended_sampling",
     "require_fitting_messages",
     "require_fitting_text",
     "several",
@@ -42,6 +44,8 @@ TOKENIZERS: dict[str, Callable[[Bundle], TokenizerLike]] = {
     "kept": lambda bundle: Tokenizer.from_file(bundle.file(TOKENIZER)),
     "transient": lambda bundle: TransientTokenizer.from_file(bundle.file(TOKENIZER)),
 }
+# Options of generation_config.json that mean the same here; those of beam search and others do not.
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -328,6 +332,17 @@ def boundary_ids(bundle: Bundle) -> tuple[tuple[int, ...], frozenset[int]]:
             expected = "an id" if name == "bos_token_id" else "a list of ids"
             raise BundleError(f"generation_config.json: {name} must be {expected}.", "Export the bundle again.")
     return () if begin is None else (begin,), frozenset(ends)
+
+
+def recommended_sampling(bundle: Bundle) -> dict[str, Any]:
+    """What the model's makers recommend; nothing where they recommend greedy decoding or say it in another way."""
+    try:
+        config = bundle.read_object("generation_config.json")
+        given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+        GenerationConfig.of(**given)
+    except EdgeInferError:
+        return {}
+    return given if config.get("do_sample", True) is True else {}
 
 
 def chat_template(bundle: Bundle) -> ChatTemplate | None:

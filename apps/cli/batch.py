@@ -52,7 +52,7 @@ def add_parser(commands: Subparsers) -> None:
     add_load_options(parser)
     help = {
         "max_tokens": "maximum number of tokens of replies whose requests do not say it",
-        "temperature": "sampling temperature of replies whose requests do not say it (default: 0)",
+        "temperature": "sampling temperature of replies whose requests do not say it (default: the model's, or 0)",
     }
     add_options(parser, GenerationConfig, _DEFAULTS, help=help)
     add_json_option(parser)

@@ -48,6 +48,14 @@ _MOST_HEADS, _MOST_CHANNELS = 65_536, 65_536
 _FINITE = ("rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "pad", "sep", "mask")
+# What the makers recommend, by llama.cpp's names and by those of generation_config.json.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def open_gguf(path: Path) -> Bundle:
@@ -57,7 +65,7 @@ def open_gguf(path: Path) -> Bundle:
         BundleError: the file is malformed, or no language model with its vocabulary.
     """
     gguf = read_gguf(path)
-    texts = _texts(read_vocabulary(gguf))
+    texts = _texts(gguf, read_vocabulary(gguf))
     return Bundle(path.parent, manifest_of(gguf), texts=texts, header=gguf, digests=False)
 
 
@@ -242,9 +250,13 @@ def _prevalent_type(gguf: GgufFile) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _texts(vocabulary: GgufVocabulary) -> Mapping[str, str]:
+def _texts(gguf: GgufFile, vocabulary: GgufVocabulary) -> Mapping[str, str]:
     """The small files of a bundle that a plain file's metadata stand for."""
-    generation: dict[str, int | list[int]] = {"eos_token_id": list(vocabulary.ends)}
+    generation: dict[str, object] = {"eos_token_id": list(vocabulary.ends)}
+    for key, name in _SAMPLING.items():
+        value = gguf.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float):
+            generation[name] = round(value, 6)  # 0.7 is stored as float32
     if vocabulary.bos is not None:
         generation["bos_token_id"] = vocabulary.bos
     spelled = vocabulary.special_texts

@@ -60,6 +60,10 @@ class ChatModel(Protocol[StreamT_co]):
         """The source of the chat template."""
 
     @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Generation options that the model's makers recommend."""
+
+    @property
     def check(self) -> Callable[..., None]:
         """Refuses generation options that no reply can be given."""
 

@@ -113,18 +113,19 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
     _refuse(fields)
     fields.ignore_others()
     fields.end()
+    used = GenerationConfig.for_chat(model.sampling, options)
     told = {
         "instructions": instructions,
         "max_output_tokens": options.get("max_tokens"),
         "metadata": metadata,
         "parallel_tool_calls": several,
         "reasoning": {"effort": effort, "summary": None},
-        "temperature": options.get("temperature", GenerationConfig.temperature),
+        "temperature": used.temperature,
         "text": {"format": _told_format(options)},
         "tool_choice": wanted or "auto",
         "tools": [_told_tool(tool) for tool in tools],
         "top_logprobs": alternatives or 0,
-        "top_p": options.get("top_p", GenerationConfig.top_p),
+        "top_p": used.top_p,
     }
     variables = None if effort is None else {"reasoning_effort": effort}
     use = ToolUse(dialect_of(model.chat_template_text), choice)

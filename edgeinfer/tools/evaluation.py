@@ -36,7 +36,8 @@ def evaluate(
 
     Args:
         model: a bundle directory or hub id, None for the built-in model; or what is loaded already.
-        texts: read in windows, each after the begin token if the tokenizer adds one; or token ids, each text one window as it is.
+        texts: read in windows, each after the begin token if the tokenizer adds one; or token ids, each text one window
+            as it is.
         reference: what the predictions are compared with, usually the same model unquantized: as `model`.
         context: tokens of a window; None is what the models hold, at most 2048.
         tokens: most to read in all.

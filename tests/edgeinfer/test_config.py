@@ -154,6 +154,10 @@ def test_greedy(options: dict[str, Any], greedy: bool) -> None:
     assert GenerationConfig(**options).greedy is greedy
 
 
+def test_log_probabilities_as_openai_asks_for_them() -> None:
+    assert [GenerationConfig.of(logprobs=asked).logprobs for asked in (True, False, None, 3)] == [0, None, None, 3]
+
+
 def test_nothing_is_made_of_what_is_too_large() -> None:
     largest: dict[str, Any] = {
         "stop": ["a" * 1000] * 16,

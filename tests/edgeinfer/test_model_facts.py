@@ -13,6 +13,8 @@ import edgeinfer
 from edgeinfer.bundle import seal
 from edgeinfer.bundle.manifest import Manifest
 from edgeinfer.errors import HubError, ModelError
+from edgeinfer.openai.response_request import read_request
+from tests.gguf_builder import FLOAT32, INT32, small_model
 from tests.speculation import BUILTIN, needs_builtin
 from tests.tables import each_row
 
@@ -54,6 +56,33 @@ def test_the_built_in_model() -> None:
 )
 def test_what_its_makers_recommend(tmp_path: Path, config: dict[str, Any], sampling: dict[str, Any]) -> None:
     assert edgeinfer.describe(with_generation_config(tmp_path, config)).sampling == sampling
+
+
+def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
+    told = {"temp": (FLOAT32, 0.7), "top_k": (INT32, 20), "top_p": (FLOAT32, 0.8), "penalty_last_n": (INT32, 64)}
+    model = small_model(**{f"general__sampling__{name}": each for name, each in told.items()})
+    path = model.write(tmp_path / "tiny.gguf")
+    assert edgeinfer.describe(path).sampling == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+
+
+def test_chats_sample_as_its_makers_recommend(tmp_path: Path) -> None:
+    message, plain = {"role": "user", "content": "Tell me a story about Tom."}, {"max_tokens": 12, "seed": 3}
+    recommended = {"temperature": 1.3, "top_k": 40}
+    with edgeinfer.load(with_generation_config(tmp_path, recommended), speculation="off", remember=False) as model:
+        assert model.sampling == recommended
+
+        def reply(**options: Any) -> str:
+            return model.chat().send(str(message["content"]), **plain, **options).text
+
+        ids = model.tokenize_chat([message])
+        greedy, drawn = (model.generate(ids, **plain, **each).text for each in ({}, recommended))
+        assert greedy != drawn
+        assert reply() == drawn and reply(temperature=0) == reply(top_k=1) == greedy
+        choice = model.create_chat_completion([message], max_tokens=12, seed=3)["choices"][0]
+        assert choice["message"]["content"] == drawn
+        # A search has its own way to choose tokens.
+        assert reply(search="beam", beams=2) == model.generate(ids, **plain, search="beam", beams=2).text
+        assert read_request({"input": "Hello"}, model).told["temperature"] == 1.3
 
 
 def test_what_cannot_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
