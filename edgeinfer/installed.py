@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -12,13 +11,11 @@ from edgeinfer import hub
 from edgeinfer.bundle import open_bundle
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import EdgeInferError, ModelError, UsageError
+from edgeinfer.hub.placing import Origin
 from edgeinfer.loading import Bundles
 from edgeinfer.records import dataclass
 
 __all__ = ["LocalModel", "list_models", "pull", "remove_model"]
-
-Origin = Literal["built-in", "converted", "hub", "folder"]
-_GGUF = "*.gguf"
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,8 @@ class LocalModel:
     """A model on this machine.
 
     Attributes:
-        name: what loads it.
+        name: what loads it, the short name that `edgeinfer run -m` takes, or its path where others have that name.
+        title: what people call it, such as Qwen3 0.6B.
         path: the bundle's directory or the GGUF file.
         bytes: of its files.
         memory: the smallest budget it runs in, in bytes; None where it cannot be planned here.
@@ -39,6 +37,7 @@ class LocalModel:
     """
 
     name: str
+    title: str
     path: Path
     bytes: int
     memory: int | None
@@ -56,7 +55,7 @@ def list_models() -> list[LocalModel]:
     The user's own files elsewhere are not looked for.
     """
     uses = hub.last_uses()
-    found = [_describe(place, uses) for place in _places()]
+    found = [_describe(place, uses) for place in hub.places()]
     return sorted(found, key=lambda model: (model.origin != "built-in", model.name.lower()))
 
 
@@ -84,11 +83,11 @@ def pull(
     """
     path = hub.update(name, bits=bits, revision=revision, progress=progress, cancelled=cancelled)
     uses = hub.last_uses()
-    for place in _places():
+    for place in hub.places():
         if place.path == path:
             return _describe(place, uses)
     # A revision that is not the main branch's, or a path that was given.
-    return _describe(_Place(name, path, "folder", None, ()), uses)
+    return _describe(hub.Place(name, path, "folder"), uses)
 
 
 def remove_model(name: str) -> int:
@@ -107,11 +106,13 @@ def remove_model(name: str) -> int:
         StorageError: its files cannot be removed.
     """
     wanted = _hub_names(name)
-    places = [place for place in _places() if place.name in wanted or str(place.path) == name]
+    here = hub.places()
+    places = [place for place in here if place.name.casefold() in wanted or str(place.path) == name]
     if not places:
         # Without the bits, all conversions of a checkpoint.
-        places = [place for place in _places() if place.hub_id in wanted and place.origin == "converted"]
-    cached = [model for model in hub.cached_models() if model.name in wanted and model.kind == "checkpoint"]
+        also = {place.path: {each.casefold() for each in place.also} for place in here}
+        places = [place for place in here if place.converted is not None and not wanted.isdisjoint(also[place.path])]
+    cached = [model for model in hub.cached_models() if model.name.casefold() in wanted and model.kind == "checkpoint"]
     if not places and not cached:
         raise ModelError(
             f"There is no model {name} on this machine.", "Their names: edgeinfer models, or edgeinfer.list_models()."
@@ -125,50 +126,7 @@ def remove_model(name: str) -> int:
     return sum(_remove(place) for place in places) + sum(hub.remove_cached(model) for model in cached)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a model is, before it is opened."""
-
-    name: str
-    path: Path
-    origin: Origin
-    hub_id: str | None
-    removed_by: tuple[hub.Converted | hub.CachedModel, ...]
-    source_bytes: int = 0
-
-
-def _places() -> Iterator[_Place]:
-    yield _Place(hub.BUILTIN, hub.builtin(), "built-in", None, ())
-    cached = hub.cached_models()
-    checkpoints = {model.repo_id: model for model in cached if model.kind == "checkpoint"}
-    converted = hub.converted_models()
-    counts = Counter(each.source.name for each in converted)
-    for each in converted:
-        of_hub = each.source.directory is None
-        checkpoint = checkpoints.get(each.source.name) if of_hub else None
-        name = each.source.name if counts[each.source.name] == 1 else f"{each.source.name}:{each.bits}bit"
-        # A directory that is gone or changed no longer loads it, and a path takes no bits.
-        known = of_hub or (counts[each.source.name] == 1 and hub.local(each.source.name) == each.path)
-        size = 0 if checkpoint is None else checkpoint.bytes
-        hub_id = each.source.name if of_hub else None
-        yield _Place(name if known else str(each.path), each.path, "converted", hub_id, (each,), size)
-    for model in cached:
-        if model.kind != "checkpoint":
-            yield _Place(model.name, model.path, "hub", model.repo_id, (model,))
-    yield from _own_files({each.path for each in converted})
-
-
-def _own_files(known: set[Path]) -> Iterator[_Place]:
-    """Bundles and GGUF files that the user put into the folder of models."""
-    folder = hub.models_folder()
-    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-        bundle = hub.is_bundle(path) and not hub.is_bundle(path.parent)
-        gguf = path.match(_GGUF) and path.is_file() and not hub.is_bundle(path.parent)
-        if (bundle or gguf) and path not in known and not path.name.startswith("."):
-            yield _Place(str(path), path, "folder", None, ())
-
-
-def _describe(place: _Place, uses: dict[str, float]) -> LocalModel:
+def _describe(place: hub.Place, uses: dict[str, float]) -> LocalModel:
     size, memory, error = 0, None, None
     try:
         size = sum(entry.bytes for entry in open_bundle(place.path).manifest.files.values())
@@ -179,6 +137,7 @@ def _describe(place: _Place, uses: dict[str, float]) -> LocalModel:
     used = uses.get(str(place.path.resolve()))
     return LocalModel(
         name=place.name,
+        title=hub.shown_name(place.path),
         path=place.path,
         bytes=size,
         memory=memory,
@@ -192,13 +151,13 @@ def _describe(place: _Place, uses: dict[str, float]) -> LocalModel:
 
 
 def _hub_names(name: str) -> set[str]:
-    """What a name stands for: itself, and the hub's name of a short one."""
+    """What a name stands for, in small letters: itself, and the hub's name of a short one."""
     short = hub.catalog_model(name)
-    return {name} if short is None else {name, short.repo}
+    return {name.casefold()} if short is None else {name.casefold(), short.repo.casefold()}
 
 
-def _remove(place: _Place) -> int:
+def _remove(place: hub.Place) -> int:
     freed = 0
-    for each in place.removed_by:
+    for each in place.files:
         freed += hub.remove_cached(each) if isinstance(each, hub.CachedModel) else hub.remove_converted(each)
     return freed

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.desktop.library import id_of, model_of, name_of
+from edgeinfer.apps.desktop.library import id_of, model_of
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.requests import Endpoint, answered, event_stream, fields, optional, whole_number
 from edgeinfer.apps.desktop.services import Services
@@ -127,5 +127,5 @@ def _settings_view(settings: AppSettings) -> dict[str, Any]:
     return data | {
         "options": dict(settings.options),
         "model": id_of(settings.model),
-        "model_name": name_of(settings.model),
+        "model_name": hub.shown_name(settings.model),
     }

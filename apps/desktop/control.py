@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.library import Library, Planner, canonical, id_of, name_of
+from edgeinfer.apps.desktop.library import Library, Planner, canonical, id_of
 from edgeinfer.apps.desktop.reading import why_not_apart
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
@@ -19,6 +19,7 @@ from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.apps.server.events import EventFeed
 from edgeinfer.apps.server.host import HostState, ModelHost
 from edgeinfer.errors import EdgeInferError
+from edgeinfer.hub import shown_name
 
 __all__ = ["ModelControl", "choice_view"]
 
@@ -125,7 +126,7 @@ class ModelControl:
         data: dict[str, Any] = {
             "status": state.status,
             "id": id_of(state.model) if known else None,
-            "name": name_of(state.model) if known else None,
+            "name": shown_name(state.model) if known else None,
             "choice": choice_view(self.choice),
             "most_context": self._most_context if state.status == "ready" else None,
             "not_apart": self._not_apart if state.status == "ready" else None,
@@ -141,7 +142,7 @@ class ModelControl:
         data |= {name: getattr(info, name, None) for name in facts}
         data |= {name: getattr(plan, name, None) for name in ("context", "planned_bytes", "minimum_bytes")}
         if info is not None and plan is not None:
-            data |= {"name": info.name, "budget_bytes": plan.budget_bytes, "warning": _warning()}
+            data |= {"budget_bytes": plan.budget_bytes, "warning": _warning()}
         return data
 
     def publish(self) -> None:
@@ -199,7 +200,7 @@ def choice_view(choice: ModelChoice | None) -> dict[str, Any] | None:
     """A choice as the app's API shows it, with the model's id and a name for it."""
     if choice is None:
         return None
-    return dataclasses.asdict(choice) | {"model": id_of(choice.model), "name": name_of(choice.model)}
+    return dataclasses.asdict(choice) | {"model": id_of(choice.model), "name": shown_name(choice.model)}
 
 
 def _warning() -> str | None:

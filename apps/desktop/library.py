@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ from edgeinfer import hub
 from edgeinfer.apps.server.host import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "canonical", "id_of", "model_of", "name_of"]
+__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "canonical", "id_of", "model_of"]
 
-Source = Literal["built-in", "bundle", "gguf", "hub", "converted"]
+Source = Literal["built-in", "bundle", "gguf", "hub", "converted", "imported"]
 
 # How the window names the model that needs no name.
 BUILT_IN = "built-in"
@@ -39,6 +40,7 @@ class ListedModel:
 
     Attributes:
         id: what loads it.
+        place: where it comes from, of models that others have the name of.
         bytes: of its files.
         context: tokens it can hold at most.
         planned_bytes: what it takes with the options asked about and no budget.
@@ -49,6 +51,7 @@ class ListedModel:
     id: str
     name: str
     source: Source
+    place: str = ""
     bytes: int = 0
     parameters: int = 0
     bits_per_weight: float = 0.0
@@ -77,21 +80,6 @@ def id_of(model: str | None) -> str:
     return BUILT_IN if model is None else model
 
 
-def name_of(model: str | None) -> str:
-    """What people call a model whose files have not been read: the last part of its path or id; of a converted one, of
-    what it was converted from."""
-    if model is None:
-        return hub.BUILTIN
-    path = Path(model)
-    if path.parent.parent == hub.models_folder():
-        path = path.parent
-    return path.name.rpartition("--")[2] if path.parent == hub.models_folder() else _last_part(model)
-
-
-def _last_part(model: str) -> str:
-    return model.replace("\\", "/").rstrip("/").rpartition("/")[2]
-
-
 class Library:
     """The models; may be asked from any thread.
 
@@ -118,7 +106,7 @@ class Library:
             for id, source in self._find(recent):
                 # A folder that is searched may hold what was downloaded; it is listed as that.
                 found.setdefault(id, source)
-            return [self._describe(id, source, context) for id, source in found.items()]
+            return _told_apart([self._describe(id, source, context) for id, source in found.items()])
 
     def facts(self, model: str | None) -> edgeinfer.ModelFacts | None:
         """What a model's files say of it; None where they cannot be read."""
@@ -130,7 +118,7 @@ class Library:
     def _find(self, recent: Iterable[str]) -> Iterator[tuple[str, Source]]:
         yield BUILT_IN, "built-in"
         for converted in hub.converted_models():
-            yield str(converted.path), "converted"
+            yield str(converted.path), "converted" if converted.source.directory is None else "imported"
         for folder in self._folders:
             for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
                 # A bundle's own drafter is no model to talk to.
@@ -151,17 +139,16 @@ class Library:
         return self._known[key]
 
     def _look(self, id: str, source: Source, context: int | None) -> ListedModel:
-        name = Path(id).name
+        name = hub.shown_name(model_of(id))
         try:
             facts = edgeinfer.describe(model_of(id))
-            name = facts.name
             wanted = None if context is None else min(context, facts.context)
             plan = self._planner.plan(model_of(id), context=wanted)
         except EdgeInferError as error:
             return ListedModel(id, name, source, error=str(error))
         return ListedModel(
             id=id,
-            name=facts.name,
+            name=name,
             source=source,
             bytes=facts.bytes,
             parameters=facts.parameters,
@@ -170,6 +157,22 @@ class Library:
             planned_bytes=plan["planned_bytes"],
             minimum_bytes=plan["minimum_bytes"],
         )
+
+
+def _told_apart(models: Sequence[ListedModel]) -> list[ListedModel]:
+    """The models, those of one name with where they come from."""
+    counts = Counter(model.name for model in models)
+    return [
+        replace(model, place=_place(model)) if counts[model.name] > 1 and model.source != "built-in" else model
+        for model in models
+    ]
+
+
+def _place(model: ListedModel) -> str:
+    """Where a person finds a model: its file or folder, or what it was converted of."""
+    sources = {str(converted.path): converted.source.name for converted in hub.converted_models()}
+    place = sources.get(model.id, model.id)
+    return place.replace(str(Path.home()), "~", 1) if place.startswith(str(Path.home())) else place
 
 
 def _is_gguf(path: Path) -> bool:

@@ -111,7 +111,7 @@ class NamedModels:
             with contextlib.suppress(EdgeInferError):
                 source = None if local.origin == "built-in" else str(local.path)
                 others = (str(local.path), local.path.stem, *([local.hub_id] if local.hub_id else []))
-                named = local.origin in ("hub", "converted") and local.name != str(local.path)
+                named = local.origin != "built-in" and local.name != str(local.path)
                 yield _model(source, [local.name] if named else [], others)
 
     def _served(self, source: str | None) -> NamedModel:

@@ -18,6 +18,7 @@ from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
 from edgeinfer.bundle.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from edgeinfer.bundle.manifest import Capabilities, FileEntry, Manifest
+from edgeinfer.bundle.names import file_name
 from edgeinfer.bundle.store import Bundle
 from edgeinfer.errors import BundleError
 
@@ -236,10 +237,10 @@ def head_sizes(gguf: GgufFile) -> tuple[int, int]:
 
 
 def _name(gguf: GgufFile) -> str:
-    """What its author calls it, fit to be printed."""
-    name = gguf.metadata.get("general.name")
-    shown = "".join(c if c.isprintable() else " " for c in name).strip()[:100] if isinstance(name, str) else ""
-    return shown or gguf.path.stem
+    """What it is called, fit to be printed."""
+    said = gguf.metadata.get("general.name")
+    name = file_name(gguf.path, said.strip() if isinstance(said, str) else "")
+    return "".join(c if c.isprintable() else " " for c in name).strip()[:100]
 
 
 def _prevalent_type(gguf: GgufFile) -> str:

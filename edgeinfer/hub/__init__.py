@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from edgeinfer.hub.folder import Converted, converted_models, models_folder, remove_converted
     from edgeinfer.hub.gguf_offers import Offer, offers
     from edgeinfer.hub.last_use import last_uses, note_use
+    from edgeinfer.hub.placing import Place, find_place, places, shown_name
     from edgeinfer.hub.resolving import find, find_checkpoint, local, resolve, update
     from edgeinfer.hub.search import FoundModel, search_hub
 
@@ -36,6 +37,7 @@ __all__ = [
     "Converted",
     "FoundModel",
     "Offer",
+    "Place",
     "builtin",
     "cached",
     "cached_models",
@@ -44,6 +46,7 @@ __all__ = [
     "converted_models",
     "find",
     "find_checkpoint",
+    "find_place",
     "is_bundle",
     "is_checkpoint",
     "last_uses",
@@ -51,11 +54,13 @@ __all__ = [
     "models_folder",
     "note_use",
     "offers",
+    "places",
     "pull",
     "remove_cached",
     "remove_converted",
     "resolve",
     "search_hub",
+    "shown_name",
     "update",
 ]
 
@@ -66,6 +71,7 @@ _HOMES = {
     "Converted": "folder",
     "FoundModel": "search",
     "Offer": "gguf_offers",
+    "Place": "placing",
     "builtin": "cache",
     "cached": "cache",
     "cached_models": "cache",
@@ -74,6 +80,7 @@ _HOMES = {
     "converted_models": "folder",
     "find": "resolving",
     "find_checkpoint": "resolving",
+    "find_place": "placing",
     "is_bundle": "cache",
     "is_checkpoint": "cache",
     "last_uses": "last_use",
@@ -81,11 +88,13 @@ _HOMES = {
     "models_folder": "folder",
     "note_use": "last_use",
     "offers": "gguf_offers",
+    "places": "placing",
     "pull": "download",
     "remove_cached": "cache",
     "remove_converted": "folder",
     "resolve": "resolving",
     "search_hub": "search",
+    "shown_name": "placing",
     "update": "resolving",
 }
 

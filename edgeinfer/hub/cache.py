@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgeinfer.bundle import MANIFEST
+from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.errors import BundleError, HubError, ModelError
 from edgeinfer.hub.client import library
 from edgeinfer.hub.ids import (
@@ -18,9 +19,6 @@ from edgeinfer.hub.ids import (
     is_gguf_model,
     listed_files,
     literal,
-    parts_of,
-    quantization_of,
-    stem_of,
 )
 from edgeinfer.records import dataclass
 
@@ -146,7 +144,7 @@ def cached_gguf(repo_id: str, tag: str) -> Path | None:
         parts = gguf_parts(repo_id, [p.relative_to(folder).as_posix() for p in folder.rglob(f"*{GGUF}")], tag)
     except (hub.errors.LocalEntryNotFoundError, HubError):
         return None
-    return folder / parts[0] if len(parts) == parts_of(parts[0]) else None
+    return folder / parts[0] if len(parts) == part_of(parts[0])[1] else None
 
 
 def cached() -> list[str]:

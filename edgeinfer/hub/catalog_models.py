@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from edgeinfer.hub.estimate import DecoderSizes, gguf_memory
@@ -82,7 +83,7 @@ def catalog_model(name: str) -> CatalogModel | None:
     return next((model for model in catalog() if model.name == name.strip().lower()), None)
 
 
-def similar_names(name: str, others: tuple[str, ...] = ()) -> list[str]:
+def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
     """Short names, and others that are given, that a mistyped name may stand for, the likeliest first."""
     import difflib
 

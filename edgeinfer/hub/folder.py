@@ -38,6 +38,7 @@ __all__ = [
     "models_folder",
     "remove_converted",
     "remove_leftovers",
+    "source_of",
 ]
 
 # What a folder of an unfinished conversion begins with.
@@ -124,6 +125,15 @@ class Converted:
     def bytes(self) -> int:
         """Of its files."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def source_of(path: Path) -> str | None:
+    """The last part of the name of what a path was converted of, whether or not it is there; None for other paths."""
+    if path.parent.parent != models_folder() or _BUNDLE.fullmatch(path.name) is None:
+        return None
+    key = path.parent.name
+    directory = re.fullmatch(r"_(.+)-[0-9a-f]{8}", key)
+    return key.rpartition("--")[2] if directory is None else directory[1]
 
 
 def models_folder() -> Path:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
+from edgeinfer.bundle.names import quantization_of, stem_of
 from edgeinfer.config import format_size
 from edgeinfer.errors import BudgetError, HubError, UsageError
 from edgeinfer.hub.cache import gguf_name
 from edgeinfer.hub.download import Repository, look_up
 from edgeinfer.hub.estimate import gguf_memory, room
-from edgeinfer.hub.ids import first_part, is_gguf_model, parse_name, quantization_of, stem_of
+from edgeinfer.hub.ids import first_part, is_gguf_model, parse_name
 from edgeinfer.records import dataclass
 
 __all__ = ["Offer", "best_offer", "offers", "offers_in", "require_gguf"]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from edgeinfer.bundle import MANIFEST, WEIGHTS, Manifest
+from edgeinfer.bundle.names import part_of, quantization_of, stem_of
 from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import BundleError, HubError
 from edgeinfer.records import dataclass
@@ -24,7 +25,6 @@ __all__ = [
     "listed_files",
     "literal",
     "parse_name",
-    "quantization_of",
 ]
 
 GGUF = ".gguf"
@@ -52,13 +52,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 # One GGUF file of a repository, by its type or another part of its name, as llama.cpp's own tools write it.
 _TAGGED = re.compile(rf"({_HUB_ID.pattern}):([\w.-]+)", re.ASCII)
 _BITS = re.compile(rf"({'|'.join(map(str, CONVERTED_BITS))})-?bits?", re.IGNORECASE)
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 # Projectors of images beside a model, and data that was used to quantize it.
 _OTHERS = ("mmproj", "imatrix")
-# How llama.cpp's tools write a type in the name of a file.
-_QUANTIZATION = re.compile(
-    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|MXFP4(?:_MOE)?))(?=$|[-._/])", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True)
@@ -104,25 +99,7 @@ def is_gguf_model(name: str) -> bool:
 
 def first_part(name: str) -> bool:
     """Whether a GGUF file is whole, or the first of its parts, which stands for all."""
-    part = _PART.search(name)
-    return part is None or int(part[1]) == 1
-
-
-def parts_of(name: str) -> int:
-    """In how many files a GGUF model comes, by the name of one."""
-    part = _PART.search(name)
-    return 1 if part is None else int(part[2])
-
-
-def stem_of(name: str) -> str:
-    """The name of a GGUF model, without its part and its ending."""
-    return _PART.sub("", name).removesuffix(GGUF)
-
-
-def quantization_of(name: str) -> str | None:
-    """The type in the name of a GGUF file, such as Q4_K_M; None where it names none."""
-    found = _QUANTIZATION.findall(stem_of(name))
-    return found[-1].upper() if found else None
+    return part_of(name)[0] == 1
 
 
 def gguf_parts(repo_id: str, names: Iterable[str], tag: str) -> list[str]:

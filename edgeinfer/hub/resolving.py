@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgeinfer.config import CONVERTED_BITS
 from edgeinfer.errors import ModelError, UsageError
@@ -24,9 +25,12 @@ from edgeinfer.hub.catalog_models import catalog_model, similar_names
 from edgeinfer.hub.client import Progress
 from edgeinfer.hub.conversion import Choose, FetchJob, fetch
 from edgeinfer.hub.download import pull
-from edgeinfer.hub.folder import CheckpointSource, find_converted
+from edgeinfer.hub.folder import CheckpointSource, converted_models, find_converted
 from edgeinfer.hub.ids import GGUF, HubName, parse_name
 from edgeinfer.wording import one_of
+
+if TYPE_CHECKING:
+    from edgeinfer.hub.placing import Place
 
 __all__ = ["find", "find_checkpoint", "local", "name_of", "resolve", "update"]
 
@@ -49,7 +53,7 @@ def resolve(
 
     Args:
         model: None, a path, a name of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
-            ORG/NAME:Q4_K_M, or ORG/NAME:4bit for a conversion.
+            ORG/NAME:Q4_K_M, ORG/NAME:4bit for a conversion, or a short name of what is on this machine.
         bits: of a checkpoint's conversion; None takes what is there, or what goes into memory.
         memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.
         progress: called with a stage, and bytes or steps done and in all; None draws bars on a terminal.
@@ -160,7 +164,9 @@ def name_of(model: str | Path) -> HubName:
     if isinstance(model, os.PathLike) or any(sign in text for sign in "/\\~:") or text.startswith(".") or not text:
         hint = "Give a bundle directory, a .gguf file, OWNER/NAME, or a short name of edgeinfer models --catalog."
         raise ModelError(f"No model at {text!r}.", hint)
-    similar = similar_names(text, (BUILTIN,))
+    from edgeinfer.hub.placing import places
+
+    similar = similar_names(text, [place.name for place in places()])
     shown = f"Did you mean {' or '.join(similar)}? " if similar else "See edgeinfer models --catalog for names. "
     message = f"No model at {text!r}, which is neither in the catalog nor a Hugging Face id."
     raise ModelError(message, f"{shown}Others are OWNER/NAME, such as Qwen/Qwen3-0.6B.")
@@ -178,7 +184,28 @@ def _found(model: str | Path | None, bits: int | None) -> Path | None:
         return None if converted is None else converted.path
     if model == BUILTIN:
         return builtin()
-    name = name_of(model)
+    name = hub_name(model)
+    path = None if name is None else _of_hub(name, bits)
+    # Only now is the whole machine looked through, so that a short name hides none of the hub that is here.
+    place = _place(model, bits) if path is None else None
+    if place is not None and (place.converted is None or bits in (None, place.converted.bits)):
+        path = place.path
+    elif place is None and path is None:
+        name_of(model)  # raises where it is none
+    return path
+
+
+def _place(model: str | Path, bits: int | None = None) -> Place | None:
+    """The model that a short name means on this machine."""
+    if not isinstance(model, str) or "/" in model or "\\" in model:
+        return None
+    from edgeinfer.hub.placing import find_place
+
+    return find_place(model, bits)
+
+
+def _of_hub(name: HubName, bits: int | None) -> Path | None:
+    """What is here of a model of the hub."""
     if name.tag is not None:
         return cached_gguf(name.repo_id, name.tag)
     converted = find_converted(CheckpointSource(name.repo_id), name.bits if bits is None else bits)
@@ -193,12 +220,9 @@ def _found(model: str | Path | None, bits: int | None) -> Path | None:
 
 
 def _is_converted(model: str | Path | None, path: Path) -> bool:
-    if model is None or model == BUILTIN:
+    if model is None or model == BUILTIN or existing(model) == path:
         return False
-    given = existing(model)
-    if given is not None:
-        return is_checkpoint(given) and not is_bundle(given)
-    return path.is_relative_to(CheckpointSource(name_of(model).repo_id).folder)
+    return any(converted.path == path for converted in converted_models())
 
 
 def _job(model: str | Path | None, bits: int | None, memory: int | None, progress: Progress | None) -> FetchJob:
@@ -207,6 +231,9 @@ def _job(model: str | Path | None, bits: int | None, memory: int | None, progres
     path = existing(model)
     if path is not None:
         return FetchJob(directory=str(path), bits=bits, memory=memory, bars=bars)
+    place = None if hub_name(model) is not None else _place(model)
+    if place is not None and place.converted is not None and place.converted.source.directory is not None:
+        return FetchJob(directory=str(place.converted.source.directory), bits=bits, memory=memory, bars=bars)
     name = name_of(model)
     plain = name.repo_id if name.tag is None else str(name)
     return FetchJob(name=plain, bits=name.bits if bits is None else bits, memory=memory, bars=bars)

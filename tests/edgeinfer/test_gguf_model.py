@@ -24,7 +24,7 @@ def opened(folder: Path, **changes: Any) -> Bundle:
 def test_a_plain_file_is_a_bundle(tmp_path: Path) -> None:
     bundle = opened(tmp_path)
     manifest, path = bundle.manifest, tmp_path / "some-model.gguf"
-    assert (manifest.name, manifest.architecture, manifest.backend) == ("Tiny", "llama", "llamacpp")
+    assert (manifest.name, manifest.architecture, manifest.backend) == ("some-model", "llama", "llamacpp")
     assert vars(manifest.geometry) == {
         "vocab_size": 12,
         "hidden_size": 8,
@@ -71,9 +71,16 @@ def test_what_a_file_does_not_say(tmp_path: Path) -> None:
 
 
 def test_names_are_fit_to_print(tmp_path: Path) -> None:
-    name = opened(tmp_path, general__name=(STRING, "\x1b[2JModel\n" + "x" * 1000)).manifest.name
-    assert name.isprintable() and name.startswith("[2JModel x") and len(name) == 100
-    assert opened(tmp_path, general__name=(UINT32, 7)).manifest.name == "some-model"
+    def name(file: str, **changes: Any) -> str:
+        return open_bundle(small_model(**changes).write(tmp_path / file)).manifest.name
+
+    # What the metadata say counts only where the file's name says nothing.
+    author = (STRING, "\x1b[2JModel\n" + "x" * 1000)
+    assert name("some-model.gguf", general__name=author) == "some-model"
+    shown = name("model.gguf", general__name=author)
+    assert shown.isprintable() and shown.startswith("[2JModel x") and len(shown) == 100
+    assert name("model.gguf", general__name=(UINT32, 7)) == tmp_path.name
+    assert name("\x1b[2J.gguf", general__name=(UINT32, 7)) == "[2J"
 
 
 def test_a_plain_file_has_no_digest(tmp_path: Path) -> None:

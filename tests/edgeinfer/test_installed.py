@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +10,38 @@ from typing import Any
 import pytest
 
 from edgeinfer import hub
+from edgeinfer.bundle.names import display_name, file_name
 from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.hub.folder import CheckpointSource
 from edgeinfer.installed import list_models, remove_model
+
+# Names of files, folders and repositories, and how people say them.
+SHOWN = {
+    "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": "Qwen2.5 Coder 0.5B Instruct",
+    "qwen2.5-coder-0.5b-instruct-q4_k_m:8bit": "Qwen2.5 Coder 0.5B Instruct",
+    "smollm2-135m-instruct-q4_1": "SmolLM2 135M Instruct",
+    "gemma3-270m-q4_k_m": "Gemma 3 270M",
+    "gemma-3-270m-it-Q8_0.gguf": "Gemma 3 270M IT",
+    "Qwen/Qwen3-0.6B": "Qwen3 0.6B",
+    "Qwen/Qwen3-0.6B:4bit": "Qwen3 0.6B",
+    "unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF:UD-Q4_K_XL": "Qwen3 30B A3B Instruct 2507",
+    "llama-3.2-1b-instruct.Q4_K_M.gguf": "Llama 3.2 1B Instruct",
+    "Meta-Llama-3.1-8B-Instruct-Q4_0-00001-of-00002.gguf": "Meta Llama 3.1 8B Instruct",
+    "mixtral-8x7b-instruct-v0.1.Q4_0.gguf": "Mixtral 8x7B Instruct v0.1",
+    "gpt-oss-20b-mxfp4.gguf": "GPT OSS 20B",
+    "tinyllama-1.1b-chat-v1.0": "TinyLlama 1.1B Chat v1.0",
+    "deepseek-r1-distill-qwen-1.5b": "DeepSeek R1 Distill Qwen 1.5B",
+    "C:\\models\\phi-4-mini-instruct-IQ4_XS.gguf": "Phi 4 Mini Instruct",
+    "smollm2:135m": "SmolLM2 135M",
+    # Users' own names stay.
+    "tales": "tales",
+    "qc15": "qc15",
+    "my-bundle": "my-bundle",
+}
 
 
 class Machine:
     """A hub's cache and a folder of models, of which what is removed is noted."""
-
-    BUILTIN, CachedModel = hub.BUILTIN, hub.CachedModel
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,84 +53,94 @@ class Machine:
             self.file("org/files:Q8_0", "gguf", 13),
             self.file("org/bundle", "bundle", 17),
         ]
-        self.converted = [self.conversion("org/chat", 4), self.conversion("org/chat", 8), self.conversion("org/one", 4)]
+        self.converted = [
+            *(self.conversion(CheckpointSource("org/chat"), bits) for bits in (4, 8)),
+            self.conversion(CheckpointSource("org/one"), 4),
+            *(self.conversion(CheckpointSource.of_directory(folder / "Small-1B"), bits) for bits in (4, 8)),
+            self.conversion(CheckpointSource.of_directory(folder / "qc15"), 4),
+        ]
 
     def file(self, name: str, kind: Any, size: int) -> hub.CachedModel:
         path = self.folder / name.replace("/", "-")
         path.write_bytes(bytes(size))
         return hub.CachedModel(name, name.partition(":")[0], kind, path, (path,))
 
-    def conversion(self, name: str, bits: int) -> Any:
-        source = SimpleNamespace(name=name, directory=None)
-        return SimpleNamespace(source=source, bits=bits, path=self.folder / f"{name.replace('/', '-')}-{bits}")
-
-    def builtin(self) -> Path:
-        return self.folder / "builtin"
-
-    def models_folder(self) -> Path:
-        return self.folder / "models"
-
-    def cached_models(self) -> list[hub.CachedModel]:
-        return self.cached
-
-    def converted_models(self) -> list[Any]:
-        return self.converted
-
-    def is_bundle(self, path: Path) -> bool:
-        return (path / "edgeinfer.json").exists()
-
-    def last_uses(self) -> dict[str, float]:
-        return {}
-
-    def catalog_model(self, name: str) -> Any:
-        return SimpleNamespace(repo="org/one") if name == "one" else None
+    def conversion(self, source: CheckpointSource, bits: int) -> hub.Converted:
+        path = source.place(bits, "main")
+        source.record()
+        path.mkdir()
+        (path / "edgeinfer.json").touch()
+        return hub.Converted(source, bits, "main", path)
 
     def remove_cached(self, model: hub.CachedModel) -> int:
         self.removed.append(model.name)
         return model.bytes
 
-    def remove_converted(self, model: Any) -> int:
-        self.removed.append(model.path.name)
+    def remove_converted(self, model: hub.Converted) -> int:
+        self.removed.append(f"{model.source.name.rpartition('/')[2]}-{model.bits}")
         return 100
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     made = Machine(tmp_path)
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    (tmp_path / "models" / "mine" / "edgeinfer.json").touch()
-    monkeypatch.setattr("edgeinfer.installed.hub", made)
+    for name in ("mine", "twice", "folder/twice"):
+        (hub.models_folder() / name).mkdir(parents=True)
+        (hub.models_folder() / name / "edgeinfer.json").touch()
+    for name in ("qwen2.5-coder-0.5b-instruct-q4_k_m", "big-70b-00001-of-00002", "big-70b-00002-of-00002"):
+        (hub.models_folder() / f"{name}.gguf").touch()
+    for name in ("gemma3-270m-q4_k_m", "gone-1b"):
+        hub.note_use(tmp_path / f"{name}.gguf")
+    (tmp_path / "gemma3-270m-q4_k_m.gguf").touch()
+    for module in ("hub", "hub.placing", "hub.resolving"):
+        monkeypatch.setattr(f"edgeinfer.{module}.cached_models", lambda: made.cached)
+    monkeypatch.setattr("edgeinfer.hub.remove_cached", made.remove_cached)
+    monkeypatch.setattr("edgeinfer.hub.remove_converted", made.remove_converted)
+    monkeypatch.setattr(
+        "edgeinfer.hub.catalog_model", lambda name: SimpleNamespace(repo="org/one") if name == "one" else None
+    )
     return made
 
 
 def test_what_goes_is_what_is_named(machine: Machine) -> None:
     for name, freed, removed in (
-        ("org/chat", 205, ["org-chat-4", "org-chat-8", "org/chat"]),
-        ("org/chat:4bit", 100, ["org-chat-4"]),
-        ("org/one", 100, ["org-one-4"]),
-        ("one", 100, ["org-one-4"]),
+        ("org/chat", 205, ["chat-4", "chat-8", "org/chat"]),
+        ("org/chat:4bit", 100, ["chat-4"]),
+        ("org/one", 100, ["one-4"]),
+        ("one", 100, ["one-4"]),
         ("org/other", 7, ["org/other"]),
         ("org/files:Q8_0", 13, ["org/files:Q8_0"]),
         ("org/bundle", 17, ["org/bundle"]),
-        (str(machine.folder / "org-chat-8"), 100, ["org-chat-8"]),
+        (str(machine.converted[1].path), 100, ["chat-8"]),
+        ("Small-1b:8bit", 100, ["Small-1B-8"]),
+        ("Small-1B", 200, ["Small-1B-4", "Small-1B-8"]),
+        ("qc15", 100, ["qc15-4"]),
     ):
         machine.removed.clear()
         assert (remove_model(name), machine.removed) == (freed, removed), name
     machine.removed.clear()
     with pytest.raises(ModelError, match="no model org/none"):
         remove_model("org/none")
-    for kept in (hub.BUILTIN, str(machine.folder / "models" / "mine")):
+    for kept in (hub.BUILTIN, "mine", str(hub.models_folder() / "mine")):
         with pytest.raises(UsageError, match=r"stays|not removed"):
             remove_model(kept)
     assert machine.removed == []
 
 
 def test_each_is_listed_once_and_with_its_origin(machine: Machine) -> None:
-    mine = str(machine.folder / "models" / "mine")
+    folder = hub.models_folder()
     found = {model.name: (model.origin, model.format, model.hub_id, model.source_bytes) for model in list_models()}
     assert found == {
         hub.BUILTIN: ("built-in", "bundle", None, 0),
-        mine: ("folder", "bundle", None, 0),
+        "mine": ("folder", "bundle", None, 0),
+        str(folder / "twice"): ("folder", "bundle", None, 0),
+        str(folder / "folder" / "twice"): ("folder", "bundle", None, 0),
+        "qwen2.5-coder-0.5b-instruct-q4_k_m": ("folder", "gguf", None, 0),
+        "big-70b": ("folder", "gguf", None, 0),
+        "Small-1B:4bit": ("converted", "bundle", None, 0),
+        "Small-1B:8bit": ("converted", "bundle", None, 0),
+        "qc15": ("converted", "bundle", None, 0),
         "org/bundle": ("hub", "gguf", "org/bundle", 0),
         "org/chat:4bit": ("converted", "bundle", "org/chat", 5),
         "org/chat:8bit": ("converted", "bundle", "org/chat", 5),
@@ -114,4 +149,57 @@ def test_each_is_listed_once_and_with_its_origin(machine: Machine) -> None:
         "org/one": ("converted", "bundle", "org/one", 0),
     }
     assert next(model.name for model in list_models()) == hub.BUILTIN
-    assert all(model.error for model in list_models())
+    assert all(model.error for model in list_models() if model.name != hub.BUILTIN)
+
+
+def test_short_names_load_what_is_listed_under_them(machine: Machine) -> None:
+    folder = hub.models_folder()
+    small, one = machine.converted[3:5], machine.converted[2]
+    os.utime(small[1].path, (1, 1))
+    for model in list_models():
+        if model.origin != "hub":
+            assert hub.local(model.name) == model.path, model.name
+    for name, path in (
+        ("QWEN2.5-Coder-0.5B-instruct-q4_k_m", folder / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
+        ("Small-1B", small[0].path),  # of several conversions the last
+        ("small-1b:8bit", small[1].path),
+        ("one", one.path),
+        ("org-files:Q8_0", machine.folder / "org-files:Q8_0"),
+        # What was loaded from elsewhere before.
+        ("gemma3-270m-q4_k_m", machine.folder / "gemma3-270m-q4_k_m.gguf"),
+    ):
+        assert hub.local(name) == path, name
+    assert hub.resolve("Small-1B", bits=8) == small[1].path
+    with pytest.raises(UsageError, match="GGUF file, whose weights have their bits"):
+        hub.resolve("gemma3-270m-q4_k_m", bits=8)
+    with pytest.raises(ModelError, match="Several models are called twice") as several:
+        hub.local("twice")
+    assert str(folder / "folder" / "twice") in several.value.hint
+    for name in ("gone-1b", "none"):
+        with pytest.raises(ModelError, match="No model at"):
+            hub.local(name)
+
+
+def test_models_are_shown_by_the_names_that_people_know(machine: Machine) -> None:
+    for name, shown in SHOWN.items():
+        assert display_name(name) == shown, name
+    for path, shown in {
+        None: "tales",
+        machine.converted[3].path: "Small 1B",
+        # Conversations name models that are gone.
+        hub.models_folder() / "Qwen--Qwen3-0.6B" / "4-bit-c1899de289a0": "Qwen3 0.6B",
+        hub.models_folder() / "_qwen2.5-coder-0.5b-instruct-q4_k_m-2bfb703c" / "4-bit-e4be2a5d27b5": (
+            "Qwen2.5 Coder 0.5B Instruct"
+        ),
+        hub.models_folder() / "folder" / "twice": "twice",
+        "Qwen/Qwen3-0.6B": "Qwen3 0.6B",
+        hub.models_folder() / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf": "Qwen2.5 Coder 0.5B Instruct",
+    }.items():
+        assert hub.shown_name(path) == shown
+
+
+def test_a_file_that_says_nothing_is_called_by_its_metadata_or_its_folder() -> None:
+    folder = Path("/models/Qwen3-0.6B-GGUF")
+    for name in ("model.gguf", "ggml-model-q4_0.gguf", "Q4_K_M.gguf", "sha256-" + "0f" * 32):
+        assert (file_name(folder / name, "Qwen3"), file_name(folder / name)) == ("Qwen3", folder.name), name
+    assert file_name(folder / "qwen3-0.6b-q8_0-00001-of-00002.gguf", "Qwen3 AWQ") == "qwen3-0.6b-q8_0"

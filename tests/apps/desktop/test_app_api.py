@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import edgeinfer
-from edgeinfer import hub
-from edgeinfer.apps.desktop.library import Library, name_of
+from edgeinfer.apps.desktop.library import Library
 from edgeinfer.apps.server import host
 from tests.apps.desktop.served import Window, served
 from tests.speculation import BUILTIN, needs_builtin
@@ -300,18 +299,6 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         window.ask(second, "Hi", window.call("GET", f"/conversations/{second}")["leaf"])
         # What it is sent to is what a conversation uses.
         assert window.call("GET", f"/conversations/{second}")["choice"] == usual
-
-
-def test_a_model_is_called_by_its_own_name() -> None:
-    folder = hub.models_folder()
-    for model, name in {
-        None: "tales",
-        "Qwen/Qwen3-0.6B": "Qwen3-0.6B",
-        str(folder / "Qwen--Qwen3-0.6B" / "4-bit-c1899de289a0"): "Qwen3-0.6B",
-        str(folder / "my-bundle"): "my-bundle",
-        "C:\\models\\small.gguf": "small.gguf",
-    }.items():
-        assert name_of(model) == name
 
 
 def test_models_that_can_be_had(window: Window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

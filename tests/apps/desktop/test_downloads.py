@@ -20,7 +20,7 @@ from edgeinfer.errors import HubError
 from tests.tables import each_row
 from tests.waiting import TIME_LIMIT
 
-MADE = edgeinfer.LocalModel("org/name", Path("/models/name"), 9, None, "bundle", "converted")
+MADE = edgeinfer.LocalModel("org/name", "Name", Path("/models/name"), 9, None, "bundle", "converted")
 
 
 class Fetcher:

@@ -7,16 +7,11 @@ const SOURCES = {
   "built-in": "Built in",
   converted: "Downloaded",
   hub: "Downloaded",
-  bundle: "From your folders",
-  gguf: "From your folders",
+  imported: "From this computer",
+  bundle: "From this computer",
+  gguf: "From this computer",
 };
 const ORDER = Object.keys(SOURCES);
-
-/** Where a model lies, if its name does not say it: several may have the same. */
-export function placeOf({ id, name, source }) {
-  const parts = id.split(/[\\/]/);
-  return source === "built-in" || parts.at(-1) === name || id === name ? "" : parts.slice(-2).join("/");
-}
 
 /** The list; `chosen` is called with the model. */
 export function createModelList(chosen) {
@@ -74,7 +69,7 @@ function entry(model, selected, present, onclick) {
       onclick,
     },
     h("span", { class: "top" }, h("span", { class: "name" }, model.name), state && h("span", { class: "tag" }, state)),
-    placeOf(model) && h("span", { class: "facts" }, placeOf(model)),
+    model.place && h("span", { class: "facts" }, model.place),
     h("span", { class: "facts" }, facts),
     model.error
       ? h("span", { class: "broken" }, model.error.message ?? model.error)

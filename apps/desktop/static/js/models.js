@@ -6,7 +6,7 @@ import { h, icon, iconButton } from "./dom.js";
 import { createCatalogPane, refreshCatalog } from "./catalog.js";
 import { createDownloads, createImport } from "./downloads.js";
 import { bits, count, parameters, size } from "./format.js";
-import { createModelList, placeOf } from "./model-list.js";
+import { createModelList } from "./model-list.js";
 import { createPlanView } from "./plan.js";
 import { change, follow, get } from "./store.js";
 import { report, toast } from "./toast.js";
@@ -193,7 +193,7 @@ function showList() {
   parts.list.show(models, wanted.model?.id, model);
   parts.unload.hidden = model?.status !== "ready";
   const { id, source } = wanted.model ?? {};
-  parts.remove.hidden = !["hub", "converted"].includes(source) || id === model?.id;
+  parts.remove.hidden = !["hub", "converted", "imported"].includes(source) || id === model?.id;
   delete parts.remove.dataset.sure;
   parts.remove.replaceChildren(icon("trash"), "Remove");
   parts.load.textContent = model?.status === "ready" && model.id === wanted.model?.id ? "Load again" : "Load";
@@ -211,7 +211,7 @@ function select(model, { detail = true } = {}) {
     bits(model.bits_per_weight),
     model.bytes && `${size(model.bytes)} on disk`,
   ];
-  parts.subtitle.textContent = [...facts, placeOf(model)].filter(Boolean).join(" · ");
+  parts.subtitle.textContent = [...facts, model.place].filter(Boolean).join(" · ");
   parts.controls.hidden = Boolean(model.error);
   if (other) {
     undecided();
