@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import (
@@ -23,7 +22,7 @@ from edgeinfer.apps.cli.parser import add_command, missing_extra
 from edgeinfer.apps.cli.text_files import utf8
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL
 from edgeinfer.apps.terminal.app import TerminalChat
-from edgeinfer.errors import ModelError, UsageError
+from edgeinfer.errors import EdgeInferError, UsageError
 
 if TYPE_CHECKING:
     from edgeinfer.apps.cli.parser import Parser, Subparsers
@@ -79,19 +78,36 @@ def _in_terminal(args: argparse.Namespace, system: str | None) -> int:
     for name in _OF_THE_WINDOW:
         if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} belongs to the window.", "Leave out either it or --terminal.")
-    given = generation_options(args)
-    with load_model(args.model, load_options(args)) as model:
-        options = {**CONVERSATIONAL, **_recommended(args.model), **given}
-        TerminalChat(model, system=system, options=options, say=as_flag).run()
+    given, loading = generation_options(args), load_options(args)
+    with _SwitchedModel(args.model, loading) as models:
+        options = {**CONVERSATIONAL, **models.model.sampling, **given}
+        TerminalChat(models, system=system, options=options, say=as_flag).run()
     return 0
 
 
-def _recommended(model: str | None) -> Mapping[str, Any]:
-    """Generation options that a model's makers recommend; none where its files do not say."""
-    try:
-        return edgeinfer.describe(model).sampling
-    except ModelError:
-        return {}
+class _SwitchedModel:
+    """The one loaded model of a chat, which another can take the place of."""
+
+    def __init__(self, name: str | None, options: Mapping[str, Any]) -> None:
+        self._name, self._options = name, options
+        self.model = load_model(name, options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.close()
+
+    def switch(self, name: str) -> None:
+        """Loads another model. If it cannot be loaded, the former one is loaded again and the error raised."""
+        prepared(name, self._options)  # one that is missing leaves all as it is
+        self.model.close()
+        try:
+            self.model = load_model(name, self._options)
+            self._name = name
+        except EdgeInferError:
+            self.model = load_model(self._name, self._options)
+            raise
 
 
 def _in_window(args: argparse.Namespace, system: str | None) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from edgeinfer.apps.terminal.endings import ChatWords, ending
 from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
+from edgeinfer.apps.terminal.screen import WrappedText, keyboard
 from edgeinfer.config import GenerationConfig, format_size
 from edgeinfer.errors import PromptError, UsageError, UserError
 from edgeinfer.options import nearest, options_of
@@ -40,11 +42,22 @@ class Command:
     run: Callable[[str], None]
 
 
+class SwitchedModel(Protocol):
+    """A loaded model that another can take the place of."""
+
+    @property
+    def model(self) -> Model:
+        """The one that is loaded."""
+
+    def switch(self, name: str) -> None:
+        """Loads another; if it cannot be loaded, the former one is loaded again and the error raised."""
+
+
 class TerminalChat:
     """One conversation between a person, or a script, and a model.
 
     Args:
-        model: the loaded model; stays open.
+        models: the loaded model, and how another takes its place; stays open.
         system: system message, or None.
         options: generation options of every reply, by their names in GenerationConfig.
         read: shows a prompt, gives the next line without its end, and raises EOFError after the last; None reads stdin.
@@ -55,7 +68,7 @@ class TerminalChat:
 
     def __init__(
         self,
-        model: Model,
+        models: SwitchedModel,
         *,
         system: str | None = None,
         options: Mapping[str, Any] | None = None,
@@ -64,12 +77,12 @@ class TerminalChat:
         interactive: bool | None = None,
         say: Callable[[Setting], str] = str,
     ) -> None:
-        self._model = model
-        self._chat: Chat = model.chat(system=system)
+        self._models = models
+        self._chat: Chat = models.model.chat(system=system)
         self._options = dict(options or {})
         self._out = out or sys.stdout
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
-        self._read = read or (_keyboard() if self._interactive else _lines(sys.stdin))
+        self._read = read or (keyboard() if self._interactive else _lines(sys.stdin))
         self._say_setting = say
         self._last: Result | None = None
         self._leaving = False
@@ -80,11 +93,16 @@ class TerminalChat:
             Command(("/regen",), "", "another reply to the last message", self._regenerate),
             Command(("/set",), "NAME VALUE", "an option of replies, such as temperature 0.3; alone: list", self._set),
             Command(("/system",), "TEXT", "start over with this system message; alone: with none", self._set_system),
+            Command(("/model",), "NAME", "go on with another model; alone: which one this is", self._set_model),
             Command(("/show",), "", "the model, its context and the system message", self._show),
             Command(("/stats",), "", "tokens, speed and memory of the last reply", self._stats),
             Command(("/save",), "FILE", "write the conversation; to NAME.session with the model's cache", self._save),
             Command(("/load",), "FILE", "go on with a conversation that was saved", self._load),
         )
+
+    @property
+    def _model(self) -> Model:
+        return self._models.model
 
     def run(self) -> None:
         """Talks until the input ends or somebody leaves.
@@ -94,7 +112,8 @@ class TerminalChat:
             KeyboardInterrupt: Ctrl-C while reading input that does not come from a person.
         """
         if self._interactive:
-            self._say("Type a message; /? lists commands, Ctrl-D leaves.")
+            name = self._model.info.name
+            self._say(f"Talking to {name}. Type a message; /? lists commands, Ctrl-D leaves.")
         while not self._leaving:
             try:
                 text, is_command = self._next()
@@ -111,10 +130,10 @@ class TerminalChat:
             self._say("")
 
     def _next(self) -> tuple[str, bool]:
-        """The next line, or the lines between triple quotes; and whether it is a command."""
+        """The next message, which may be pasted or stand between triple quotes; and whether it is a command."""
         line = self._read(_FIRST).strip()
         if not line.startswith(_QUOTES):
-            return line, line.startswith("/")
+            return line, line.startswith("/") and "\n" not in line
         lines = [line.removeprefix(_QUOTES)]
         while not lines[-1].rstrip().endswith(_QUOTES):
             try:
@@ -140,16 +159,14 @@ class TerminalChat:
         found.run(argument.strip())
 
     def _reply(self, text: str) -> None:
-        written = ""
+        columns = shutil.get_terminal_size().columns if self._interactive and self._out.isatty() else sys.maxsize
+        shown = WrappedText(self._out, columns)
         with self._chat.stream(text, **self._options) as stream:
             with cancel_on_interrupt(stream) as interrupt:
                 for chunk in stream:
-                    self._out.write(chunk.text)
-                    self._out.flush()
-                    written = chunk.text or written
+                    shown.write(chunk.text)
             self._last = stream.result
-        if not written.endswith("\n"):
-            self._say("")
+        shown.finish()
         note = ending(self._last, self._options.get("max_tokens"), ChatWords())
         if note and self._interactive:
             self._say(note)
@@ -216,6 +233,17 @@ class TerminalChat:
         self._chat = self._model.chat(system=text or None)
         self._say("The conversation starts over with the new system message.")
 
+    def _set_model(self, name: str) -> None:
+        if not name:
+            self._show("")
+            return
+        messages = self._chat.messages
+        try:
+            self._models.switch(name)
+        finally:
+            self._chat = self._model.chat(history=messages)
+        self._say(f"Talking to {self._model.info.name}.")
+
     def _load(self, path: str) -> None:
         if not path:
             raise UsageError("/load needs a path.", "For example: /load talk.session")
@@ -250,13 +278,6 @@ def _parsed(value: str) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value)
     return value
-
-
-def _keyboard() -> Callable[[str], str]:
-    """Reads from a person, with line editing and history where the platform has readline."""
-    with contextlib.suppress(ModuleNotFoundError):  # Windows has none; its console edits lines itself
-        import readline  # noqa: F401  # importing it is what gives input() its history
-    return input
 
 
 def _lines(source: TextIO) -> Callable[[str], str]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import pytest
 
 import edgeinfer
 from edgeinfer.apps.cli.main import main
-from edgeinfer.apps.terminal.app import TerminalChat
+from edgeinfer.apps.terminal.app import SwitchedModel, TerminalChat
 from edgeinfer.config import GenerationConfig
-from edgeinfer.errors import BackendError, ContextLengthError, UserError
+from edgeinfer.errors import BackendError, ContextLengthError, ModelError, UserError
 from tests.cli import interruptible
 from tests.fakes import FakeStream
 
@@ -25,6 +25,18 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.log: list[Any] = []
+
+    info = SimpleNamespace(name="Toy", parameters=1e6, bits_per_weight=8)
+    sampling: Mapping[str, Any] = {}
+
+    @property
+    def model(self) -> Self:
+        return self
+
+    def switch(self, name: str) -> None:
+        self.log.append(("switch", name))
+        if name == "missing":
+            raise ModelError("There is no such model.", "Name another.")
 
     def load(self, model: Any = None, **options: Any) -> Self:
         self.log.append(("load", model, options))
@@ -61,12 +73,7 @@ class FakeModel:
         talk = (("system", "Be brief."), ("user", "one"), ("assistant", "two"))
         return [{"role": role, "content": text} for role, text in talk]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.log.append("close")
 
 
@@ -95,7 +102,7 @@ def typing(*lines: str | type[BaseException]) -> Callable[[str], str]:
 def talk(model: FakeModel, *lines: str | type[BaseException], interactive: bool = True) -> str:
     out = io.StringIO()
     chat = TerminalChat(
-        cast(edgeinfer.Model, model), options={"seed": 1}, read=typing(*lines), out=out, interactive=interactive
+        cast(SwitchedModel, model), options={"seed": 1}, read=typing(*lines), out=out, interactive=interactive
     )
     chat.run()
     return out.getvalue()
@@ -121,6 +128,19 @@ def test_commands(model: FakeModel) -> None:
     assert "Saved to a b." in said
     assert "Loaded c d; 3 messages so far." in said
     assert model.log[2:] == ["reset", ("chat", "Be brief."), ("chat", None), ("save", "a b"), ("load_chat", "c d")]
+
+
+def test_another_model_takes_over_the_conversation(model: FakeModel) -> None:
+    said = talk(model, "/model other", "hi", "/model missing", "ho")
+    assert said.startswith("Talking to Toy. ") and "error: There is no such model." in said
+    again = ("chat", None, model.messages)
+    assert model.log[1:4] == [("switch", "other"), again, ("stream", "hi", {"seed": 1})]
+    assert model.log[4:] == [("switch", "missing"), again, ("stream", "ho", {"seed": 1})]
+
+
+def test_pasted_lines_are_one_message(model: FakeModel) -> None:
+    talk(model, "/show\n  of two lines")
+    assert model.log[1:] == [("stream", "/show\n  of two lines", {"seed": 1})]
 
 
 @pytest.mark.parametrize("line", ["/nope", "/save", "/load", "fail"])
