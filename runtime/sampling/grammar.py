@@ -16,6 +16,7 @@ from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import BackendError, GrammarError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
+from edgeinfer.runtime.sampling.grammar_numbers import NumberLimit
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
 from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried
@@ -66,8 +67,9 @@ class GrammarConstraint:
         self._end_ids.setflags(write=False)
         self._tokens = vocabulary.tokens
         self._matcher = _compiled(self._tokens, source)
+        self._numbers = NumberLimit(source, vocabulary.digits, vocabulary.text_of) if "%json" in source else None
         self._beyond = 0  # tokens on top that may not follow, or follow an end; the engine knows nothing of them
-        self._depth = 0  # tokens below those
+        self._reply: list[int] = []  # tokens below those
         self._known: NDArray[np.int64] | None = None  # what may follow now, where it was asked for
         if not len(self._mask()):
             raise _unusable("this model has no token that a text of it begins with")
@@ -109,20 +111,20 @@ class GrammarConstraint:
         """
         self._known = None
         if not self._beyond and self._may_follow(token):
-            self._depth += 1
+            self._reply.append(token)
         else:
             self._beyond += 1
 
     def pop(self, count: int = 1) -> None:
         """Removes the last `count` tokens of the reply."""
-        assert 0 <= count <= self._depth + self._beyond, "popping more tokens than were pushed"
+        assert 0 <= count <= len(self._reply) + self._beyond, "popping more tokens than were pushed"
         if not count:
             return
         self._known = None
         beyond = min(count, self._beyond)
         self._beyond -= beyond
         if count > beyond:
-            self._depth -= count - beyond
+            del self._reply[beyond - count :]
             self._matcher.rollback(count - beyond)
             self._check()
 
@@ -147,9 +149,9 @@ class GrammarConstraint:
         bits[self._end_ids] = may_end
         ids = np.flatnonzero(bits.view(np.bool_))
         ids.setflags(write=False)
-        if not len(ids) and self._depth:
+        if not len(ids) and self._reply:
             raise UsageError("The reply cannot go on by its grammar.", "It was left no token that leads to an end.")
-        return ids
+        return ids if self._numbers is None else self._numbers.within(ids, self._end_ids, self._reply)
 
     def _spelled(self, data: bytes) -> list[int]:
         try:
@@ -162,7 +164,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            message = f"The reply's grammar became too complex after {self._depth} tokens: "
+            message = f"The reply's grammar became too complex after {len(self._reply)} tokens: "
             raise UsageError(message + f"{in_words(self._matcher.get_error())}.", "Simplify it, or bound repetitions.")
 
 

@@ -35,7 +35,7 @@ _FOURTH = "(?:0[48]|[24][048]|[68][048]|[135][26]|[79][26])"
 _LEAP = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
 _DATE = f"(?:{_YEAR}-(?:{_DAYS})|{_LEAP}-02-29)"
 _ZONE = "[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_PART = r"(?:\.[0-9]+)?"  # of a second
+_PART = r"(?:\.[0-9]{1,16})?"  # of a second: small models do not stop writing digits
 _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_PART}(?:[zZ]|{_ZONE})"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _H16 = "[0-9a-fA-F]{1,4}"
@@ -81,6 +81,14 @@ def _email() -> str:
     return rf"(?:{atom}(?:\.{atom})*|{quoted})@(?:{word}(?:\.{word})*|{address})"
 
 
+def _duration() -> str:
+    """By RFC 3339, appendix A, of numbers of at most 15 digits."""
+    second, minute, hour, day, week, month, year = (f"[0-9]{{1,15}}{unit}" for unit in "SMHDWMY")
+    time = f"T(?:{hour}(?:{minute}(?:{second})?)?|{minute}(?:{second})?|{second})"
+    date = f"(?:{year}(?:{month}(?:{day})?)?|{month}(?:{day})?|{day})(?:{time})?"
+    return f"P(?:{date}|{time}|{week})"
+
+
 def _hostname() -> str:
     """By RFC 1123, at most 253 characters: three long labels or eight of thirty.
 
@@ -103,6 +111,7 @@ FORMATS: Mapping[str, Sequence[str]] = {
         ("date", (_DATE,)),
         ("time", _times()),
         ("date-time", tuple(f"{_DATE}[tT]{time}" for time in _times())),
+        ("duration", (_duration(),)),
         ("email", (_email(),)),
         ("hostname", (_hostname(),)),
         ("ipv6", (_ipv6(1),)),  # RFC 3986

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_drafts import NEWEST, SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
+from edgeinfer.runtime.sampling.grammar_numbers import NEXT_TO_ZERO
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
 __all__ = ["has_open_escapes", "mended"]
@@ -29,7 +30,7 @@ _FORMATS = frozenset(
 )
 _FORMATS |= {"ipv6", "uri", "uri-reference", "uri-template", "iri", "iri-reference", "uuid", "regex", "json-pointer"}
 _FORMATS |= {"relative-json-pointer"}
-_FOLLOWED = ("duration", "ipv4", "uri", "uuid")  # as the engine has them
+_FOLLOWED = ("ipv4", "uri", "uuid")  # as the engine has them
 # Left out, as a long text is tried in another process first (`grammar_trial`).
 _INFORMING = ("title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly")
 _DATA = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
@@ -51,7 +52,6 @@ _WIDEST = 2**63 + 192  # the bound of such integers, also as JavaScript writes i
 _BESIDE = "By this draft nothing else counts there: put what it means under definitions."
 _DIGITS, _PLACES = 15, 22
 _SPACING = 128  # at most, between doubles below 10**18
-_NEXT_TO_ZERO = Decimal("1e-22")
 # Integers without a bound are kept within this, which every reader of JSON takes: small models do not stop writing
 # digits. Not where a schema speaks of larger ones.
 _MOST_INTEGER = 10**15
@@ -293,7 +293,7 @@ def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> 
         return Decimal(outer)
     exact = Decimal(str(value))
     if not exact:
-        return exact if not excluded else _NEXT_TO_ZERO * inward
+        return exact if not excluded else NEXT_TO_ZERO * inward
     step = Decimal(_SPACING)
     if abs(exact) < _EXACT:
         step = Decimal((0, (1,), min(0, max(exact.adjusted() - _DIGITS + 1, -_PLACES))))

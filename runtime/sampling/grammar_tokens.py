@@ -6,10 +6,14 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgeinfer.errors import TokenizerError, UsageError
 from edgeinfer.runtime.planning.configuration import GrammarMode
+from edgeinfer.runtime.sampling.grammar_numbers import digits_ahead
 from edgeinfer.runtime.system.memory import release_freed
-from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, piece_bytes, token_bytes
+from edgeinfer.runtime.text.contract import BYTE_LEVEL, TokenizerLike, bytes_of, piece_bytes, token_bytes
 
 __all__ = ["GrammarVocabulary", "engine", "grammar_bytes", "spelled"]
 
@@ -104,13 +108,23 @@ class GrammarVocabulary:
             TokenizerError: as `spelled`.
         """
         with self._lock:
-            return self._made
+            return self._made[0]
+
+    @property
+    def digits(self) -> NDArray[np.uint8]:  # (size + 1,)
+        """What each token begins with, by `digits_ahead`; errors as `tokens`."""
+        with self._lock:
+            return self._made[1]
+
+    def text_of(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return bytes_of(self._tokenizer, token)
 
     @cached_property
-    def _made(self) -> Any:
+    def _made(self) -> tuple[Any, NDArray[np.uint8]]:
         library = engine()
         spelling = _Spelled([*spelled(self._tokenizer, self.size), _SPECIAL + b"<|end of grammar|>"])
-        made = library.LLTokenizer(spelling, slices=self._slices)
+        made = library.LLTokenizer(spelling, slices=self._slices), digits_ahead(spelling.tokens, _SPECIAL)
         # The engine has a copy, and keeps this.
         spelling.tokens = []
         release_freed()

@@ -41,9 +41,10 @@ READINGS = {
         "no label of a host name is Punycode, whose validity takes tables of Unicode (Validation, 7.2.2: best effort)",
     ),
     "optional/bignum": (
-        "a (?:negative )?bignum is an integer",
-        "integers without a bound are within 10**15 (RFC 8259, section 6, allows limits)",
+        "a (?:negative )?bignum is an? (?:integer|number)",
+        "numbers without a bound have at most 16 digits before the point (RFC 8259, section 6, allows limits)",
     ),
+    "optional/format/duration": ("a component with many digits", "numbers of durations have at most 15 digits"),
     "optional/float-overflow": ("overflow handling", "integers without a bound are within 10**15"),
 }
 _OF_SPELLING = "optional/zeroTerminatedFloats"  # of draft 4, by which 1.0 is no integer

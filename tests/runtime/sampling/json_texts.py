@@ -17,7 +17,7 @@ from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary
 
-__all__ = ["VALIDATOR", "Schema", "accepts", "check_replies", "drawn_text", "follow"]
+__all__ = ["VALIDATOR", "Schema", "accepts", "check_replies", "drawn_text", "follow", "vocabulary"]
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -55,7 +55,8 @@ class _Bytes:
 
 
 @cache
-def _vocabulary() -> GrammarVocabulary:
+def vocabulary() -> GrammarVocabulary:
+    """Of a token for each byte, and one that ends texts."""
     return GrammarVocabulary(_Bytes(), END + 1)
 
 
@@ -63,7 +64,7 @@ def follow(schema: Any) -> GrammarConstraint:
     """The constraint of a schema at its beginning."""
     source = grammar_source(GenerationConfig(json_schema=schema))
     assert source is not None
-    return GrammarConstraint(_vocabulary(), source, [END])
+    return GrammarConstraint(vocabulary(), source, [END])
 
 
 def accepts(constraint: GrammarConstraint, text: str) -> bool:
