@@ -88,8 +88,8 @@ class WrappedText:
         if not self._word:
             return
         size = cell_len(self._blank.expandtabs()) + cell_len(self._word)
-        if self._column and self._column + size > self._width:
-            self._put("\n")
+        if self._column + size > self._width:
+            self._put("\n" if self._column else "")
             self._column, self._blank = 0, ""
             size = cell_len(self._word)
         self._put(self._blank + self._word)

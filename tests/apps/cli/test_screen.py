@@ -35,7 +35,7 @@ def test_a_paste_is_one_message(library: str) -> None:
     paste = "def f(x):\n  return x\nWhy?"
     _until(ours, "> ")
     os.write(ours, (f"\x1b[200~{paste}\x1b[201~\r" if library == "readline" else f"{paste}\n").encode())
-    _until(ours, f"got {ascii(paste)}")
+    _until(ours, f"got {paste!a}")
     os.write(ours, b"next\r")
     _until(ours, "got 'next'")
     process.wait(30)
