@@ -247,8 +247,9 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
     # None is where it works and the bundle stores its layout; True is always, converting the weights if need be.
     native: bool | None = option(
         None,
-        help="use ONNX Runtime's own operators instead of the native kernel; slower",
-        cli="--no-native",
+        help="run on the native kernel, or with --no-native on ONNX Runtime's own operators, which are slower "
+        "(default: the kernel where it works)",
+        cli="--native",
         group=_RESOURCES,
     )
     speculation: str = option("auto", **SPECULATION)

@@ -90,13 +90,14 @@ def pull(
     return _describe(hub.Place(name, path, "folder"), uses)
 
 
-def remove_model(name: str) -> int:
-    """Removes a model from the user's folder of models or the hub's cache, without asking.
+def remove_model(name: str, *, confirm: Callable[[], bool] | None = None) -> int:
+    """Removes a model from the user's folder of models or the hub's cache.
 
     Of a converted model the checkpoint that it came from goes too, where the hub's cache has it.
 
     Args:
-        name: as `list_models` names it, or a short name of the catalog.
+        name: as `list_models` names it, or a catalog name.
+        confirm: asked once the model was found; if it returns False, nothing is removed.
 
     Returns:
         Bytes that were freed.
@@ -123,6 +124,8 @@ def remove_model(name: str) -> int:
                 raise UsageError(f"{name} comes with edgeinfer and stays.", "It goes when edgeinfer is uninstalled.")
             message = f"{name} was not put there by edgeinfer, so it is not removed."
             raise UsageError(message, f"Delete {place.path} yourself if you want to.")
+    if confirm is not None and not confirm():
+        return 0
     return sum(_remove(place) for place in places) + sum(hub.remove_cached(model) for model in cached)
 
 

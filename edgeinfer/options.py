@@ -59,6 +59,8 @@ class Range:
 
     def __str__(self) -> str:
         kind = "a whole number" if self.whole else "a number"
+        if self.most >= LARGEST_COUNT:
+            return f"{kind} above {self.least}" if self.above else f"{kind} of at least {self.least}"
         limits = f"above {self.least} and at most {self.most}" if self.above else f"from {self.least} to {self.most}"
         return f"{kind} {limits}"
 

@@ -46,7 +46,7 @@ class SamplingOptions:
         metavar="T",
         group=_TEXT,
         basic=True,
-        brief="0 is predictable, 0.7 lively (default: the model's, or 0)",
+        brief="0 is predictable, 0.7 lively (default: model's, or 0)",
     )
     top_k: int = option(
         0,

@@ -219,8 +219,8 @@ class Tokenizing:
 
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
-            message = f"{self._lifecycle.facts.info.name} has no chat template."
-            raise TemplateError(message, "Use generate() with plain text.")
+            message = f"{self._lifecycle.facts.info.name} has no chat template, so it cannot answer messages."
+            raise TemplateError(message, "It continues texts: edgeinfer run, or generate() in Python.")
         return self._template
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -12,12 +12,13 @@ from edgeinfer.config import format_size
 
 __all__ = ["PLAN_HEADER", "plan_facts", "plan_rows"]
 
-PLAN_HEADER = ("matrices", "bits", "size", "predicted KL")
+PLAN_HEADER = ("matrices", "bits", "size", "predicted divergence")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
-def plan_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
-    """Makes a row per projection: how many of its matrices have which bits, their size and predicted loss."""
+def plan_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    """Makes a row per projection: how many of its matrices have which bits, their size and, if known, the predicted
+    loss."""
     if manifest.plan is None:
         return []
     sizes = {tensor.name: tensor.nbytes for tensor in manifest.tensors}
@@ -26,9 +27,9 @@ def plan_rows(manifest: Manifest) -> list[tuple[str, str, str, str]]:
         size = sum(sizes.get(member.name, 0) for member in members)
         rows.append((projection, _counted(members), format_size(size) if size else "", _cost(members)))
     total = manifest.plan.predicted_kl
-    if total is not None:
-        rows.append(("all", "", format_size(manifest.weight_bytes), f"{total:.4g}"))
-    return rows
+    if total is None:
+        return [row[:3] for row in rows]
+    return [*rows, ("all", "", format_size(manifest.weight_bytes), f"{total:.4g}")]
 
 
 def plan_facts(manifest: Manifest) -> dict[str, Any] | None:

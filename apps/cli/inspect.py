@@ -35,6 +35,9 @@ _DESCRIPTION = (
 )
 
 
+_ENGINES = {"onnx": "ONNX Runtime, with the native kernel", "llamacpp": "llama.cpp (extra gguf)"}
+
+
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "inspect", execute, _DESCRIPTION)
@@ -102,7 +105,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     rows = [
         ("name", manifest.name),
         ("architecture", manifest.architecture),
-        ("backend", manifest.backend),
+        ("runs on", _ENGINES.get(manifest.backend, manifest.backend)),
         ("parameters", f"{manifest.parameters:,}"),
         ("weights", f"{format_size(manifest.weight_bytes)}, {manifest.bits_per_weight:.2f} bits per parameter"),
         ("layers", f"{geometry.num_layers}, hidden size {geometry.hidden_size}, vocabulary {geometry.vocab_size:,}"),
@@ -122,7 +125,8 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     if plan is not None and plan.budget_bytes is not None:
         rows.append(("budget", f"{format_size(plan.budget_bytes)} of weights"))
     if manifest.exits:
-        rows.append(("exit layers", ", ".join(map(str, manifest.exits))))
+        every = len(manifest.exits) == geometry.num_layers
+        rows.append(("exit layers", "any" if every else ", ".join(map(str, manifest.exits))))
     if manifest.drafters:
         rows.append(("drafters", ", ".join(manifest.drafters)))
     return rows

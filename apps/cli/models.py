@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -114,10 +115,9 @@ def _short(parameters: int) -> str:
 def _remove(args: argparse.Namespace) -> int:
     here = edgeinfer.list_models()
     for name in args.names:
-        if not args.yes and not _confirmed(name, here):
-            print_note(f"{name} stays.")
-            continue
-        print_note(f"Removed {name} ({format_size(edgeinfer.remove_model(name))}).")
+        confirm = None if args.yes else functools.partial(_confirmed, name, here)
+        freed = edgeinfer.remove_model(name, confirm=confirm)
+        print_note(f"Removed {name} ({format_size(freed)})." if freed else f"{name} stays.")
     return 0
 
 
@@ -128,7 +128,7 @@ def _confirmed(name: str, here: list[LocalModel]) -> bool:
         UsageError: there is none to ask on.
     """
     if sys.stdin is None or not sys.stdin.isatty():
-        raise UsageError(f"There is no terminal to ask on whether to remove {name}.", "Add -y to remove it.")
+        raise UsageError("Cannot ask for confirmation without a terminal.", f"Add -y to remove {name}.")
     found = [model for model in here if name in (model.name, str(model.path))]
     what = name
     if found:

@@ -73,7 +73,7 @@ def add_model_option(parser: Parser) -> None:
         "directory, or .gguf file (default: the small built-in story model)"
     )
     action = parser.add_argument_group("model").add_argument("-m", "--model", metavar="MODEL", help=text)
-    parser.brief(action, "name of the catalog, hub id, folder or .gguf file (default: a story model)")
+    parser.brief(action, "catalog name, Hugging Face id, folder or .gguf file (default: a story model)")
 
 
 def add_load_options(parser: Parser, *, converts: bool = True, remote: bool = False) -> None:

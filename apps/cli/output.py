@@ -51,14 +51,15 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tuple[str, ...] = ()) -> None:
-    """Prints a borderless table on stdout; the first column names the row."""
+    """Prints a borderless table on stdout; the first column names the row. A header's names of columns that no row has
+    are left out."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     body = [[Text(cell) for cell in row] for row in rows]
-    for index in range(max(map(len, [header, *body]))):
+    for index in range(max(map(len, body or [header]))):
         name = header[index] if header else ""
         table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
     for row in body:

@@ -35,7 +35,7 @@ examples:
 def add_parser(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "pull", execute, _DESCRIPTION)
-    text = "name of the catalog (edgeinfer models --catalog), or hub id; of a GGUF repository with the type"
+    text = "catalog name (edgeinfer models --catalog), or Hugging Face id; of a GGUF repository with the type"
     parser.add_argument("repo", metavar="NAME|ORG/NAME[:TYPE]", help=text)
     text = f"bits of a checkpoint's weights: {one_of(CONVERTED_BITS)} (default: 4, or what fits this machine's memory)"
     parser.add_argument("--bits", type=int, choices=CONVERTED_BITS, help=text)

@@ -78,7 +78,8 @@ def execute(args: argparse.Namespace) -> int:
     system = None if args.system is None else utf8(args.system, "--system")
     options = generation_options(args)
     loading = load_options(args)
-    if GenerationConfig.of(**options).follows_grammar:
+    config = GenerationConfig.of(**options)
+    if config.follows_grammar:
         loading.setdefault("structured", True)
     prompt = _prompt(args)
     with load_model(args.model, loading) as model:
@@ -88,7 +89,8 @@ def execute(args: argparse.Namespace) -> int:
         source = behind.chat(system=system) if answers else behind
         stream = source.stream(prompt, **options)
         end_start()
-        before = "" if answers else prompt
+        # A form is read by programs, which want nothing before it.
+        before = "" if answers or _has_form(config) else prompt
         with stream, cancel_on_interrupt(stream) as interrupt:
             if args.json:
                 stream.complete()
@@ -141,6 +143,11 @@ def _not_a_prompt(words: list[str]) -> UsageError:
     if "/" in words[0] or Path(words[0]).exists() or _is_model(words[0]):
         return UsageError("Models are named with -m.", f'Did you mean: edgeinfer run -m {words[0]} "{rest}"?')
     return UsageError("The prompt must be one argument.", f'Put it in quotes: edgeinfer run "{words[0]} {rest}"')
+
+
+def _has_form(config: GenerationConfig) -> bool:
+    """Whether the reply is one of several texts, or follows a schema, an expression or a grammar."""
+    return config.follows_grammar or bool(config.choices)
 
 
 def _answers(args: argparse.Namespace, model: Model) -> bool:

@@ -54,7 +54,7 @@ class _Catalog:
     async def download(self, request: Request) -> Response:
         id = (await fields(request, self._security, id=str)).get("id", "").strip()
         if not id or id.startswith("-"):
-            raise UsageError("No model to download was named.", "Give a name of the catalog, or OWNER/NAME of the hub.")
+            raise UsageError("No model to download was named.", "Give a catalog name, or OWNER/NAME of the hub.")
         return JSONResponse(asdict(self._services.downloads.begin(id)), status_code=202)
 
     async def cancel(self, request: Request) -> Response:

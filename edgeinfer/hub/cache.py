@@ -84,7 +84,7 @@ def existing(source: str | os.PathLike[str]) -> Path | None:
     """
     text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
-        hint = "Give a folder, a .gguf file, OWNER/NAME or a name of the catalog."
+        hint = "Give a folder, a .gguf file, OWNER/NAME or a catalog name."
         raise ModelError(f"{source!r} is not a model's name.", hint)
     try:
         path = Path(text).expanduser()

@@ -52,7 +52,7 @@ def resolve(
     checkpoint is converted once, into the user's folder of models.
 
     Args:
-        model: None, a path, a name of the catalog, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
+        model: None, a path, a catalog name, ORG/NAME, ORG/NAME:TYPE for one GGUF file of a repository, such as
             ORG/NAME:Q4_K_M, ORG/NAME:4bit for a conversion, or a short name of what is on this machine.
         bits: of a checkpoint's conversion; None takes what is there, or what goes into memory.
         memory: budget that the model is to run in, by which bits or a type are chosen; None is this machine's.

@@ -56,8 +56,9 @@ class BudgetPoint:
     def summary(self) -> str:
         """How it runs, for people."""
         way = self.configuration
-        window = f", {way.window_layers} layers at a time" if way.window_layers else ""
-        window += f" beside {way.kept_layers} that stay" if way.kept_layers else ""
+        layers = "layer" if way.window_layers == 1 else "layers"
+        window = f", {way.window_layers} {layers} at a time" if way.window_layers else ""
+        window += f", {way.kept_layers} of them kept in memory" if way.kept_layers else ""
         drafts = f"drafts of up to {way.draft_max}" if way.draft_max else "no drafting"
         return f"{way.weights} weights{window}, {way.kv} cache, {drafts}"
 

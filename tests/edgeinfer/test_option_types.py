@@ -20,7 +20,7 @@ from edgeinfer.openai.fields import Fields, sampling
 from edgeinfer.options import options_of
 
 # Flags with a name of their own: they turn something off, or give one of several.
-FLAGS = {"exact": "--no-exact", "native": "--no-native", "remember": "--no-remember", "choices": "--choice"}
+FLAGS = {"exact": "--no-exact", "remember": "--no-remember", "choices": "--choice"}
 FLAGS |= {"parse_special": "--parse-special", "adapters": "--lora"}
 
 

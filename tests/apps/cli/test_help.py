@@ -181,3 +181,8 @@ def test_a_shell_completes_commands_options_values_and_models(tmp_path: Path) ->
         assert {word.strip() for word in (tmp_path / "told").read_text().split("\n")} == some, line
     for shell in ("bash", "zsh", "fish"):
         assert b"edgeinfer" in edgeinfer("completion", shell).stdout
+
+
+def test_models_that_are_not_here_are_said_before_anything_is_asked() -> None:
+    refuses(3, "There is no model nothing-here", edgeinfer("models", "rm", "nothing-here"))
+    refuses(2, "comes with edgeinfer", edgeinfer("models", "rm", "tales"))

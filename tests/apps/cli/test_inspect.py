@@ -42,7 +42,7 @@ def bundle(tmp_path: Path) -> Path:
 
 def test_inspect_prints_the_plan(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(bundle)]) == 0
-    assert "predicted KL" not in capsys.readouterr().out
+    assert "predicted divergence" not in capsys.readouterr().out
     manifest = open_bundle(bundle).manifest
     planned = (
         PlannedTensor("layers.0.mlp.down", 4, 32, predicted_kl=0.25),

@@ -31,9 +31,9 @@ def test_facts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = out.splitlines()
     assert lines[0] == str(path)
     rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "  " in line}
-    assert (rows["name"], rows["backend"], rows["layers"]) == (
+    assert (rows["name"], rows["runs on"], rows["layers"]) == (
         "some-model",
-        "llamacpp",
+        "llama.cpp (extra gguf)",
         "2, hidden size 8, vocabulary 12",
     )
     assert rows["tokenizer.ggml.tokens"] == "12 x string: '<unk>', '<s>', '</s>', 'Ġa', ..."

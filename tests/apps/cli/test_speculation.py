@@ -111,14 +111,14 @@ def test_a_choice(capsys: Capture, who: str, asked: tuple[str, ...]) -> None:
     choices = ("yes", "no, never", "no")
     options = [option for text in choices for option in ("--choice", text)]
     out = run(capsys, "run", "-p", "Is it?", "--spec", who, *asked, *options)
-    assert out.removeprefix("Is it?" if asked else "").rstrip("\n") in choices
+    assert out.rstrip("\n") in choices
 
 
 @needs_builtin
 def test_a_choice_with_a_stop_token_is_refused() -> None:
     asked = ("run", "--raw", "-p", "Is it?", "--choice", "yes<|end|>")
     refuses(2, "stop token inside", edgeinfer(*asked, "--parse-special"))
-    assert edgeinfer(*asked).stdout == b"Is it?yes<|end|>\n"
+    assert edgeinfer(*asked).stdout == b"yes<|end|>\n"
 
 
 @needs_builtin
