@@ -17,7 +17,7 @@ from edgeinfer.export.architectures.near_llama import refine_granite
 from edgeinfer.export.architectures.plans import TensorPlan
 from edgeinfer.export.source.hf_config import OPTIMUM_HINT, HFConfig
 
-__all__ = ["BAMBA", "FALCON_H1", "GRANITE_HYBRID", "MAMBA2", "NEMOTRON_H"]
+__all__ = ["ANY_STEP", "BAMBA", "FALCON_H1", "GRANITE_HYBRID", "MAMBA2", "NEMOTRON_H"]
 
 _HINT = "Check that config.json is complete and belongs to this model."
 # Transformers' names of layers, of today and of version 4.
@@ -27,6 +27,8 @@ _MIXERS: dict[str, Mixer] = {
     "full_attention": "attention",
     "attention": "attention",
 }
+# A largest time step that clips none.
+ANY_STEP = 1e30
 
 
 def _on(config: HFConfig, name: str) -> bool:
@@ -45,7 +47,7 @@ def _steps(config: HFConfig) -> dict[str, Any]:
     least, most = map(float, values)
     # One without a least and a largest step clips nothing; of one with a least alone the largest is any.
     unbounded = most == float("inf")
-    return {"least_step": least, "most_step": 0.0 if unbounded and not least else min(most, 1e30)}
+    return {"least_step": least, "most_step": 0.0 if unbounded and not least else min(most, ANY_STEP)}
 
 
 def _require_silu(config: HFConfig, field: str) -> None:
@@ -92,7 +94,7 @@ def _mixers(kinds: Any, layers: int, known: dict[str, Mixer] = _MIXERS) -> tuple
     return tuple(known[each] for each in kinds)
 
 
-def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int) -> Mamba2Spec:
+def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int, **steps: Any) -> Mamba2Spec:
     """The recurrence of families that name its other fields as Mamba-2 does."""
     return Mamba2Spec(
         heads=heads,
@@ -102,8 +104,19 @@ def _own_scan(config: HFConfig, heads: int, head_size: int, state_size: int) -> 
         width=config.integer("conv_kernel", 4),
         bias=config.flag("use_bias"),
         conv_bias=_on(config, "use_conv_bias"),
-        **_steps(config),
+        **(steps or _steps(config)),
     )
+
+
+def _nemotron_steps(config: HFConfig) -> dict[str, Any]:
+    """The limits of Nemotron-H's time steps, as the code computes that the checkpoint names.
+
+    Transformers' own class lets no step be smaller than `time_step_min`. The code that published checkpoints bring goes
+    by `time_step_limit`, and with that floor their text is worse (huggingface/transformers#48989).
+    """
+    if config.get("auto_map") is not None or config.get("hybrid_override_pattern") is not None:
+        return _steps(config)
+    return {"least_step": config.number("time_step_min", 1e-3), "most_step": ANY_STEP}
 
 
 def _read_mamba2(config: HFConfig, tied: bool) -> DecoderSpec:
@@ -289,7 +302,7 @@ def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
     mixers = _mixers(kinds, layers, _MIXERS | {"mlp": "none", "moe": "none"})
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "mlp")
     heads, size = config.integer("mamba_num_heads"), config.integer("mamba_head_dim")
-    scan = _own_scan(config, heads, size, config.integer("ssm_state_size", 128))
+    scan = _own_scan(config, heads, size, config.integer("ssm_state_size", 128), **_nemotron_steps(config))
     return common_spec(
         config,
         tied,

@@ -11,6 +11,7 @@ import numpy as np
 from edgeinfer.bundle import DecoderSpec
 from edgeinfer.bundle.recurrence import Mamba2Spec
 from edgeinfer.export.architectures import TensorPlan
+from edgeinfer.export.architectures.mamba import ANY_STEP
 from edgeinfer.export.architectures.plans import Shape
 from edgeinfer.export.gguf.architectures import Floats, GgufArchitecture, GgufForm, Tensor
 from edgeinfer.export.gguf.dense import DENSE, GRANITE
@@ -74,7 +75,9 @@ def _lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
         yield "biases of a Mamba-2 layer's products"
     if scan.norm_first:
         yield "norm before the gate"
-    if scan.most_step or scan.least_step:
+    # llama.cpp steps through a Nemotron-H without a floor, as the code of published checkpoints does.
+    least = 0.0 if config.model_type == "nemotron_h" else scan.least_step
+    if least or 0 < scan.most_step < ANY_STEP:
         yield "limits of time steps"
 
 

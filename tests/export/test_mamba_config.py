@@ -68,3 +68,12 @@ def test_layers_of_attention_alone_are_a_plain_decoder() -> None:
 def test_time_steps_without_a_bound_are_left_as_they_are(unbounded: Any) -> None:
     spec = read("Bamba", time_step_limit=unbounded).mamba2
     assert spec is not None and (spec.least_step, spec.most_step) == (0.0, 0.0)
+
+
+@each_row("published", [{"hybrid_override_pattern": "M*-"}, {"layers_block_type": ["mamba"] * 3, "auto_map": {}}])
+def test_steps_of_nemotron_h_go_by_the_code_that_a_checkpoint_names(published: dict[str, Any]) -> None:
+    steps = {"time_step_limit": [0.0, float("inf")], "time_step_min": 0.01}
+    brought = read("NemotronH", **published, **steps).mamba2
+    assert brought is not None and (brought.least_step, brought.most_step) == (0.0, 0.0)
+    own = read("NemotronH", hybrid_override_pattern=None, layers_block_type=["mamba"] * 3, **steps).mamba2
+    assert own is not None and own.least_step == 0.01 and own.most_step > 1e9

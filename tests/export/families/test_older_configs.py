@@ -21,7 +21,9 @@ OLDER: dict[str, dict[str, Any]] = {
     "GraniteMoeHybrid": _SCAN
     | {"layer_types": ["mamba", "attention"] * 4, "position_embedding_type": "nope", "num_local_experts": 0}
     | {"mamba_expand": 2, "mamba_n_heads": 8, "shared_intermediate_size": 96},
-    "NemotronH": {"hybrid_override_pattern": "M-M*-M-M", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2},
+    "NemotronH": {"hybrid_override_pattern": "M-M*-M-M", "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2}
+    # Published configurations bring their own code along, whose time steps differ from those of transformers.
+    | {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}},
     "Gemma": {"head_dim": 32, "hidden_act": "gelu", "hidden_activation": None},
     "Gemma2": _WINDOW
     | {"final_logit_softcapping": 30.0, "query_pre_attn_scalar": 24, "head_dim": 32}
