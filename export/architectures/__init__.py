@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from edgeinfer.export.architectures.base import Architecture
 from edgeinfer.export.architectures.cohere2_moe import COHERE2_MOE
 from edgeinfer.export.architectures.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
@@ -71,7 +74,7 @@ ARCHITECTURES = (*_PLAIN, *_WINDOWED, *_MIXTURES, *_SHARED_MIXTURES, *_LATENT, *
 
 
 def find_architecture(config: HFConfig) -> Architecture:
-    """Finds the family of a config by its model class, or by its model type where no class is named.
+    """Finds the family of a config by its model class; by its model type where no class is named, or the base model's.
 
     Raises:
         UnsupportedArchitectureError: there is no builder for it.
@@ -79,6 +82,13 @@ def find_architecture(config: HFConfig) -> Architecture:
     for family in ARCHITECTURES:
         if config.architecture in family.classes:
             return family
-        if not config.architecture and config.model_type in family.model_types:
+        if config.model_type in family.model_types and config.architecture in ("", *_base_models(family)):
             return family
     raise refusal(config)
+
+
+def _base_models(family: Architecture) -> Iterator[str]:
+    """The classes without a head, which transformers' AutoModel loads and saves."""
+    for name in family.classes:
+        root = re.sub("For(CausalLM|ConditionalGeneration)$", "", name)
+        yield from (f"{root}Model", f"{root}TextModel")

@@ -24,6 +24,8 @@ MTP, NEXT_LAYER = "mtp", "next layer"
 # Of models that see: what the names of their language model, and of its head, may begin with, and their other tensors.
 SEEING_ROOTS = (("model.", ""), ("language_model.model.", "language_model."), ("model.language_model.", ""))
 SEEING_IGNORABLE = ("*.rotary_emb.inv_freq", "*vision_tower.*", "*multi_modal_projector.*")
+# The same of checkpoints of a base model alone, as AutoModel saves them.
+_BASE_ROOTS = (("", ""), ("language_model.", ""))
 # The matrices of hidden states in several streams, and the checkpoint's modules.
 _STREAMS = {"enter": "altup_projections", "leave": "altup_unembed_projections"}
 
@@ -134,7 +136,7 @@ class Architecture:
 
     def placed(self, stored: Collection[str]) -> Architecture:
         """The same with the names that a checkpoint's tensors have."""
-        for body, head in self.roots:
+        for body, head in (*self.roots, *_BASE_ROOTS):
             names = {n: body + getattr(self.naming, n).removeprefix("model.") for n in _PLACED}
             names |= {name: head + getattr(self.naming, name) for name in ("head", "head_bias")}
             if names["embed"] in stored:

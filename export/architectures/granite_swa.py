@@ -30,7 +30,7 @@ def _rotations(config: HFConfig, spec: DecoderSpec) -> dict[str, Any]:
     kinds = sorted(set(bases)) or [spec.rope.theta]
     first, *others = (dataclasses.replace(spec.rope, theta=theta) for theta in kinds)
     layers = tuple(kinds.index(theta) if theta else -1 for theta in given)
-    return {"rope": first, "more_ropes": tuple(others), "rope_layers": layers}
+    return {"rope": first, "more_ropes": tuple(others), "rope_layers": layers if any(layers) else ()}
 
 
 def _with_windows(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:

@@ -113,13 +113,19 @@ LFM2_MOE = Architecture(
 )
 
 
+def _lfm3_types(layers: int) -> list[str]:
+    """What the layers are where config.json does not say."""
+    kinds = ("sliding_attention", "conv", "full_attention", "conv")
+    return ["conv" if not layer else kinds[layer % 4] for layer in range(layers)]
+
+
 def _read_lfm3(config: HFConfig, tied: bool) -> DecoderSpec:
     """LFM3: wider convolutions, windows in some layers, norms before and after, and a gate for each head."""
+    if config.get("layer_types") is None:
+        config = HFConfig(config.values | {"layer_types": _lfm3_types(config.integer("num_hidden_layers"))})
     types, head_dim = config.get("layer_types"), config.head_dim()
     slides = [kind == "sliding_attention" for kind in types] if isinstance(types, list) else []
     attends = [kind == "full_attention" for kind in types] if isinstance(types, list) else []
-    if not slides:
-        raise CheckpointError("config.json: layer_types is missing.", _HINT)
     # The rotation of the layers there are comes first, so that every table is read.
     kinds = [kind for kind, there in (("full_attention", attends), ("sliding_attention", slides)) if any(there)]
     ropes = [config.rope(head_dim, kind) for kind in kinds] or [config.rope(head_dim, "full_attention")]

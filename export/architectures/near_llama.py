@@ -47,7 +47,7 @@ def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
         hint = "Check that config.json is complete and belongs to this model."
         raise CheckpointError(f"config.json: no_rope_layers must say 0 or 1 for each of {layers} layers.", hint)
     bias = config.flag("attention_bias")
-    slides = config.slides() if config.flag("use_sliding_window") else []
+    slides = config.slides() if config.get("layer_types") is not None else [not each for each in given]
     return common_spec(
         config,
         tied,
@@ -55,7 +55,7 @@ def _read_smollm3(config: HFConfig, tied: bool) -> DecoderSpec:
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias"),
         rope_layers=tuple(each - 1 for each in given),
-        windows=config.windows_of(slides) if slides else (),
+        windows=config.windows_of(slides) if config.flag("use_sliding_window") else (),
     )
 
 

@@ -57,7 +57,7 @@ Facts = dict[str, str | int | float | bool | None]
 _log = logging.getLogger("edgeinfer")
 _FLOAT_FILE = "float.gguf"
 # Types that hold what a stored one does, so that nothing is lost before quantizing.
-_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16", "F64": "F32"}
 # What a mixture around a type is at most, beside all its weights in that type: embedding and head have more bits.
 _MIXTURE = 1.25
 

@@ -24,7 +24,8 @@ from edgeinfer.export.source import fp8
 
 __all__ = ["FLOATS", "Checkpoint", "parse_object", "read_bytes"]
 
-FLOATS = ("F32", "F16", "BF16")
+FLOATS = ("F32", "F16", "BF16", "F64")
+_WIDER: dict[str, type[np.generic]] = {"F16": np.float16, "F64": np.float64}
 _INTEGERS: dict[str, type[np.generic]] = {"I64": np.int64, "I32": np.int32, "BOOL": np.bool_}
 
 _SINGLE = "model.safetensors"
@@ -190,13 +191,13 @@ class Checkpoint:
             if stored.dtype == "F32":
                 read_into(file, piece)
                 continue
-            raw = np.empty(piece.size, np.uint16)
+            raw = np.empty(piece.size * stored.item_bytes, np.uint8)
             read_into(file, raw)
-            if stored.dtype == "F16":
-                piece[:] = raw.view(np.float16)
+            if stored.dtype != "BF16":
+                piece[:] = raw.view(_WIDER[stored.dtype])
             else:
                 # bfloat16 is the upper half of a float32.
-                np.left_shift(raw, 16, out=piece.view(np.uint32), dtype=np.uint32)
+                np.left_shift(raw.view(np.uint16), 16, out=piece.view(np.uint32), dtype=np.uint32)
 
     def _open(self, path: Path) -> BinaryIO:
         if path not in self._files:

@@ -11,6 +11,7 @@ from edgeinfer.bundle import RopeSpec
 from edgeinfer.bundle.spec import Activation
 from edgeinfer.errors import CheckpointError, UnsupportedArchitectureError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
+from edgeinfer.export.source.defaults import completed
 
 __all__ = ["OPTIMUM_HINT", "HFConfig", "read_config", "yarn_scale"]
 
@@ -255,7 +256,7 @@ class HFConfig:
 
 
 def read_config(folder: Path) -> HFConfig:
-    """Reads config.json.
+    """Reads config.json, whose missing fields are those of transformers' configuration classes.
 
     Raises:
         CheckpointError: it is missing or malformed.
@@ -264,14 +265,15 @@ def read_config(folder: Path) -> HFConfig:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {_CONFIG}.", "Point to a Hugging Face checkpoint directory.")
     values = parse_object(read_bytes(path), str(path))
-    text = values.get("text_config")
+    text, kind = values.get("text_config"), values.get("model_type")
     if isinstance(text, dict):
+        kind = text.get("model_type", kind)
         # A model that also sees or hears: what is read of it is its language model, under its own name.
         whole: dict[str, Any] = {name: values[name] for name in ("architectures", "model_type") if name in values}
         if len({each.get(_TIED) for each in (values, text)}) > 1:
             whole[_TIED] = None  # Which of them holds is told by the tensors.
         values = values | text | whole
-    return HFConfig(values)
+    return HFConfig(completed(values, str(kind)))
 
 
 def yarn_scale(factor: float, weight: float) -> float:

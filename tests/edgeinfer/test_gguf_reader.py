@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,20 @@ def test_version_2_and_other_alignments_are_read(tmp_path: Path) -> None:
     gguf = read_gguf(builder.write(tmp_path / "m.gguf"))
     assert (gguf.version, gguf.alignment) == (2, 256)
     assert all(tensor.offset % 256 == 0 for tensor in gguf.tensors)
+
+
+def test_tensors_off_multiples_of_32_cannot_be_mapped(tmp_path: Path) -> None:
+    """In any part: the header of the second has other lengths."""
+    made = []
+    for filler in range(4):
+        builder = small_model(general__alignment=(UINT32, 8), general__description=(STRING, "x" * 8 * filler))
+        builder.alignment = 8
+        made.append(read_gguf(builder.write(tmp_path / "model.gguf")))
+    assert [gguf.mappable for gguf in made] == [not gguf.data_offset % 32 for gguf in made]
+    assert sorted(gguf.data_offset % 32 for gguf in made) == [0, 8, 16, 24]
+    fits = next(gguf for gguf in made if gguf.mappable)
+    parts = dataclasses.replace(fits, tensors=fits.tensors + made[made[0].mappable].tensors)
+    assert fits.mappable and not parts.mappable
 
 
 def test_metadata_insist_on_types(written: GgufFile) -> None:

@@ -19,7 +19,7 @@ from edgeinfer.export.source.checkpoint import Checkpoint
 from tests.tables import each_row
 
 
-@each_row("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@each_row("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_values_and_row_ranges_agree_with_torch(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 5).to(dtype), "b": torch.tensor([1e-7, -3.0, 65504.0]).to(dtype)}
     save_file(tensors, tmp_path / "model.safetensors")

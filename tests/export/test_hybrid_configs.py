@@ -107,6 +107,7 @@ def test_what_sees_and_what_predicts_further_is_left_out(tmp_path: Path) -> None
     assert (seeing / "weights.bin").read_bytes() == (whole / "weights.bin").read_bytes()
 
 
-def test_lfm3_needs_its_layers_named() -> None:
-    with pytest.raises(CheckpointError, match="layer_types"):
-        LFM3.read(HFConfig(LEAST), True)
+def test_layers_of_an_lfm3_that_does_not_say() -> None:
+    spec = LFM3.read(HFConfig(LEAST | {"num_hidden_layers": 6, "sliding_window": 8}), True)
+    assert spec.mixers == ("conv", "conv", "attention", "conv", "attention", "conv")
+    assert spec.windows == (0, 0, 0, 0, 8, 0)

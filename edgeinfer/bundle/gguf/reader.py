@@ -19,6 +19,7 @@ _MAX_SPLITS = 1024
 # Of the data of each file, evenly spaced, so that gigabytes take some milliseconds.
 _SAMPLES, _SAMPLE_BYTES = 64, 16_384
 _CHUNK = 1 << 20
+_MAPPED_ALIGNMENT = 32  # ggml's TENSOR_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ class GgufFile:
     def tensor_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @functools.cached_property
+    def mappable(self) -> bool:
+        """Whether llama.cpp can use all tensors where they lie in the mapped files, which it insists begin aligned.
+
+        The format allows alignments of 8 and 16, with which some may not.
+        """
+        return not any(tensor.offset % _MAPPED_ALIGNMENT for tensor in self.tensors)
 
     @functools.cached_property
     def by_name(self) -> dict[str, GgufTensor]:

@@ -51,8 +51,10 @@ class LlamaCppFactory(BackendFactory):
         return (FLOAT16, *blocks, FLOAT32)
 
     def weights_modes(self, bundle: Bundle, layout: Layout) -> tuple[str, ...]:
-        """Packed where llama.cpp packs anything of these types on this processor."""
+        """Packed where llama.cpp packs anything of these types on this processor, and where nothing can be mapped."""
         gguf = bundle.gguf
+        if not gguf.mappable:
+            return ("packed",)
         # Where nothing is packed, nothing is gained by asking for it.
         if not packed_bytes(gguf, "packed"):
             return ("mapped",)

@@ -94,6 +94,8 @@ class GgufMemory:
         gguf, mode, layers = self.bundle.gguf, configuration.weights, configuration.gpu_layers
         head = device_bytes(gguf, 1) if layers and self.head_here else 0
         copied, read = packed_bytes(gguf, mode, layers), mapped_bytes(gguf, mode, layers)
+        if not gguf.mappable:
+            copied, read = copied + read, 0
         there = {"weights": device_bytes(gguf, layers) - head} if layers else {}
         copied, read = (copied, read + head) if mode == "mapped" else (copied + head, read)
         return self._placed({"weights_packed": copied}, {"weights_mapped": read}, there)

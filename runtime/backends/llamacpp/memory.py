@@ -167,7 +167,7 @@ def packed_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
 
 
 def mapped_bytes(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> int:
-    """Of what is read in place; where the embedding is only looked up, of the pages that this touches."""
+    """Of what is read as it is, mostly in place; where single rows are looked up, of the pages that this touches."""
     division = Division.of(gguf, gpu_layers)
     here = [tensor for tensor in gguf.tensors if not division.on_device(tensor.name)]
     if weights == "mapped":
@@ -201,7 +201,7 @@ def _share(gguf: GgufFile, layers: re.Pattern[str], division: Division) -> float
 
 def looks_up(gguf: GgufFile, weights: str, gpu_layers: int = 0) -> bool:
     """Whether single rows of the embedding are all that is read of it in place, and its pages may go."""
-    if weights == "mapped":
+    if weights == "mapped" or not gguf.mappable:
         return False
     if gpu_layers or _HEAD in gguf.by_name:
         return True

@@ -28,6 +28,7 @@ WEIGHTS = ("packed", "mapped", "experts")
 # Pages of the file that loading may leave behind before they are let go.
 _LOADED_BYTES = 32 * 1024**2
 _EMBEDDING = "token_embd.weight"
+_COPY = 'Keep the weights "packed" in memory.'
 _Progress = Callable[[str, int, int], None]
 
 
@@ -61,6 +62,8 @@ class LlamaModel:
     ) -> None:
         if weights not in WEIGHTS:
             raise UsageError(f"Weights cannot be {weights!r}.", f"Choose one of {', '.join(WEIGHTS)}.")
+        if weights != "packed" and not gguf.mappable:
+            raise UsageError(f"The tensors of {gguf.path} are not aligned so that they can be mapped.", _COPY)
         self.lib = llama_library()
         self.gguf = gguf
         self._paths = [split.path for split in gguf.splits]
@@ -117,7 +120,7 @@ class LlamaModel:
         # Without a list llama.cpp takes all graphics processors, and memory on each.
         params.devices = ctypes.addressof(self._devices)
         params.n_gpu_layers = self._gpu_layers
-        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP
+        params.load_mode = lib.LLAMA_LOAD_MODE_MMAP if gguf.mappable else lib.LLAMA_LOAD_MODE_NONE
         params.use_extra_bufts = weights == "packed"
         kept: list[Any] = []
         overrides = packed_overrides(lib, gguf, head=self._head_here, rest=weights == "experts")

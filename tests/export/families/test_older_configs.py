@@ -7,6 +7,7 @@ from typing import Any
 import transformers
 
 from edgeinfer.export.architectures import find_architecture
+from edgeinfer.export.source.defaults import completed
 from edgeinfer.export.source.hf_config import HFConfig
 from tests.factories import COMMON
 
@@ -44,11 +45,9 @@ OLDER: dict[str, dict[str, Any]] = {
 def test_they_describe_the_same_decoder() -> None:
     for name in OLDER:
         older = COMMON | {"num_hidden_layers": 8} | OLDER[name] | {"architectures": [f"{name}ForCausalLM"]}
-        class_ = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+        class_ = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
         # What transformers of today makes of it has every field under its present name.
-        today = getattr(transformers, class_)(**older).to_dict() | {"architectures": older["architectures"]}
-        defaults = {
-            field: today[field] for field in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if field in today
-        }
+        today = class_(**older).to_dict() | {"architectures": older["architectures"]}
         family = find_architecture(HFConfig(older))
-        assert family.read(HFConfig(defaults | older), False) == family.read(HFConfig(today), False)
+        read = family.read(HFConfig(completed(older, class_.model_type)), False)
+        assert read == family.read(HFConfig(today), False), name

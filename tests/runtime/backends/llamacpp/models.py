@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.bundle.gguf.library import llama_library
+from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.runtime.text.contract import token_bytes
 
-__all__ = ["Shape", "quantized", "write_gguf"]
+__all__ = ["Shape", "quantized", "realigned", "write_gguf"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,27 @@ def quantized(path: Path, file_type: int) -> Path:
     target = path.with_name(f"model-{file_type}.gguf")
     assert lib.llama_model_quantize(str(path).encode(), str(target).encode(), ctypes.byref(params)) == 0
     return target
+
+
+def realigned(path: Path, alignment: int) -> Path:
+    """The model with tensors at multiples of a smaller alignment alone, beside it; their sizes are multiples of 32."""
+    gguf, data = read_gguf(path), path.read_bytes()
+    tensors, pairs = struct.unpack_from("<QQ", data, 8)
+    for filler in range(32):
+        head = data[:8] + struct.pack("<QQ", tensors, pairs + 2)
+        head += _key("general.alignment") + struct.pack("<II", 4, alignment)
+        head += _key("general.description") + struct.pack("<IQ", 8, filler) + b"x" * filler
+        head += data[24 : gguf.header_bytes]
+        head += bytes(-len(head) % alignment)
+        if len(head) % 32:
+            break
+    target = path.with_name(f"aligned-{alignment}-{path.name}")
+    target.write_bytes(head + data[gguf.data_offset :])
+    return target
+
+
+def _key(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
 
 
 def _tensors(shape: Shape) -> dict[str, tuple[int, ...]]:

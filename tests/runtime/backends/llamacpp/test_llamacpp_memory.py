@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from edgeinfer.bundle import Bundle
+from edgeinfer.bundle import NATIVE, Bundle, open_bundle
 from edgeinfer.bundle.gguf.library import listening
 from edgeinfer.bundle.kv_types import LLAMA_KV
+from edgeinfer.errors import UsageError
+from edgeinfer.runtime.backends.contract import ForwardInput
 from edgeinfer.runtime.backends.llamacpp import memory
 from edgeinfer.runtime.backends.llamacpp.backend import LlamaCppBackend
 from edgeinfer.runtime.backends.llamacpp.batch import RowSteps
+from edgeinfer.runtime.backends.llamacpp.factory import LlamaCppFactory
+from edgeinfer.runtime.backends.llamacpp.footprint import GgufMemory
+from edgeinfer.runtime.planning.configuration import Configuration
 from tests.runtime.backends.llamacpp.conftest import Q4_0, Q8_0
-from tests.runtime.backends.llamacpp.models import Shape
+from tests.runtime.backends.llamacpp.models import Shape, quantized, realigned, write_gguf
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="the gguf package is not installed")
@@ -46,6 +53,29 @@ def test_packed_copies(gguf_bundle: Make, shape: Shape, file_type: int, weights:
     assert abs(memory.packed_bytes(bundle.gguf, weights) / MIB - packed) < 0.03
     total = memory.packed_bytes(bundle.gguf, weights) + memory.mapped_bytes(bundle.gguf, weights)
     assert total >= bundle.gguf.tensor_bytes - bundle.gguf.by_name["token_embd.weight"].nbytes
+
+
+@pytest.mark.parametrize("alignment", [8, 16])
+@pytest.mark.parametrize("file_type", [0, Q4_0], ids=["F32", "Q4_0"])
+def test_what_cannot_be_mapped_is_copied(tmp_path: Path, alignment: int, file_type: int) -> None:
+    """llama.cpp ends the process where tensors of a mapped file do not lie at multiples of 32."""
+    path = write_gguf(tmp_path / "model.gguf", Shape(head_dim=64, vocab=320))
+    path = quantized(path, file_type) if file_type else path
+    usual, bundle = open_bundle(path), open_bundle(realigned(path, alignment))
+    assert usual.gguf.mappable and not bundle.gguf.mappable
+    assert LlamaCppFactory().weights_modes(bundle, NATIVE) == ("packed",)
+    found = allocated(bundle)
+    assert not any("Mapped" in name for name in found)
+    held = sum(size for name, size in found.items() if name.endswith("model"))
+    plan = GgufMemory(bundle).weights(Configuration(256, 64, "float16", "packed", 0, (), 0, "model"))
+    assert plan.anonymous["weights_packed"] / MIB == pytest.approx(held, abs=0.03) and not plan.file["weights_mapped"]
+    one, other = LlamaCppBackend(usual, 64, threads=1), LlamaCppBackend(bundle, 64, threads=1)
+    given = ForwardInput(np.arange(9), np.arange(9), np.arange(9))
+    assert np.array_equal(one.forward(given).logits, other.forward(given).logits)
+    one.close()
+    other.close()
+    with pytest.raises(UsageError, match="mapped"):
+        LlamaCppBackend(bundle, 256, weights="mapped")
 
 
 @pytest.mark.parametrize("kv", list(LLAMA_KV))
