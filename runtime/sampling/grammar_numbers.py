@@ -18,8 +18,10 @@ NEXT_TO_ZERO = Decimal("1e-22")
 _DIGITS, _EXPONENT = 16, 3
 _MOST = 330  # of a double without an exponent
 _FURTHER = 6  # behind those of a longer bound
-_OTHER = 255  # of a token that begins with what JSON never has behind a digit of a number
-_BEHIND = frozenset(b".eE,]} \t\r\n")
+_TEXT_DIGITS = 40  # side by side in a text, of which 128 bits have 39
+# Of a token that begins with what JSON never has behind a digit of a number; of one that begins a line, or ends a text.
+_OTHER, _LINE, _QUOTE = 255, 254, 253
+_BEHIND = frozenset(b".eE,]} \t")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WRITTEN = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 # Not of a text: what a string or a name has before its digits is no beginning of a number.
@@ -38,8 +40,10 @@ def digits_ahead(tokens: Sequence[bytes], special: bytes) -> NDArray[np.uint8]: 
 def _ahead(token: bytes, special: bytes) -> int:
     digits = len(token) - len(token.lstrip(b"0123456789"))
     if digits or not token or token.startswith(special):
-        return min(digits, _OTHER - 1)
-    return 0 if token[0] in _BEHIND else _OTHER
+        return min(digits, _QUOTE - 1)
+    if token[0] in _BEHIND:
+        return 0
+    return {0x0A: _LINE, 0x0D: _LINE, 0x22: _QUOTE}.get(token[0], _OTHER)
 
 
 class NumberLimit:
@@ -69,30 +73,30 @@ class NumberLimit:
             ends: stop tokens.
             reply: tokens so far.
         """
-        room = self._room(reply)
-        if room is None:
+        if not reply or not self._text_of(reply[-1])[-1:].isdigit():
+            return ids
+        longest = max(self._whole + self._fraction + 2 * _EXPONENT, _TEXT_DIGITS + 1)
+        tail = b"".join(map(self._text_of, reply[-longest:]))[-longest:]
+        digits, number = len(tail) - len(tail.rstrip(b"0123456789")), _LAST.search(tail)
+        if number is not None and not number.start() and len(tail) == longest:
+            number = None  # it begins further back than numbers reach
+        if number is None and digits < _DIGITS:
             return ids
         ahead = np.where(np.isin(ids, ends), 0, self._ahead[ids])  # (A,)
-        if (ahead == _OTHER).any():  # a text, whatever it looks like
+        if (ahead == _OTHER).any():
+            # A text, which is JSON's where it may end by a quote and has no line ends.
+            many = digits >= _DIGITS and (ahead == _QUOTE).any() and not (ahead == _LINE).any()
+            return ids[(ahead >= _QUOTE) | (ahead <= max(0, _TEXT_DIGITS - digits))] if many else ids
+        if number is None:
             return ids
-        kept = ids[ahead <= room]
+        part = number.lastindex or 1
+        most = (self._whole, self._fraction, _EXPONENT)[part - 1]
+        kept = ids[(ahead == _LINE) | (ahead <= max(0, most - len(number[part])))]
         if len(kept):
             return kept
         # It has no end yet. Only zeros lead to no end, as behind a bound of 0 that is excluded.
         kept = ids[[self._text_of(token)[:1] != b"0" for token in ids.tolist()]]
         return kept if len(kept) else ids
-
-    def _room(self, reply: Sequence[int]) -> int | None:
-        """How many digits may follow; None where the reply does not end in a number."""
-        if not reply or not self._text_of(reply[-1])[-1:].isdigit():
-            return None
-        longest = self._whole + self._fraction + 2 * _EXPONENT
-        tail = b"".join(map(self._text_of, reply[-longest:]))
-        found = _LAST.search(tail, max(0, len(tail) - longest))
-        if found is None:
-            return None
-        most = (self._whole, self._fraction, _EXPONENT)[(found.lastindex or 1) - 1]
-        return max(0, most - len(found[found.lastindex or 1]))
 
 
 def _most(sizes: Sequence[int]) -> int:

@@ -23,6 +23,8 @@ _BRACES = re.compile(r"\{\d+(?:,\d*)?\}")
 _PROPERTY = re.compile(r"\{[A-Za-z_]+(?:=[A-Za-z_]+)?\}")
 _UNITS = re.compile(r"u\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2})|c([A-Za-z])")
 _NAMED = re.compile(r"\?<[A-Za-z_$][\w$]*>")
+_DIGITS = ("[0-9]", "[[0-9]]")  # as \d and [0-9], and [\d], are written here
+_MOST_DIGITS = 40
 _HIGH, _LOW, _LAST = range(0xD800, 0xDC00), range(0xDC00, 0xE000), 0x10FFFF
 
 _DAYS = (
@@ -183,7 +185,7 @@ class _Translation:
             self._refuse("a repetition of nothing")
         found = _BRACES.match(self._text, self._at)
         count = found[0] if found else self._text[self._at]
-        self._out.append(count)
+        self._out.append(_bounded(count) if self._out[-1] in _DIGITS else count)
         self._at += len(count)
         # Whether as many or as few as possible are tried first is of no matter for what matches.
         if self._text.startswith("?", self._at):
@@ -272,6 +274,12 @@ class _Translation:
     def _refuse(self, what: str) -> NoReturn:
         message = f"json_schema cannot be used: {self._keyword}: {what} in {self._text[:80]!r} cannot be followed."
         raise GrammarError(message, "Use an expression without it, or describe the texts by enum.")
+
+
+def _bounded(count: str) -> str:
+    """A repetition of digits with an end: small models do not stop writing them."""
+    least = {"*": 0, "+": 1}.get(count) if count in "*+" else int(count[1:-2]) if count.endswith(",}") else None
+    return count if least is None else f"{{{least},{max(least, _MOST_DIGITS)}}}"
 
 
 def _literal(char: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_whatever_has_digits_comes_to_an_end() -> None:
             json.loads(text)
 
 
+def test_digits_of_texts_come_to_an_end() -> None:
+    for text in ({"type": "string"}, {"type": "string", "maxLength": 100}, {}, {"type": "object"}):
+        constraint = follow(text)
+        begun = b'{"' if text == {"type": "object"} else b'"'
+        for byte in begun:
+            constraint.push(byte)
+        assert max(map(len, re.findall(r"\d+", written(constraint, b"3141592650789", 60)))) == 40, text
+    for pattern in (r"^\d+$", "^[0-9]*$", r"^[\d]{3,}$", r"^0?\d*\.?\d*$"):
+        assert len(written(follow({"type": "string", "pattern": pattern}), b"123", 200)) < 90, pattern
+
+
 def test_numbers_of_an_object_of_any_form_come_to_an_end() -> None:
     constraint = made_of({"json_object": True})
     for begun in ('{"a": ', '{"a": [1, -', '{"7777777777777777777777777": {"b": 0.'):
@@ -101,6 +113,8 @@ def test_numbers_that_people_write_and_that_a_schema_names_are_taken() -> None:
         ({"type": "string", "pattern": r"^\d+$"}, '"12345678901234567890"'),
         ({"type": "string", "pattern": r"^\d+\.\d+$"}, '"12345678901234567890.12345678901234567890"'),
         ({"type": "string"}, '"12345678901234567890 98765432109876543210"'),
+        ({"type": "string", "pattern": r"^\d{2,50}x$"}, f'"{"0" * 50}x"'),
+        ({"type": "string", "pattern": r"^\d{50,}$"}, f'"{"0" * 50}"'),
         ({"properties": {"12345678901234567890": {"type": "null"}}}, '{"12345678901234567890": null}'),
     ):
         assert accepts(follow(schema), text), (schema, text)
@@ -118,7 +132,21 @@ def test_numbers_behind_free_text_are_bounded_and_the_text_is_not() -> None:
 
 
 def test_tokens_of_several_digits_stay_within_the_rest() -> None:
-    tokens = [b"1", b"22", b"333", b".", b"x", b"55555555555555555555", b"\xff</s>", b"", b" 1", b"0,7", b"-"]
+    tokens = [
+        b"1",
+        b"22",
+        b"333",
+        b".",
+        b"x",
+        b"55555555555555555555",
+        b"\xff</s>",
+        b"",
+        b" 1",
+        b"0,7",
+        b"-",
+        b'"',
+        b"\n",
+    ]
     ahead = digits_ahead(tokens, b"\xff")
     limit = NumberLimit('start: %json {"type": "number"}', ahead, tokens.__getitem__)
     number, end = np.array([0, 1, 2, 3, 5, 6, 9]), np.array([6])
@@ -131,9 +159,13 @@ def test_tokens_of_several_digits_stay_within_the_rest() -> None:
         ([2] * 5 + [0, 3] + [2] * 5, [0, 3, 6, 9]),
     ):
         assert limit.within(number, end, reply).tolist() == left, reply
-    # A text, in which letters may follow, and digits that have no other way to go on.
-    texts, forced = np.array([0, 1, 2, 4]), np.array([0, 1, 2])
-    assert limit.within(texts, end, [2] * 6) is texts and limit.within(forced, end, [2] * 6).tolist() == [0, 1, 2]
+    # Digits that have no other way to go on, free text, and a text of JSON's.
+    for ids, left in (
+        ([0, 1, 2], [0, 1, 2]),
+        ([0, 2, 4, 10, 11, 12], [0, 2, 4, 10, 11, 12]),
+        ([0, 2, 4, 11], [0, 4, 11]),
+    ):
+        assert limit.within(np.array(ids), end, [4, *[2] * 13]).tolist() == left, ids
 
 
 def test_bytes_of_a_real_vocabulary_are_followed(byte_level: Any) -> None:
