@@ -17,6 +17,7 @@ class SchemaDraft:
     """A draft of JSON Schema.
 
     Attributes:
+        number: of the draft, or the year of those since the seventh.
         uri: of its own schema, as the grammar engine knows it, by which it tells what keywords there are.
         ids: keywords that name a schema.
         lone_ref: `$ref` makes a reference of an object whose other keywords say nothing (draft 7, core, 8.3).
@@ -24,22 +25,28 @@ class SchemaDraft:
             drafts forbid and earlier ones do not know.
     """
 
+    number: int
     uri: str
     ids: tuple[str, ...] = ("$id",)
     lone_ref: bool = False
     checks_content: bool = False
+
+    @property
+    def recent(self) -> bool:
+        """Whether it has the keywords that came in 2019."""
+        return self.number >= 2019
 
     def overrides(self, schema: Mapping[str, Any], keyword: str) -> bool:
         """Whether a keyword says nothing in a schema because `$ref` stands beside it."""
         return self.lone_ref and keyword in _OVERRIDDEN and isinstance(schema.get("$ref"), str)
 
 
-NEWEST = SchemaDraft("https://json-schema.org/draft/2020-12/schema")
+NEWEST = SchemaDraft(2020, "https://json-schema.org/draft/2020-12/schema")
 _DRAFTS: Mapping[str, SchemaDraft] = {
-    "draft-04": SchemaDraft("http://json-schema.org/draft-04/schema#", ids=("id", "$id"), lone_ref=True),
-    "draft-06": SchemaDraft("http://json-schema.org/draft-06/schema#", lone_ref=True),
-    "draft-07": SchemaDraft("http://json-schema.org/draft-07/schema#", lone_ref=True, checks_content=True),
-    "draft/2019-09": SchemaDraft("https://json-schema.org/draft/2019-09/schema"),
+    "draft-04": SchemaDraft(4, "http://json-schema.org/draft-04/schema#", ids=("id", "$id"), lone_ref=True),
+    "draft-06": SchemaDraft(6, "http://json-schema.org/draft-06/schema#", lone_ref=True),
+    "draft-07": SchemaDraft(7, "http://json-schema.org/draft-07/schema#", lone_ref=True, checks_content=True),
+    "draft/2019-09": SchemaDraft(2019, "https://json-schema.org/draft/2019-09/schema"),
     "draft/2020-12": NEWEST,
 }
 _URI = re.compile(r"https?://json-schema\.org/(draft[-/][\d-]+)/(?:hyper-)?schema#?")

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from edgeinfer.runtime.sampling.grammar_neutral import DEMANDING
+
 __all__ = ["decide_alternatives"]
 
 Schema: TypeAlias = bool | dict[str, Any]
 
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
-_SAID = frozenset({"title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 # What a keyword speaks of, its opposite, and by how much that is further.
 _COUNTED: Mapping[str, tuple[str, str, int]] = {
     "minLength": ("string", "maxLength", -1),
@@ -93,7 +94,7 @@ def _opposite(schema: Any) -> Schema | None:
         return None
     found: list[Schema] = []
     for keyword, value in schema.items():
-        if keyword in _SAID:
+        if keyword not in DEMANDING:
             continue
         part = _opposite_of(keyword, value)
         if part is None:

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 from edgeinfer.errors import GrammarError
 from edgeinfer.runtime.sampling.grammar_drafts import NEWEST, SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
+from edgeinfer.runtime.sampling.grammar_neutral import Neutral
 from edgeinfer.runtime.sampling.grammar_numbers import NEXT_TO_ZERO
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
 
@@ -105,6 +106,7 @@ class _Document:
         self._multiple = Fraction(0)
         self._refers = self._moves_base = False
         self._draft = draft_of(root)
+        self._neutral = Neutral(root, self._draft, _FORMATS)
         self._names_draft = isinstance(root.get("$schema"), str)
 
     def mended(self) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class _Document:
                 self._seen.add(id(schema))
                 for keyword in [each for each in schema if self._draft.overrides(schema, each)]:
                     del schema[keyword]
+                self._neutral.drop(schema)
                 decide_alternatives(schema)
                 self._waiting.extend(_inner(schema))
                 self._mend(schema)

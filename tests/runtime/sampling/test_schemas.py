@@ -125,6 +125,20 @@ VERDICTS: list[tuple[Schema, list[str], list[str]]] = [
     ({"$ref": "#/$defs/a", "maxItems": 1, "$defs": {"a": {"type": "array"}}}, ["[1]"], ["[1, 2]"]),
     ({"$ref": "#/x-parts/a", "x-parts": {"a": {"format": "date"}}}, ['"2024-02-29"'], ['"2023-02-29"']),
     ({"$ref": "#day", "$defs": {"a": {"$anchor": "day", "format": "date"}}}, ['"2024-02-29"'], ['"2023-02-29"']),
+    # Rare words for common things.
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "properties": {"a": {"type": "null"}, "c": {}},
+      "additionalProperties": {"type": "boolean"}}, ['{"a": null, "b": true}', "{}"],
+     ['{"a": true}', '{"b": 1}', '{"c": 1}', '{"d": true}']),
+    ({"propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"type": "string", "const": "a"}}}, ['{"a": 1}', "1"],
+     ['{"b": 1}']),
+    ({"propertyNames": {"pattern": "^x"}, "additionalProperties": {"type": "null"}}, ['{"xa": null}', "{}"],
+     ['{"a": null}', '{"xa": 1}']),
+    ({"propertyNames": {"minLength": 2.0, "maxLength": 3}}, ['{"ab": 1}', '{"😀éa": 2}'], ['{"a": 1}', '{"abcd": 1}']),
+    ({"contains": {"title": "any"}, "maxContains": 2}, ["[1]", "[1, 2]", "7"], ["[]", "[1, 2, 3]"]),
+    ({"contains": True, "minContains": 2, "minItems": 1}, ["[1, 2]"], ["[1]"]),
+    ({"$schema": DRAFT_7, "contains": {}, "minContains": 0}, ["[1]"], ["[]"]),
+    ({"$schema": DRAFT_4, "contains": {"type": "null"}, "propertyNames": False}, ["[]", '{"a": 1}'], []),
+    ({"properties": {"a": {}}, "unevaluatedProperties": False}, ['{"a": 1}'], ['{"b": 1}']),
     ({"properties": {"format": {"const": "date"}}, "required": ["format"]}, ['{"format": "date"}'], ["{}"]),
 ]  # fmt: skip
 
@@ -159,11 +173,12 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"format": "idn-hostname"}, "format: idn-hostname is not supported"),
     ({"format": "iri"}, "format: iri is not supported"),
     ({"uniqueItems": True}, "uniqueItems is not supported"),
-    ({"contains": {}}, "contains is not supported"),
-    ({"if": {}}, "if is not supported"),
-    ({"propertyNames": {"maxLength": 3}}, "propertyNames is not supported"),
+    ({"contains": {"type": "null"}}, "contains is not supported"),
+    ({"if": {}, "then": {"type": "null"}}, "if, then is not supported"),
+    ({"propertyNames": {"format": "date"}}, "propertyNames is not supported"),
+    ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"x": {}}}, "propertyNames is not supported"),
     ({"dependentRequired": {"a": ["b"]}}, "dependentRequired is not supported"),
-    ({"unevaluatedProperties": False}, "unevaluatedProperties is not supported"),
+    ({"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]}, "unevaluatedProperties is not supported"),
 ]
 PATTERNS = (
     r"\bword", r"\Bword", "(?=a)", "(?!a)", "(?<=a)b", "(?<!a)b", r"(a)\1", r"(?<n>a)\k<n>", "(?i)a", "(?P<n>a)", r"\A",
