@@ -118,7 +118,7 @@ def _load(model: str | Path | None, config: LoadConfig, progress: Progress | Non
         bundles = Bundles.open(model, config, progress).within(config)
 
     def make(started: float, plan: MemoryPlan | None) -> ModelParts:
-        return make_parts(LoadRequest(bundles, config, progress, started, plan))
+        return make_parts(LoadRequest(bundles, config, progress if plan is None else None, started, plan))
 
     lifecycle = ModelLifecycle(make, started, config.idle_unload, aside=config.remember)
     return Model(lifecycle, chat_template(bundles.target), config.inter_token_latency)

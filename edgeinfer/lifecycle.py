@@ -30,6 +30,7 @@ from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
 from edgeinfer.runtime.system.memory import release_freed
+from edgeinfer.runtime.text import Tokenizer
 from edgeinfer.user_folders import user_cache
 from edgeinfer.version import SAMPLING
 
@@ -54,6 +55,8 @@ class Facts:
     threads: int
     adapters: tuple[str, ...]
     sampling: Mapping[str, Any]
+    digest: str
+    tokenizes_beside: bool
 
 
 class ModelLifecycle:
@@ -254,6 +257,8 @@ def _facts(parts: ModelParts) -> Facts:
         parts.threads,
         tuple(adapters_of(parts.engine.backend)),
         parts.sampling,
+        parts.origin.model,
+        isinstance(parts.tokenizer, Tokenizer),
     )
 
 

@@ -65,7 +65,7 @@ class LoadedModel(Tokenizing):
     @property
     def digest(self) -> str:
         """The sha256 of weights and decoder, in hexadecimal digits: which model it is, wherever it lies."""
-        return self._parts.origin.model
+        return self._lifecycle.facts.digest
 
     @property
     def vocabulary_digest(self) -> str:
@@ -76,6 +76,14 @@ class LoadedModel(Tokenizing):
     def in_memory(self) -> bool:
         """Whether the model is in memory now; if not, the next request loads it again."""
         return self._lifecycle.in_memory
+
+    def reload(self) -> None:
+        """Loads the model again now, if it was unloaded, as the next request would.
+
+        Raises:
+            EdgeInferError: as `edgeinfer.load`; the next request tries again.
+        """
+        self._lifecycle.parts()
 
     @property
     def threads(self) -> int:

@@ -199,7 +199,7 @@ class LoadRequest:
     """One request to load a model.
 
     Attributes:
-        progress: as `edgeinfer.load` takes it.
+        progress: as `edgeinfer.load` takes it, which follows its own load alone: None where the model is loaded again.
         started: time.perf_counter() of the request.
         plan: of the last time, where the model is loaded again; None makes one.
     """

@@ -82,7 +82,7 @@ class Tokenizing:
     @property
     def tokenizes_beside(self) -> bool:
         """Whether other threads may make tokens of texts while a reply is made."""
-        return isinstance(self._lifecycle.parts().tokenizer, Tokenizer)
+        return self._lifecycle.facts.tokenizes_beside
 
     @property
     def chat_template_text(self) -> str | None:

@@ -84,7 +84,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, options: dict[str, Any]) -> Model:
     """Loads the model with room for as many replies side by side as are wanted and fit."""
-    from edgeinfer.apps.server.host import load_with_room  # asyncio takes 4 MB, which --help is spared
+    from edgeinfer.apps.server.room import load_with_room  # not for --help's sake
 
     name, options = prepared(args.model, options)
     with progress_bar() as progress:

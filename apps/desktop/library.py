@@ -19,7 +19,7 @@ import psutil
 
 import edgeinfer
 from edgeinfer import hub
-from edgeinfer.apps.server.host import with_room
+from edgeinfer.apps.server.room import with_room
 from edgeinfer.errors import EdgeInferError
 
 __all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "canonical", "id_of", "model_of"]

@@ -29,7 +29,7 @@ from edgeinfer.apps.server.events import (
     while_connected,
 )
 from edgeinfer.apps.server.guard import KEY_USE
-from edgeinfer.apps.server.host import BusyError, HostReply, ModelHost
+from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.apps.server.keys import KeyUse
 from edgeinfer.apps.server.service import Service
 from edgeinfer.errors import UsageError
@@ -207,11 +207,8 @@ async def _make_replies(host: ModelHost, completion: Completion, owner: str, emi
         stack.callback(left.set)
         replies = []
         for index in range(completion.n):
-            try:
-                start = partial(completion.start, index=index, ended=ended)
-                reply = host.submit(start, owner, streams=completion.stream)
-            except BusyError as error:
-                raise RequestError(error.message, error.hint, status=429, code="queue_full") from error
+            start = partial(completion.start, index=index, ended=ended)
+            reply = host.submit(start, owner, streams=completion.stream)
             replies.append(await stack.enter_async_context(reply))
         try:
             async with asyncio.TaskGroup() as group:

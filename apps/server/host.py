@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.util
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,16 +13,16 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-import edgeinfer
+from edgeinfer.apps.server.room import load_with_room
 from edgeinfer.apps.server.worker import Job, ModelThread, ReplyEnd
-from edgeinfer.errors import CapabilityError, EdgeInferError, UsageError, UserError
+from edgeinfer.errors import EdgeInferError, InternalError, UsageError, UserError
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
     from edgeinfer import Chunk, Model, Result, TokenStream
     from edgeinfer.results import Progress
 
-__all__ = ["BusyError", "HostReply", "HostState", "LoadCancelledError", "ModelHost", "load_with_room", "with_room"]
+__all__ = ["BusyError", "HostReply", "HostState", "LoadCancelledError", "ModelHost", "NotReadyError"]
 
 T = TypeVar("T")
 
@@ -35,14 +33,36 @@ _PROGRESS_S = 0.05
 class BusyError(UserError):
     """More requests than the queue holds."""
 
+    status, code = 429, "queue_full"
+
+
+class NotReadyError(UserError):
+    """No model can answer now; `status` and `code` tell HTTP's clients so.
+
+    Args:
+        state: why.
+    """
+
+    status = 503
+
+    def __init__(self, state: HostState) -> None:
+        message, hint, self.code = _REFUSALS.get(state.status, _REFUSALS["loading"])
+        super().__init__(message, hint)
+
 
 class LoadCancelledError(UserError):
     """Loading was cancelled."""
 
 
+Status = Literal["empty", "loading", "ready", "failed", "closed"]
+
+
 @dataclass(frozen=True)
 class HostState:
-    """What the host is doing.
+    """What the host is doing: requests are taken while it is "ready", and refused by `NotReadyError` otherwise.
+
+    "ready" means that the model answers, whether it is in memory or was unloaded for being idle: the next request
+    brings it back, and others wait for that as for any reply. "closed" is the last.
 
     Attributes:
         model: as it was asked for: a path or a hub id; None is the built-in one.
@@ -51,7 +71,7 @@ class HostState:
         number: grows with every change.
     """
 
-    status: Literal["empty", "loading", "ready", "failed"] = "empty"
+    status: Status = "empty"
     model: str | None = None
     stage: str = ""
     done: int = 0
@@ -59,6 +79,13 @@ class HostState:
     error: EdgeInferError | None = None
     number: int = 0
 
+
+_REFUSALS: Mapping[Status, tuple[str, str, str]] = {
+    "empty": ("No model is loaded.", "Load one first.", "no_model"),
+    "loading": ("The model is loading.", "Try again in a moment; GET /health shows the progress.", "model_loading"),
+    "failed": ("The model could not be loaded.", "GET /health shows why.", "model_failed"),
+    "closed": ("The server is stopping.", "Ask another, or this one in a moment.", "stopping"),
+}
 
 # Chunks that are passed on together where a client waits for the whole reply: few enough that the event loop does not
 # stand still for them.
@@ -163,17 +190,28 @@ class ModelHost:
         self._worker.start()
         self._changed = asyncio.Event()
         self._loading = asyncio.Lock()
-        self._cancelled, self._leaving = threading.Event(), False
+        self._cancelled = threading.Event()
 
     @property
     def model(self) -> Model | None:
         """The loaded model, for what is known of it; replies are run by `submit`, questions by `ask`."""
         return self._worker.model
 
+    def require_model(self) -> Model:
+        """The loaded model.
+
+        Raises:
+            NotReadyError: no model can answer now.
+        """
+        model = self._worker.model
+        if self.state.status != "ready" or model is None:
+            raise NotReadyError(self.state)
+        return model
+
     @property
     def leaving(self) -> bool:
         """Whether the model is to go, or has gone: nothing more is to be read for its replies. Safe from any thread."""
-        return self._leaving or self.state.status != "ready"
+        return self.state.status != "ready"
 
     @property
     def parallel(self) -> int:
@@ -206,40 +244,61 @@ class ModelHost:
         Raises:
             EdgeInferError: as `edgeinfer.load`; no model is loaded then.
             LoadCancelledError: `cancel_load` came in between.
+            NotReadyError: the host is closed.
         """
         async with self._loading:
+            if self.state.status == "closed":
+                raise NotReadyError(self.state)
             self._cancelled.clear()
-            self._leaving = False
             self._set(HostState("loading", model))
-            loop, told = asyncio.get_running_loop(), 0.0
-
-            def progress(stage: str, done: int, total: int) -> None:
-                nonlocal told
-                if self._cancelled.is_set():
-                    raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
-                if time.monotonic() - told >= _PROGRESS_S or done == total:
-                    told = time.monotonic()
-                    _on(loop, self._set, HostState("loading", model, stage, done, total))
-
-            def work() -> Model:
-                self._drop_model()
-                loaded = load_with_room(model, options, self._most, progress)
-                if self._cancelled.is_set():
-                    loaded.close()
-                    raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
-                self._worker.take(loaded)
-                return loaded
-
             try:
-                loaded = await self._do(work)
-            except LoadCancelledError:
+                loaded = await self._do(partial(self._work_to_load, model, options, self._progress(model)))
+            except (LoadCancelledError, asyncio.CancelledError):
+                # Who waits may give up while it goes on: it ends at its next step, or what it made is dropped again.
+                self._cancelled.set()
+                self._worker.do(self._drop_model)
                 self._set(HostState("empty"))
                 raise
             except EdgeInferError as error:
                 self._set(HostState("failed", model, error=error))
                 raise
+            except Exception as error:  # whatever it is, nothing is being loaded any more
+                self._set(HostState("failed", model, error=InternalError(f"Unexpected {type(error).__name__}.")))
+                raise
             self._set(HostState("ready", model))
             return loaded
+
+    def _progress(self, model: str | None) -> Progress:
+        """What a load reports its progress to, which ends it where it was cancelled."""
+        loop, shown = asyncio.get_running_loop(), 0.0
+
+        def progress(stage: str, done: int, total: int) -> None:
+            nonlocal shown
+            self._require_wanted()
+            if time.monotonic() - shown >= _PROGRESS_S or done == total:
+                shown = time.monotonic()
+                _on(loop, show, HostState("loading", model, stage, done, total))
+
+        def show(state: HostState) -> None:
+            if self.state.status == "loading":
+                self._set(state)
+
+        return progress
+
+    def _work_to_load(self, model: str | None, options: Mapping[str, Any], progress: Progress) -> Model:
+        self._drop_model()
+        loaded = load_with_room(model, options, self._most, progress)
+        try:
+            self._require_wanted()
+        except LoadCancelledError:
+            loaded.close()
+            raise
+        self._worker.take(loaded)
+        return loaded
+
+    def _require_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise LoadCancelledError("Loading was cancelled.", "Choose a model.")
 
     def cancel_load(self) -> None:
         """Ends loading at its next step, if a model is being loaded."""
@@ -248,9 +307,11 @@ class ModelHost:
     async def unload(self) -> None:
         """Frees the model and cancels its replies."""
         async with self._loading:
-            self._leaving = True
-            await self._do(self._drop_model)
+            if self.state.status == "closed":
+                return
+            # First, so that nothing is asked of a model that goes.
             self._set(HostState("empty"))
+            await self._do(self._drop_model)
 
     def submit(self, start: Callable[[Model], TokenStream], owner: str, *, streams: bool = True) -> HostReply:
         """Starts a reply that takes turns with the others.
@@ -261,11 +322,10 @@ class ModelHost:
             streams: whether chunks are wanted as they come; otherwise several are passed on together.
 
         Raises:
-            UsageError: no model is loaded.
+            NotReadyError: no model can answer now.
             BusyError: too many requests wait.
         """
-        if self.state.status != "ready":
-            raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
+        self.require_model()
         if self.waiting >= self._queue:
             raise BusyError(f"{self.waiting} requests are already waiting.", "Try again in a moment.")
         return HostReply(self._worker, start, owner, 1 if streams else _TOGETHER)
@@ -274,26 +334,31 @@ class ModelHost:
         """Asks something of the model between two turns.
 
         Raises:
-            UsageError: no model is loaded.
+            NotReadyError: no model can answer now.
         """
+        self.require_model()
+        # It may go while the question waits.
+        return await self._do(lambda: question(self.require_model()))
 
-        def work() -> T:
-            if self._worker.model is None:
-                raise UsageError("No model is loaded.", "Load one, or wait until it is loaded.")
-            return question(self._worker.model)
+    async def bring_back(self) -> None:
+        """Loads the model again, if it was unloaded for being idle: on its thread, as others must not wait for it.
 
-        return await self._do(work)
+        Raises:
+            NotReadyError: no model can answer now.
+            EdgeInferError: it cannot be loaded any more; the next request tries again.
+        """
+        if not self.require_model().in_memory:
+            await self.ask(lambda model: model.reload())
 
     async def close(self) -> None:
         """Frees the model, cancels its replies and ends the thread; once is enough."""
-        if not self._worker.is_alive():
+        if self.state.status == "closed":
             return
+        self._set(HostState("closed"))
         self._cancelled.set()
-        self._leaving = True
         await self._do(self._drop_model)
         self._worker.end()
         await asyncio.to_thread(self._worker.join)
-        self._set(HostState("empty"))
 
     def _drop_model(self) -> None:
         self._worker.drop_replies()
@@ -302,6 +367,8 @@ class ModelHost:
             model.close()
 
     def _set(self, state: HostState) -> None:
+        if self.state.status == "closed":
+            return
         self.state = dataclasses.replace(state, number=self.state.number + 1)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -331,70 +398,3 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arguments
     """Calls on the loop, unless the program is ending and it is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *arguments)
-
-
-_log = logging.getLogger("edgeinfer")
-
-# Of the contexts of replies side by side, for what there must be room; where it is short, some are evaluated again.
-_LEAST_SHARE = 0.25
-
-
-def with_room(
-    model: str | None, options: Mapping[str, Any], parallel: int, alone: edgeinfer.MemoryPlan | None = None
-) -> dict[str, Any]:
-    """Returns options by which up to `parallel` replies have room side by side.
-
-    Where the budget has no room for that many, there is room for half as many, and so on; without any the options are
-    those given.
-
-    Args:
-        options: fields of LoadConfig; a `prefix_cache` among them is kept to.
-        alone: the plan by these options, where it was made already.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.plan`.
-    """
-    given = dict(options)
-    alone = alone or edgeinfer.plan(model, **given)
-    mine = alone.configuration
-    fixed = given | {"context": mine.context, "kv": mine.kv, "weights": mine.weights}
-    if alone.budget_bytes is not None and _follows_grammars():
-        # Once the cache has what is left, there is no room for them.
-        fixed["structured"] = edgeinfer.plan(model, **(fixed | {"structured": True})).fits
-    sized = given.get("prefix_cache") is None and given.get("overflow", "stop") == "stop"
-    while parallel >= 1:
-        roomy = fixed | {"parallel": parallel}
-        if parallel == 1 and sized:  # beside the reply that runs, the one before is kept
-            roomy["prefix_cache"] = alone.terms.get("kv", 0)
-        plan = edgeinfer.plan(model, **roomy)
-        least = _LEAST_SHARE * (parallel - 1) * plan.terms.get("kv", 0) if sized else 0
-        if plan.fits and plan.prefix_cache >= least:
-            return roomy
-        parallel //= 2
-    return given
-
-
-def _follows_grammars() -> bool:
-    """Whether replies by a schema, an expression or a grammar can be made here."""
-    return importlib.util.find_spec("llguidance") is not None
-
-
-def load_with_room(
-    model: str | None, options: Mapping[str, Any], parallel: int, progress: Progress | None
-) -> edgeinfer.Model:
-    """Loads a model by `with_room`, or without it if its cache cannot be copied: replies then run one after the other.
-
-    Args:
-        progress: as `edgeinfer.load` takes it.
-
-    Raises:
-        EdgeInferError: as `edgeinfer.load`.
-    """
-    roomy = with_room(model, options, parallel)
-    try:
-        return edgeinfer.load(model, progress=progress, **roomy)
-    except CapabilityError as error:
-        if roomy == dict(options):
-            raise
-        _log.warning("Replies run one after the other. %s", error.message)
-    return edgeinfer.load(model, progress=progress, **options)

@@ -94,7 +94,8 @@ class InfoEndpoints:
         """Tells whether requests will be answered, and how far loading is."""
         state = self._service.host.state
         told: dict[str, Any] = {"status": "ok" if state.status == "ready" else state.status}
-        if state.status == "ready" or (self._service.switch is not None and self._service.switch.opened):
+        loads = state.status != "closed" and self._service.switch is not None and self._service.switch.opened
+        if state.status == "ready" or loads:
             return JSONResponse({"status": "ok"})
         if state.status == "loading":
             told |= {"stage": state.stage, "done": state.done, "total": state.total}

@@ -77,7 +77,7 @@ class LlamaEndpoints:
             "eos_tokens": marks[len(begin) :],
             "modalities": {"vision": False, "audio": False},
             "build_info": f"edgeinfer-{edgeinfer.__version__}",
-            "is_sleeping": False,
+            "is_sleeping": not model.in_memory,
         }
         return JSONResponse(data)
 

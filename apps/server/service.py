@@ -14,11 +14,12 @@ from starlette.types import Receive
 
 from edgeinfer import Context, Model
 from edgeinfer.apps.server.events import while_connected
-from edgeinfer.apps.server.host import HostState, ModelHost
+from edgeinfer.apps.server.host import ModelHost, NotReadyError
 from edgeinfer.apps.server.metrics import Load, Metrics
 from edgeinfer.apps.server.named_models import NamedModel, NamedModels, plain_name
 from edgeinfer.apps.server.security import Security
-from edgeinfer.apps.server.switching import ModelSwitch
+from edgeinfer.apps.server.switching import ModelSwitch, load_refusal
+from edgeinfer.errors import EdgeInferError
 from edgeinfer.openai.errors import RequestError, unknown_model
 from edgeinfer.wording import shown
 
@@ -60,11 +61,9 @@ class Service:
         """The loaded model.
 
         Raises:
-            RequestError: there is none now.
+            NotReadyError: there is none now.
         """
-        if self.host.state.status != "ready" or self.host.model is None:
-            raise _unavailable(self.host.state)
-        return self.host.model
+        return self.host.require_model()
 
     def most_body(self) -> int | None:
         """Bytes of a request that a model served here could possibly answer; None where no context sets a limit."""
@@ -91,19 +90,23 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def use(self, name: Any, receive: Receive) -> AsyncIterator[Model]:
-        """Gives the model that a request names, or the served one if it names none; it stays as long as the block runs.
+        """Gives the model that a request names, or the served one if it names none, in memory; it stays as long as the
+        block runs.
 
         Args:
             receive: of the request, whose body has been read; who hangs up does not wait any longer.
 
         Raises:
-            RequestError: there is no such model, or none now, or too many requests wait for theirs.
+            RequestError: there is no such model, it cannot be loaded, or too many requests wait for theirs.
+            NotReadyError: there is none now.
             ClientGoneError: the client hung up.
         """
         if name is not None and not isinstance(name, str):
             raise RequestError("model is not a string.", "GET /v1/models lists what is served.", param="model")
         if self.switch is None or not self.switch.opened:
-            yield self._loaded(name)
+            model = self._loaded(name)
+            await while_connected(receive, self._bring_back())
+            yield model
             return
         source = await self._source(name or "")
         switch, entered = self.switch, False
@@ -112,6 +115,7 @@ class Service:
             nonlocal entered
             await switch.enter(source)
             entered = True
+            await self._bring_back()
 
         try:
             await while_connected(receive, enter())
@@ -119,6 +123,14 @@ class Service:
         finally:
             if entered:
                 switch.leave()
+
+    async def _bring_back(self) -> None:
+        try:
+            await self.host.bring_back()
+        except NotReadyError:
+            raise
+        except EdgeInferError as error:
+            raise load_refusal(error) from error
 
     def names(self, model: Model) -> list[str]:
         """Returns the names of the loaded model, its own first."""
@@ -187,15 +199,3 @@ class Service:
         if model is None:
             return Load(self.host.running, waiting)
         return Load(self.host.running, waiting, model.context, model.plan)
-
-
-_HINTS = {
-    "empty": ("No model is loaded.", "Load one first.", "no_model"),
-    "loading": ("The model is loading.", "Try again in a moment; GET /health shows the progress.", "model_loading"),
-    "failed": ("The model could not be loaded.", "GET /health shows why.", "model_failed"),
-}
-
-
-def _unavailable(state: HostState) -> RequestError:
-    message, hint, code = _HINTS.get(state.status, _HINTS["loading"])
-    return RequestError(message, hint, status=503, code=code)

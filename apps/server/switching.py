@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import edgeinfer
-from edgeinfer.apps.server.host import ModelHost
-from edgeinfer.errors import BudgetError, EdgeInferError, UsageError
+from edgeinfer.apps.server.host import HostState, ModelHost, NotReadyError
+from edgeinfer.errors import BudgetError, EdgeInferError
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["ModelSwitch"]
+__all__ = ["ModelSwitch", "load_refusal"]
 
 # Of the options that a model was served with, those that mean the same for every other.
 _OF_ANY_MODEL = (
@@ -65,6 +65,7 @@ class ModelSwitch:
         self._loading: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._keep_s: float | None = None
+        self._closed = False
         self.opened = False
         self.most_context = options.get("context") or _USUAL_CONTEXT
 
@@ -83,7 +84,10 @@ class ModelSwitch:
 
         Raises:
             RequestError: too many wait, or it cannot be loaded.
+            NotReadyError: this is closed.
         """
+        if self._closed:
+            raise _stopping()
         self._stop_timer()
         if self._loading is None and not self._waiting and self.is_loaded(source):
             self._users += 1
@@ -112,7 +116,9 @@ class ModelSwitch:
     def _go_on(self) -> None:
         """After a request is over: goes on, or waits for the model to be idle long enough."""
         self._advance()
-        if self._loading is None and not self._users and not self._waiting and self._keep_s is not None:
+        if self._closed or self._loading is not None:
+            return
+        if not self._users and not self._waiting and self._keep_s is not None:
             self._stop_timer()
             self._idle = asyncio.get_running_loop().call_later(self._keep_s, self._unload_idle)
 
@@ -127,20 +133,21 @@ class ModelSwitch:
         return max(0.0, self._idle.when() - asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        """Ends a load and the timer; who waits is refused."""
+        """Ends a load and the timer; who waits, or comes later, is refused."""
+        self._closed = True
         self._stop_timer()
         if self._loading is not None:
             self._host.cancel_load()
             with contextlib.suppress(EdgeInferError):
                 await self._loading
         while self._waiting:
-            self._refuse(self._waiting.popleft(), UsageError("The server is stopping.", "Ask another."))
+            self._refuse(self._waiting.popleft(), _stopping())
 
     def _advance(self) -> None:
         """Lets in who may be let in, or begins to load the model that is wanted next."""
         while self._waiting and self._waiting[0].granted.done():  # its client has given up
             self._waiting.popleft()
-        if self._loading is not None or not self._waiting:
+        if self._loading is not None or self._closed or not self._waiting:
             return
         source = self._waiting[0].source
         if self.is_loaded(source):
@@ -156,7 +163,7 @@ class ModelSwitch:
             options = self._options if source == self.source else await asyncio.to_thread(self._fitting, source)
             await self._host.load(source, options)
         except EdgeInferError as caught:
-            error = _told(caught)
+            error = _stopping() if self._closed else load_refusal(caught)
         except Exception as caught:  # whatever it is, who waits must hear of it
             error = caught
         finally:
@@ -208,8 +215,12 @@ class ModelSwitch:
             self._advance()
 
 
-def _told(error: EdgeInferError) -> RequestError:
-    """Why a model could not be loaded, for those who named it; the log says it too."""
-    _log.warning("A model that a request named could not be loaded. %s", error)
+def _stopping() -> NotReadyError:
+    return NotReadyError(HostState("closed"))
+
+
+def load_refusal(error: EdgeInferError) -> RequestError:
+    """Why a model could not be loaded, for those whose requests need it; the log says it too."""
+    _log.warning("The model of a request could not be loaded. %s", error)
     code = "insufficient_memory" if isinstance(error, BudgetError) else "model_failed"
     return RequestError(f"The model could not be loaded: {error.message}", error.hint, status=503, code=code)

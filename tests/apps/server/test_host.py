@@ -12,7 +12,8 @@ import pytest
 
 import edgeinfer
 from edgeinfer.apps.server.completions import Counts, _drop, _make_replies
-from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, with_room
+from edgeinfer.apps.server.host import BusyError, HostReply, LoadCancelledError, ModelHost, NotReadyError
+from edgeinfer.apps.server.room import with_room
 from edgeinfer.errors import BudgetError, ModelError, PromptError, UsageError
 from tests.apps.server.served import held, measured_turns
 from tests.factories import make_bigram_bundle
@@ -146,7 +147,7 @@ def test_another_model_takes_the_place_and_ends_replies(tmp_path: Path) -> None:
         await host.unload()
         assert host.model is None and host.state.status == "empty"
         for use in (lambda: ask_for(host, PROMPTS[0]), lambda: host.ask(lambda model: model.context)):
-            with pytest.raises(UsageError, match="No model is loaded"):
+            with pytest.raises(NotReadyError, match="No model is loaded"):
                 found = use()
                 if not isinstance(found, HostReply):
                     await found
