@@ -210,7 +210,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
     )
     threads: int | None = option(
         None,
-        help="number of CPU threads (default: as found by edgeinfer tune, else one per physical core)",
+        help="number of CPU threads (default: as found by edgeinfer tune, else one per fast core it may use)",
         low=1,
         high=1024,
         cli=("-t", "--threads"),

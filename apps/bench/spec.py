@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
-import psutil
-
 from edgeinfer.apps.bench.benchmark import BenchContext, Benchmark, BenchResult, option
 from edgeinfer.apps.bench.driver import Worker
 from edgeinfer.apps.bench.grid import grid_prompts
@@ -248,12 +246,11 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(context.open_model(bundle, loading))
         items = _items(options, model, prompts)
-        threads = loading.get("threads") or psutil.cpu_count(logical=False) or 1
         learning = LearningModel(model)
         modes: list[Mode] = edgeinfer_modes(learning, config, skipped)
         if artifacts and options.llamacpp:
             room = -(-model.context // _LLAMACPP_CONTEXT) * _LLAMACPP_CONTEXT
-            arguments = {"path": str(artifacts.gguf()), "threads": threads, "context": room}
+            arguments = {"path": str(artifacts.gguf()), "threads": model.threads, "context": room}
             worker = stack.enter_context(Worker("llamacpp", arguments))
             modes += llamacpp_modes(worker, config, _stop_ids(artifacts.checkpoint()))
         for item in tokenize_prompts(model, warming, options.max_tokens):
@@ -267,7 +264,7 @@ def run_spec(options: SpecOptions, context: BenchContext) -> tuple[SpecResults, 
             recorded["further temperatures"] = ",".join(f"{temperature:g}" for temperature in config.temperatures)
         if options.lengths:
             recorded["lengths"] = ",".join(options.lengths)
-        setup = SpecSetup(threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)
+        setup = SpecSetup(model.threads, model.info.kernel, model.info.name, model.info.bits_per_weight, recorded)
         done: list[PromptTimes] = []
         finished = True
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,7 @@ def quantize_gguf(
         tensor_types: types of single tensors, by names of tensors; they hold over what `kind` would make of them.
         prune_layers: layers to leave out; the others move up.
         requantize: take a source whose tensors are quantized, which loses more than one of floats would.
-        threads: at a time; None for as many as there are cores.
+        threads: at a time; None for as many as there are processors that this process may use.
         progress: called with a tensor's name, how many tensors are done and how many there are.
 
     Raises:
@@ -88,7 +89,7 @@ def quantize_gguf(
     _check(file, file_type, types, importance, requantize=requantize)
     lib = llama_library()
     request = _Request(lib, file, file_type, types, importance or {}, layers)
-    request.params.nthread = threads if threads is not None else os.cpu_count() or 1
+    request.params.nthread = threads if threads is not None else _processors()
     request.params.allow_requantize = requantize
     with storage_errors(target), tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         scratch = Path(folder) / target.name
@@ -282,3 +283,7 @@ def _counted(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _is_pruned(name: str, layers: tuple[int, ...]) -> bool:
     found = _LAYER.fullmatch(name)
     return found is not None and int(found[1]) in layers
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -18,7 +18,7 @@ from edgeinfer.runtime.devices.selection import choose_device
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration, ModelMemory, TokenizerMode
 from edgeinfer.runtime.planning.plan_input import BackendChoice
 from edgeinfer.runtime.profile.settings import UNTUNED, TunedSettings
-from edgeinfer.runtime.system.machine import physical_cores
+from edgeinfer.runtime.system.machine import usable_cores
 from edgeinfer.runtime.text.contract import TokenizerLike
 from edgeinfer.runtime.text.mapped import find_table
 from edgeinfer.runtime.text.transient import tokenizer_facts
@@ -146,8 +146,8 @@ class BackendFactory(ABC):
 
 
 def thread_count(config: LoadConfig, settings: TunedSettings = UNTUNED) -> int:
-    """Threads of the linear algebra: as the caller said, else as tuned, else one on each core."""
-    return config.threads or settings.threads or physical_cores()
+    """Threads of the linear algebra: as the caller said, else as tuned, else one on each core that it can keep busy."""
+    return config.threads or settings.threads or usable_cores()
 
 
 def counting_experts(bundle: Bundle, backend: Backend, cache: ObservedCache) -> Backend:

@@ -14,7 +14,7 @@ from edgeinfer.bundle import Bundle, Layout
 from edgeinfer.config import LoadConfig
 from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.system.machine import physical_cores, processor_name, usable_processors
+from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
 from edgeinfer.version import VERSION
 
 __all__ = ["TUNED_WEIGHTS", "UNTUNED", "Fingerprint", "TunedSettings", "model_digest"]
@@ -91,7 +91,7 @@ class TunedSettings:
         Args:
             proved_with: threads that the settings were proved with; with another number they were not measured.
         """
-        if (config.threads or self.threads or physical_cores()) != proved_with:
+        if (config.threads or self.threads or usable_cores()) != proved_with:
             return UNTUNED
         own_weights = config.weights is not None or config.expert_memory is not None
         return dataclasses.replace(
@@ -135,7 +135,7 @@ class Fingerprint:
 
     Attributes:
         processor: its name.
-        cores: physical ones.
+        cores: that this process can keep busy.
         processors: threads that this process may run on at once.
         system: name and architecture.
         edgeinfer: version.
@@ -169,7 +169,7 @@ class Fingerprint:
         """Describes this machine."""
         return cls(
             processor=processor_name()[:_MOST_TEXT],
-            cores=physical_cores(),
+            cores=usable_cores(),
             processors=len(usable_processors()),
             system=f"{platform.system()} {platform.machine()}"[:_MOST_TEXT],
             edgeinfer=VERSION,

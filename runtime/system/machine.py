@@ -1,4 +1,4 @@
-"""What memory and cores this machine has, which of them a process may use, and where threads are pinned."""
+"""What memory and processors this machine has, how much of both a process may use, and where threads are pinned."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ __all__ = [
     "free_memory",
     "load_average",
     "machine_memory",
-    "physical_cores",
     "pinning",
     "processor_name",
+    "usable_cores",
     "usable_processors",
 ]
 
-# Where control groups are, by the controllers that /proc/self/cgroup names, and the file of a group's limit: of
-# cgroup 2, which names none, and of cgroup 1. Containers see their own group as the mount itself.
+# The control groups of this process, and where they are: those of cgroup 1 under the names of their controllers. In
+# containers their own group may be the mount itself.
 _GROUPS = Path("/proc/self/cgroup")
-_MOUNTS = {"": (Path("/sys/fs/cgroup"), "memory.max")}
-_MOUNTS |= {"memory": (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")}
+_MOUNT = Path("/sys/fs/cgroup")
 # What the group's processes have of their own, and have mapped of files, by the file beside the limit: of cgroup 2, and
 # of cgroup 1.
 _USED = re.compile(r"^(?:anon|total_rss) (\d+)$", re.MULTILINE)
@@ -32,8 +31,12 @@ _MAPPED = re.compile(r"^(?:file_mapped|total_mapped_file) (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(r"^MemAvailable: +(\d+) kB$", re.MULTILINE)
 _MEMINFO = Path("/proc/meminfo")
 _CPUS = Path("/sys/devices/system/cpu")
-# What tells processors of different speed apart: relative capacity (Arm), else the highest frequency.
-_SPEEDS = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
+# What tells processors of different speed apart, and the share of the fastest below which one is of a slow kind, for
+# which the others would wait in every operator: relative capacity, of which Arm's middle cores have two thirds and more
+# and small ones less than half, else the highest frequency, in which cores of one kind differ by less than a tenth.
+_SPEEDS = {"cpu_capacity": 0.5, "cpufreq/cpuinfo_max_freq": 0.8}
+# Where Intel's hybrid processors name those of their performance cores.
+_PERFORMANCE = Path("/sys/devices/cpu_core/cpus")
 
 
 def machine_memory() -> int:
@@ -53,22 +56,25 @@ def free_memory(mapped: int = 0) -> int:
     return max(0, min([_available(), *groups]))
 
 
-def physical_cores() -> int:
-    """Cores of the processor, each once however many threads it runs."""
-    if sys.platform == "linux":
-        # Threads of one core name each other.
-        cores = {path.read_text("ascii") for path in _CPUS.glob("cpu[0-9]*/topology/thread_siblings_list")}
-        if cores:
-            return len(cores)
-    import psutil  # a megabyte of modules that Linux mostly does without
+def usable_cores() -> int:
+    """Cores that this process can keep busy, at least one: of those that the system lets it run on, the fast ones, each
+    once however many threads it runs, and no more than its control groups have time for."""
+    cores = len(_fast(_cores())) if sys.platform == "linux" else 0
+    if not cores:
+        import psutil  # a megabyte of modules that Linux mostly does without
 
-    return psutil.cpu_count(logical=False) or 1
+        cores = min(psutil.cpu_count(logical=False) or 1, len(usable_processors()))
+    return max(1, int(min([cores, *_quotas()])))
 
 
 def usable_processors() -> tuple[int, ...]:
     """Numbers of the processors that the system lets this process run on, ascending."""
     if sys.platform == "linux":
         return tuple(sorted(os.sched_getaffinity(0)))
+    if sys.platform == "win32":
+        import psutil
+
+        return tuple(sorted(psutil.Process().cpu_affinity()))
     return tuple(range(os.cpu_count() or 1))
 
 
@@ -116,15 +122,34 @@ def _number(pattern: re.Pattern[str], path: Path) -> int:
 
 
 def _limit_files() -> Iterator[Path]:
-    """Where limits of this process's control groups and of all around them stand, if there are any."""
+    """Where limits of memory of this process's control groups and of all around them stand, if there are any."""
+    for folder, names in _groups("memory"):
+        yield folder / ("memory.limit_in_bytes" if names else "memory.max")
+
+
+def _quotas() -> Iterator[float]:
+    """How many processors the control groups have time for, those around the process's own included."""
+    for folder, names in _groups("cpu"):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if names else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((folder / file).read_text("ascii") for file in files).split()
+            if quota.isdecimal() and period.isdecimal() and int(period):  # else "max", or -1
+                yield int(quota) / int(period)
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, str]]:
+    """Folders that may be control groups of this process, and the controllers of their hierarchy: "" in cgroup 2."""
     try:
         lines = _GROUPS.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         lines = []
     own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    for controllers, (mount, name) in _MOUNTS.items():
-        group = mount / own.get(controllers, "").lstrip("/")
-        yield from (folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount))
+    mounts = [path for path in _MOUNT.glob(f"*{controller}*") if controller in path.name.split(",")]
+    for mount in (_MOUNT, *mounts):
+        names = "" if mount == _MOUNT else mount.name
+        path = next((path for each, path in own.items() if (controller in each.split(",") if names else not each)), "")
+        group = mount / path.lstrip("/")
+        yield from ((folder, names) for folder in (group, *group.parents) if folder.is_relative_to(mount))
 
 
 def _limit(path: Path) -> int | None:
@@ -159,12 +184,31 @@ def _cores() -> list[int]:
     return sorted(first.values(), key=lambda processor: (-_speed(processor), processor))
 
 
+def _fast(cores: list[int]) -> list[int]:
+    """Those cores, named by a processor of each, that are of no slow kind."""
+    with contextlib.suppress(OSError, ValueError):
+        named = _numbers(_PERFORMANCE.read_text("ascii"))
+        return [core for core in cores if core in named] or cores
+    for name, share in _SPEEDS.items():
+        speeds = [_speed_by(name, core) for core in cores]
+        if len(set(speeds)) > 1:
+            return [core for core, speed in zip(cores, speeds, strict=True) if speed >= share * max(speeds)]
+    return cores
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers of a list such as 0-3,8."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for part in ends for number in range(int(part[0]), int(part[-1]) + 1)}
+
+
 def _speed(processor: int) -> int:
-    for name in _SPEEDS:
-        text = _read(processor, name)
-        if text is not None and text.isdecimal():
-            return int(text)
-    return 0
+    return next((speed for name in _SPEEDS if (speed := _speed_by(name, processor))), 0)
+
+
+def _speed_by(name: str, processor: int) -> int:
+    text = _read(processor, name)
+    return int(text) if text is not None and text.isdecimal() else 0
 
 
 def _read(processor: int, name: str) -> str | None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from edgeinfer.runtime.system.machine import usable_processors
+
 __all__ = ["ProcessorTimes", "SpareThreads", "processor_times"]
 
 # Seconds between looks: the system counts in hundredths.
@@ -25,9 +27,9 @@ class ProcessorTimes(NamedTuple):
 
     Attributes:
         wall: since some moment.
-        busy: in which processors worked, for any program, all of them together.
+        busy: in which processors that this process may use worked, for any program, all of them together.
         own: in which they worked for this process.
-        processors: that there are.
+        processors: that this process may use.
     """
 
     wall: float
@@ -67,10 +69,11 @@ def processor_times() -> ProcessorTimes:
     """As the system counts them now."""
     if sys.platform == "linux":
         # user nice system idle iowait irq softirq steal: what another machine on the same hardware took counts as busy.
-        first, *lines = _STAT.read_text("ascii").split("\n")
-        times = [int(part) / os.sysconf("SC_CLK_TCK") for part in first.split()[1:9]]
-        busy = sum(times) - times[3] - times[4]
-        processors = sum(line.startswith("cpu") for line in lines)
+        usable = [f"cpu{number}" for number in usable_processors()]
+        lines = dict(line.split(" ", 1) for line in _STAT.read_text("ascii").splitlines() if line.startswith("cpu"))
+        times = [[int(part) for part in lines[name].split()[:8]] for name in usable if name in lines]
+        busy = sum(sum(each) - each[3] - each[4] for each in times) / os.sysconf("SC_CLK_TCK")
+        processors = len(times)
     else:
         import psutil  # a megabyte of modules that Linux mostly does without
 

@@ -24,8 +24,7 @@ from edgeinfer.runtime.profile.tuned import (
     read_profile,
     write_profile,
 )
-from edgeinfer.runtime.system import machine
-from edgeinfer.runtime.system.machine import physical_cores, pinning, processor_name, usable_processors
+from edgeinfer.runtime.system.machine import processor_name, usable_cores, usable_processors
 from tests.tables import each_row
 
 MODEL = "ab" * 32
@@ -81,7 +80,7 @@ def test_settings_of_other_fields_are_refused(data: Any) -> None:
 
 
 def test_the_callers_own_are_never_overridden() -> None:
-    cores = physical_cores()
+    cores = usable_cores()
     settings = dataclasses.replace(SETTINGS, threads=cores, affinity="")
     assert settings.beside(LoadConfig(), cores) == settings
     assert settings.beside(LoadConfig(prefill_chunk=16), cores) == dataclasses.replace(settings, prefill_chunk=None)
@@ -212,42 +211,3 @@ def test_this_machine_is_described() -> None:
     assert here == Fingerprint.here("engine", "kernel")
     assert here.processor == processor_name()[:256] != ""
     assert 1 <= here.processors == len(usable_processors()) <= (os.cpu_count() or 1)
-
-
-# Processors.
-
-
-@pytest.fixture
-def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two fast cores of two threads each, numbered first and last, and two slow ones of one."""
-    cores = {0: "0-1", 1: "0-1", 2: "2", 3: "3", 4: "4-5", 5: "4-5"}
-    for processor, siblings in cores.items():
-        folder = tmp_path / f"cpu{processor}"
-        (folder / "topology").mkdir(parents=True)
-        (folder / "cpufreq").mkdir()
-        (folder / "topology" / "thread_siblings_list").write_text(siblings + "\n")
-        (folder / "cpufreq" / "cpuinfo_max_freq").write_text("2000000\n" if processor in (2, 3) else "5000000\n")
-    monkeypatch.setattr(machine, "_CPUS", tmp_path)
-    monkeypatch.setattr(machine, "usable_processors", lambda: tuple(cores))
-    monkeypatch.setattr(sys, "platform", "linux")
-    return tmp_path
-
-
-def test_one_processor_of_each_core_the_fastest_first(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The calling thread is free; the others are counted from 1.
-    assert [pinning(n) for n in (1, 2, 3, 4, 5)] == ["", "5", "5;3", "5;3;4", ""]
-    monkeypatch.setattr(machine, "usable_processors", lambda: (1, 2, 3))
-    assert [pinning(n) for n in (2, 3, 4)] == ["3", "3;4", ""]
-
-
-def test_capacities_tell_more_than_frequencies(hybrid: Path) -> None:
-    for processor in range(6):
-        (hybrid / f"cpu{processor}" / "cpu_capacity").write_text("1024" if processor in (2, 3) else "400")
-    assert pinning(2) == "4" and pinning(3) == "4;1"
-
-
-def test_nothing_is_pinned_where_cores_are_not_known(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (hybrid / "cpu3" / "topology" / "thread_siblings_list").unlink()
-    assert pinning(2) == ""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert pinning(2) == ""
