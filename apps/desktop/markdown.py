@@ -7,17 +7,21 @@ addresses only.
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import lru_cache
 from html import escape
 from typing import Any
 
 from markdown_it import MarkdownIt
+from markdown_it.common.utils import escapeHtml
 from markdown_it.renderer import RendererHTML
 from markdown_it.rules_block import StateBlock, table
 from markdown_it.rules_inline import StateInline, image, link
 from markdown_it.token import Token
+from mdit_py_plugins.footnote import footnote_plugin
+from mdit_py_plugins.tasklists import tasklists_plugin
 
+from edgeinfer.apps.desktop.formulas import Lifted
 from edgeinfer.apps.desktop.highlight import highlighted
 
 __all__ = ["render_reply", "render_user"]
@@ -37,11 +41,17 @@ _MOST_BRACKETS, _MOST_CELLS = 3_000, 6_000
 class _Renderer(RendererHTML):
     """Renders code with a head, pictures as links, and links so that the page they lead to learns nothing of ours."""
 
+    def text(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
+        return _lifted(env).shown(escapeHtml(tokens[index].content))
+
+    def code_inline(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
+        return f"<code>{escapeHtml(_lifted(env).typed(tokens[index].content))}</code>"
+
     def fence(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
-        return _code(tokens[index].content, tokens[index].info)
+        return _code(_lifted(env).typed(tokens[index].content), _lifted(env).typed(tokens[index].info))
 
     def code_block(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
-        return _code(tokens[index].content, "")
+        return _code(_lifted(env).typed(tokens[index].content), "")
 
     def th_open(self, tokens: Sequence[Token], index: int, options: Any, env: MutableMapping[str, Any]) -> str:
         # The page allows no styles of its own.
@@ -68,6 +78,13 @@ class _Renderer(RendererHTML):
         if not source:
             return escape(label)
         return f'<a href="{escape(source)}" rel="noopener noreferrer" target="_blank">{escape(label)}</a>'
+
+
+def _lifted(env: MutableMapping[str, Any]) -> Lifted:
+    return env.get("lifted") or _NOTHING_LIFTED
+
+
+_NOTHING_LIFTED = Lifted("")
 
 
 def _spend(env: MutableMapping[str, Any], name: str, cost: int, most: int) -> bool:
@@ -108,7 +125,27 @@ def _parser(preset: str, options: dict[str, Any]) -> MarkdownIt:
     return parser
 
 
-_REPLY = _parser("js-default", {})
+# Numbers alone: links within the page would need names that no other message has.
+_FOOTNOTES: dict[str, Callable[[Token], str]] = {
+    "footnote_ref": lambda token: f'<sup class="footnote">{token.meta["id"] + 1}</sup>',
+    "footnote_open": lambda token: "<li>",
+    "footnote_close": lambda token: "</li>\n",
+    "footnote_anchor": lambda token: "",
+    "footnote_block_open": lambda token: '<ol class="footnotes">\n',
+    "footnote_block_close": lambda token: "</ol>\n",
+}
+
+
+def _reply_parser() -> MarkdownIt:
+    parser = _parser("js-default", {"linkify": True}).use(tasklists_plugin).use(footnote_plugin, inline=False)
+    for name, html in _FOOTNOTES.items():
+        parser.add_render_rule(name, lambda self, tokens, index, options, env, html=html: html(tokens[index]))
+    # Names of files, such as main.py, are no addresses.
+    parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
+    return parser
+
+
+_REPLY = _reply_parser()
 # What people type is no Markdown but for the code they paste.
 _USER = _parser("zero", {"breaks": True}).enable(["fence", "backticks", "newline"])
 
@@ -119,13 +156,18 @@ def render_reply(text: str) -> str:
         return _plain(text)
     thought = _THOUGHT.match(text)
     if thought is None:
-        return str(_REPLY.render(text))
+        return _rendered(text)
     opened = "" if thought["end"] else " open"
-    inner = _REPLY.render(thought["thought"])
+    inner = _rendered(thought["thought"])
     return (
         f'<details class="thinking"{opened}><summary>Thinking</summary>{inner}</details>'
-        f"{_REPLY.render(text[thought.end() :])}"
+        f"{_rendered(text[thought.end() :])}"
     )
+
+
+def _rendered(text: str) -> str:
+    lifted = Lifted(text)
+    return lifted.cleared(str(_REPLY.render(lifted.text, {"lifted": lifted})))
 
 
 def render_user(text: str) -> str:

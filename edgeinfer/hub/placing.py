@@ -68,8 +68,8 @@ def places() -> list[Place]:
         found.append(Place(name, each.path, "converted", hub_id, also, (each,), size))
     for model in cached:
         if model.kind != "checkpoint":
-            also = (stem_of(model.path.name), model.repo_id.rpartition("/")[2])
-            found.append(Place(model.name, model.path, "hub", model.repo_id, also, (model,)))
+            names = (stem_of(model.path.name), model.repo_id.rpartition("/")[2])
+            found.append(Place(model.name, model.path, "hub", model.repo_id, names, (model,)))
     known = {place.path for place in found}
     found += [Place(_file_name(path), path, "folder") for path in _own_files() if path not in known]
     counts = Counter(place.name.lower() for place in found)

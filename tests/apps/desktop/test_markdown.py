@@ -15,17 +15,38 @@ from tests.tables import each_row
 
 SHOWN = {
     *("a", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6"),
-    *("hr", "li", "ol", "p", "pre", "s", "span", "strong", "summary", "table", "tbody", "td", "th", "thead", "tr"),
-    "ul",
+    *(
+        "hr",
+        "li",
+        "ol",
+        "p",
+        "pre",
+        "s",
+        "span",
+        "strong",
+        "summary",
+        "sup",
+        "table",
+        "tbody",
+        "td",
+        "th",
+        "thead",
+        "tr",
+    ),
+    *("input", "ul"),
 }
 ATTRIBUTES = {
     "a": {"href", "title", "rel", "target"},
     "button": {"class"},
     "details": {"class", "open"},
     "div": {"class"},
-    "ol": {"start"},
+    "input": {"class", "checked", "disabled", "type"},
+    "li": {"class"},
+    "ol": {"class", "start"},
     "p": {"class"},
     "span": {"class"},
+    "sup": {"class"},
+    "ul": {"class"},
     "td": {"class"},
     "th": {"class"},
 }
@@ -33,6 +54,22 @@ FRAGMENTS = [
     *("<script>", "</script>", "<img src=x onerror=alert(1)>", "![a](", "[a](", ")", "javascript:", "data:text/html,"),
     *("`", "```", "```html\n", "\n", "\n\n", "    ", "<", ">", '"', "'", "&", "&#x3c;", "|", "|-|\n", "[x]: ", "\\"),
     *("http://a/", "onload=", "*", "_", "~~", "<think>", "</think>", "> ", "- ", "1. ", "# ", "\x00", "é", "\t"),
+    *(
+        "$",
+        "$$",
+        "\\(",
+        "\\)",
+        "\\[",
+        "\\]",
+        "\\begin{align}",
+        "\ue000",
+        "\ue001",
+        "%EE%80%80",
+        "0",
+        "[^1]",
+        "[^1]: ",
+        "[ ] ",
+    ),
 ]
 
 
@@ -83,6 +120,24 @@ def test_code_has_a_head_and_colours() -> None:
     assert "<code>indented &amp;\n</code>" in render_reply("    indented &\n")
     # While it is being written, too.
     assert '<span class="lang">c</span>' in render_reply("```c\nint x")
+
+
+def test_task_lists_bare_links_and_footnotes() -> None:
+    tasks = render_reply("- [ ] a\n- [x] b\n- [] c\n\n1. [X] d\n")
+    assert tasks.count('<input class="task-list-item-checkbox" disabled="disabled" type="checkbox"> a') == 1
+    assert tasks.count('checked="checked" disabled="disabled" type="checkbox">') == 2
+    assert "<li>[] c</li>" in tasks
+    html = render_reply("See https://a.b/c_d_(e)?f=1&g=2. Not main.py, a.b or `http://code.x`; [one](http://x.y).")
+    address = "https://a.b/c_d_(e)?f=1&amp;g=2"
+    assert f'See <a href="{address}" rel="noopener noreferrer" target="_blank">{address}</a>.' in html
+    assert html.count("<a ") == 2
+    html = render_reply("One[^1] and two[^b], none[^c].\n\n[^1]: First *note*.\n[^b]: Second.\n")
+    assert 'One<sup class="footnote">1</sup> and two<sup class="footnote">2</sup>, none[^c].' in html
+    assert html.endswith(
+        '<ol class="footnotes">\n<li><p>First <em>note</em>.</p>\n</li>\n<li><p>Second.</p>\n</li>\n</ol>\n'
+    )
+    for text in (tasks, html):
+        assert wrong_in(text) == []
 
 
 def test_links_lead_out_and_pictures_are_links() -> None:

@@ -3,9 +3,14 @@
 // The server escapes what a model writes. The page's policy forbids inline scripts and styles, and this file passes on
 // only what Markdown makes, so that three walls stand between a reply and the page.
 
+import { drawFormulas, isFormula, sameFormula } from "./formulas.js";
+
 const SHORT_COPIED_MS = 1600;
 const ATTRIBUTES = new Set(["class", "href", "title", "start", "open"]);
-const FORBIDDEN = "script, style, iframe, object, embed, form, input, textarea, select, link, meta, base, svg, math";
+// Task lists have boxes, which nobody can tick.
+const BOX = "input[type=checkbox]";
+const BOX_ATTRIBUTES = new Set(["class", "type", "checked", "disabled"]);
+const FORBIDDEN = `script, style, iframe, object, embed, form, input:not(${BOX}), textarea, select, link, meta, base, svg, math`;
 // How Markdown's tables are aligned. The page's policy refuses the attribute, and says so for every cell.
 const ALIGN = /<(t[hd]) style="text-align:(left|center|right)">/g;
 
@@ -15,16 +20,19 @@ export function showMarkdown(target, html) {
   template.innerHTML = html.replace(ALIGN, '<$1 class="align-$2">');
   clean(template.content);
   morph(target, template.content);
+  drawFormulas(target);
 }
 
 function clean(content) {
   for (const element of content.querySelectorAll(FORBIDDEN)) element.remove();
   for (const image of content.querySelectorAll("img")) image.replaceWith(linkFor(image));
   for (const element of content.querySelectorAll("*")) {
+    const kept = element.matches(BOX) ? BOX_ATTRIBUTES : ATTRIBUTES;
     for (const { name } of [...element.attributes]) {
-      if (!ATTRIBUTES.has(name)) element.removeAttribute(name);
+      if (!kept.has(name)) element.removeAttribute(name);
     }
   }
+  for (const box of content.querySelectorAll("input")) box.disabled = true;
   for (const link of content.querySelectorAll("a[href]")) {
     if (!/^(https?|mailto):/i.test(link.getAttribute("href"))) link.removeAttribute("href");
     link.setAttribute("target", "_blank");
@@ -50,7 +58,9 @@ function morph(target, source) {
       continue;
     }
     const next = present.nextSibling;
-    if (present.nodeType !== wanted.nodeType || present.nodeName !== wanted.nodeName) present.replaceWith(wanted);
+    if (isFormula(present) || isFormula(wanted)) {
+      if (!sameFormula(present, wanted)) present.replaceWith(wanted);
+    } else if (present.nodeType !== wanted.nodeType || present.nodeName !== wanted.nodeName) present.replaceWith(wanted);
     else if (present.nodeType === Node.TEXT_NODE) morphText(present, wanted.data);
     else {
       morphAttributes(present, wanted);

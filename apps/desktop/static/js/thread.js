@@ -3,6 +3,7 @@
 import { card } from "./catalog.js";
 import { send } from "./chats.js";
 import { h, iconButton } from "./dom.js";
+import { enableFormulaCopying } from "./formulas.js";
 import { enableCopying } from "./markdown.js";
 import { createMessage } from "./message.js";
 import { openCatalog, use } from "./models.js";
@@ -37,6 +38,7 @@ export function createThread() {
   };
   follower = createFollower(box, inner, seen, still);
   enableCopying(inner);
+  enableFormulaCopying();
   follow(["conversation", "opening", "model", "catalog"], (state) => render(inner, state));
 }
 
