@@ -144,6 +144,7 @@ def _export(run: _Run, source: CheckpointSource, folder: Path, place: Path, bits
         run.progress(stage, done, total)
 
     with run.scratch.inside(place.parent) as inside:
+        progress("", 0, 1)  # a bar at once, as reading the checkpoint takes a while
         bundle = inside / "bundle"
         name = source.name.rpartition("/")[2] if source.directory is None else source.directory.name
         export_checkpoint(folder, bundle, ExportConfig(bits=bits, name=name or "model"), progress)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from edgeinfer.results import Progress
 __all__ = ["write_calibrated", "write_plain", "write_weights"]
 
 Floats = NDArray[np.float32]
+_RowsT = TypeVar("_RowsT")
 
 _log = logging.getLogger("edgeinfer")
 
@@ -120,13 +121,28 @@ class _Writer:
         """Writes a tensor in runs of rows."""
         entry, scheme, rows = self._left[name], self.plan.scheme(name), self.tensors.of(name)
         if scheme is None:
-            write_floats(self._file, entry, rows)
+            write_floats(self._file, entry, self._telling(entry, rows))
         elif name in self.plan.kept:
-            write_quantized(self._file, entry, rows.kept(scheme), scheme)
+            write_quantized(self._file, entry, self._telling(entry, rows.kept(scheme)), scheme)
         else:
             quantized = quantized_rows(rows, entry.shape[1], scheme, self.plan.method, statistics)
-            write_quantized(self._file, entry, quantized, scheme)
+            write_quantized(self._file, entry, self._telling(entry, quantized), scheme)
         self._count(name)
+
+    def _telling(self, entry: TensorEntry, rows: Callable[[int, int], _RowsT]) -> Callable[[int, int], _RowsT]:
+        """The same rows, with progress at each run of them: an embedding may be most of a model."""
+        progress = self._progress
+        if progress is None:
+            return rows
+        width, size, written = math.prod(entry.shape[1:]), math.prod(entry.shape), 0
+
+        def told(start: int, stop: int) -> _RowsT:
+            nonlocal written
+            progress(entry.name, self._done + min(written, size), self.total)
+            written += (stop - start) * width
+            return rows(start, stop)
+
+        return told
 
     def write_whole(self, name: str, weight: Floats, statistics: InputStatistics | None) -> Floats:
         """Writes a matrix that is in memory; returns what was written, as floats."""

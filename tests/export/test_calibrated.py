@@ -128,6 +128,15 @@ def test_progress_counts_weights_to_the_end(tmp_path: Path, text: Path) -> None:
     assert np.diff([done for _, done, _ in seen]).min() >= 0 and seen[-1][1] == seen[-1][2]
 
 
+def test_progress_moves_within_a_large_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "in", "llama")
+    monkeypatch.setattr("edgeinfer.export.weights.writer._SLAB_VALUES", 1024)
+    seen: list[tuple[str, int, int]] = []
+    export_checkpoint(tmp_path / "in", tmp_path / "out", ExportConfig(bits=32), lambda *step: seen.append(step))
+    assert len({done for name, done, _ in seen if name == "embed"}) > 4 and seen[0][1] == 0
+    assert np.diff([done for _, done, _ in seen]).min() >= 0 and seen[-1][1] == seen[-1][2]
+
+
 def test_a_constant_text(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "in", "llama")
     (tmp_path / "constant.txt").write_text("a" * 20000)
