@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from edgeinfer.batching import ReplyBatch, SlotThreads, batch_backend
 from edgeinfer.chat import Chat
@@ -290,10 +290,35 @@ class Model(Replying):
             UsageError: an option is unknown or out of range; another reply is running.
         """
         config = GenerationConfig.of(**options)
+        return self._batch([self._prompt_ids(prompt, config) for prompt in several(prompts)], config, parallel)
+
+    def chat_batch(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        parallel: int = 8,
+        **options: Unpack[GenerationOptions],
+    ) -> list[Result]:
+        """Answers several conversations side by side, as `generate_batch` continues prompts.
+
+        Args:
+            conversations: OpenAI-style messages of each.
+            parallel: replies side by side at most.
+            options: as `stream_chat` takes them; none that take less than the whole model.
+
+        Raises:
+            TemplateError: the model has no chat template, or its template rejects some messages.
+            PromptError, ContextLengthError, CapabilityError, UnshareableError, UsageError: as `generate_batch`.
+        """
+        config = GenerationConfig.for_chat(self.sampling, options)
+        special = config.parses_content
+        ids = [self.tokenize_chat(each, fitting=True, parse_special=special) for each in conversations]
+        return self._batch(ids, config, parallel)
+
+    def _batch(self, ids: Sequence[list[int]], config: GenerationConfig, parallel: int) -> list[Result]:
         require_shareable(config)
         if parallel < 1:
             raise UsageError(f"parallel={parallel} is out of range.", "Give 1 or more.")
-        ids = [self._prompt_ids(prompt, config) for prompt in several(prompts)]
         with closing(self.reply_batch(parallel, streamed=False)) as batch:
             for tokens in ids:
                 batch.main_engine.check(tokens)

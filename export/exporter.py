@@ -59,6 +59,9 @@ def export_checkpoint(
         UsageError: what is asked for needs a package that is not installed.
     """
     config = config or ExportConfig()
+    if source.suffix.lower() == ".gguf":
+        message = f"{source} is a GGUF file, from which no bundle can be made."
+        raise UsageError(message, f"Run it as it is: edgeinfer run -m {source}")
     if (config.calibration is not None or config.has_budget) and find_spec("scipy") is None:
         message = "Calibrated rounding, and bits within a budget, need the scipy package."
         raise UsageError(message, "pip install 'edgeinfer[export]'")

@@ -31,7 +31,7 @@ A run that was killed or interrupted goes on where it was when the same command 
 answered gets one that says why.
 
 example:
-  edgeinfer batch prompts.jsonl -o replies.jsonl -m qwen3-0.6b -n 256
+  edgeinfer batch prompts.jsonl -o replies.jsonl -m qwen2.5-0.5b -n 256
 """
 # Fields of requests that leave them out.
 _DEFAULTS = ("max_tokens", "temperature")

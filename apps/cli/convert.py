@@ -121,7 +121,8 @@ def _convert_file(args: argparse.Namespace, progress: Progress | None) -> None:
             "--to is for bundles; a .gguf file has only one layout.", "Choose a type, such as --type Q4_K_M."
         )
     if args.type is None and not args.prune_layers:
-        raise UsageError("There is nothing to change.", "Add --type TYPE or --prune-layers LAYERS.")
+        hint = "Add --type TYPE or --prune-layers LAYERS; a bundle cannot be made of a .gguf file."
+        raise UsageError("There is nothing to change.", hint)
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"{args.threads} threads are not valid.", "Use at least 1.")
     if args.out.suffix.lower() != _GGUF:

@@ -82,7 +82,7 @@ edgeinfer runs language models on this machine, within a memory budget that you 
 
   edgeinfer run "Once upon a time"   tell a story with the small built-in model
   edgeinfer chat                     chat in a window or the browser
-  edgeinfer chat -m qwen3-0.6b       the same with a real model, downloaded once
+  edgeinfer chat -m qwen2.5-0.5b       the same with a real model, downloaded once
 
 edgeinfer models --catalog shows more models; edgeinfer --help lists all commands.
 """

@@ -27,7 +27,7 @@ List the models on this machine, with what they take, or the catalog of good mod
 examples:
   edgeinfer models
   edgeinfer models --catalog
-  edgeinfer models rm qwen3-0.6b
+  edgeinfer models rm qwen2.5-0.5b
 """
 
 

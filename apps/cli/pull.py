@@ -26,7 +26,7 @@ checkpoint is converted to 4 bits, once. Prints the local path. An interrupted d
 never fetched.
 
 examples:
-  edgeinfer pull qwen3-0.6b
+  edgeinfer pull qwen2.5-0.5b
   edgeinfer pull Qwen/Qwen2.5-0.5B-Instruct --bits 8
   edgeinfer pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M
 """

@@ -36,8 +36,8 @@ stories.
 
 examples:
   edgeinfer run "Once upon a time"
-  edgeinfer run -m qwen3-0.6b "What is a quark?" --memory 1GB
-  cat notes.txt | edgeinfer run -m qwen3-0.6b -p "Summarize:"
+  edgeinfer run -m qwen2.5-0.5b "What is a quark?" --memory 1GB
+  cat notes.txt | edgeinfer run -m qwen2.5-0.5b -p "Summarize:"
 """
 # Tokens unless -n says otherwise: enough for nearly every answer, which ends by itself; a text that is continued may
 # never end.
@@ -201,12 +201,15 @@ def _tell(result: Result, ending: str, *, verbose: bool) -> None:
 
 
 def _summary(result: Result) -> str:
+    peak = f"peak memory {format_size(result.memory.peak_rss_bytes)}"
+    if not result.usage.completion_tokens:
+        return f"0 tokens, {peak}"
     drafting = result.speculation
     lossy = _lossy(result)
     drafts = f", {drafting.mean_accepted_length:.1f} tokens per pass" if drafting.rounds else ""
     return (
         f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}{lossy}, "
-        f"first token after {result.timings.ttft_ms:.0f} ms, peak memory {format_size(result.memory.peak_rss_bytes)}"
+        f"first token after {result.timings.ttft_ms:.0f} ms, {peak}"
     )
 
 

@@ -73,7 +73,7 @@ class CatalogModel:
 
 @functools.cache
 def catalog() -> tuple[CatalogModel, ...]:
-    """Good models for devices, each of which runs by its name: `edgeinfer chat -m qwen3-0.6b`."""
+    """Good models for devices, each of which runs by its name: `edgeinfer chat -m qwen2.5-0.5b`."""
     text = importlib.resources.files("edgeinfer.hub").joinpath("catalog.json").read_text("utf-8")
     return tuple(_read(entry) for entry in json.loads(text))
 

@@ -168,6 +168,9 @@ def test_replies_are_given_in_the_order_of_their_prompts_and_share_beginnings() 
         once = sum(r.usage.prompt_tokens for r in together) - 5 * shared
         assert sum(r.usage.prompt_tokens - r.timings.cached_prompt_tokens for r in together) <= once
         assert model.generate_batch([], max_tokens=12) == []
+        talks = [[{"role": "user", "content": f"Tell me about {name}."}] for name in ("Tom", "Lily", "a frog")]
+        replies = [model.chat().send(talk[0]["content"], max_tokens=8).text for talk in talks]
+        assert [result.text for result in model.chat_batch(talks, parallel=2, max_tokens=8)] == replies
         passes = model.reply_batch(1)
         with contextlib.closing(passes), pytest.raises(UsageError, match="Another thread is working"):
             run_elsewhere(lambda: model.generate("Hello", max_tokens=1))

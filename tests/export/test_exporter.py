@@ -23,6 +23,7 @@ from edgeinfer.errors import (
     EdgeInferError,
     StorageError,
     UnsupportedArchitectureError,
+    UsageError,
 )
 from edgeinfer.export import ExportConfig, export_checkpoint
 from tests.cache import made
@@ -268,6 +269,11 @@ def test_a_malformed_or_missing_config(checkpoint: Path) -> None:
     refused(checkpoint, CheckpointError, "not valid JSON")
     (checkpoint / "config.json").unlink()
     refused(checkpoint, CheckpointError, r"no config\.json")
+
+
+def test_a_gguf_file_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is a GGUF file.* Run it as it is: edgeinfer run -m"):
+        export_checkpoint(tmp_path / "some.gguf", tmp_path / "out")
 
 
 def test_a_missing_tokenizer(checkpoint: Path) -> None:
