@@ -95,7 +95,17 @@ class PromptError(UsageError):
 
 
 class ContextLengthError(UsageError):
-    """More tokens than the context holds, or a context larger than the model allows."""
+    """More tokens than the context holds, or a context larger than the model allows.
+
+    Args:
+        sizes: tokens of the prompt, at least, and of the context; None where it is not about a prompt.
+    """
+
+    def __init__(
+        self, message: str | Wording, hint: str | Wording = "", *, sizes: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.sizes = sizes
 
 
 class GrammarError(UsageError):

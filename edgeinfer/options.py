@@ -245,12 +245,16 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     return f"Did you mean {found!r}? " if found else ""
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Which of the known names a name that is none of them is nearly; None if it is like none."""
+def nearest(name: object, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """Which of the known names a name that is none of them is nearly; None if it is like none.
+
+    Args:
+        alike: how much they have in common at least, from 0 to 1.
+    """
     from difflib import get_close_matches  # only errors need it
 
     short = isinstance(name, str) and len(name) <= _SHOWN
-    found = get_close_matches(str(name).lower(), list(known), 1, 0.6) if short else []
+    found = get_close_matches(str(name).lower(), list(known), 1, alike) if short else []
     return found[0] if found else None
 
 

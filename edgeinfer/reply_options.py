@@ -12,7 +12,7 @@ from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alo
 from edgeinfer.records import dataclass
 from edgeinfer.wording import Setting
 
-__all__ = ["ReplyOptions", "Sampling", "SamplingOptions"]
+__all__ = ["FORMS", "ReplyOptions", "Sampling", "SamplingOptions"]
 
 # What one request may ask for. OpenAI takes 4 stop strings; peers name no limit, and no program in use has 16.
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
@@ -20,7 +20,7 @@ MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 16, 1000, 1024
 MOST_CHOICES, MOST_CHOICE_CHARACTERS, MOST_BIASES = 100_000, 4_000_000, 4096
 
 # What the reply must be; one at most.
-_FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
+FORMS = ("choices", "json_schema", "json_object", "regex", "grammar")
 _BIAS = Range(-1e6, 1e6)
 _TOKEN = Range(0, LARGEST_COUNT, whole=True)
 # The heading of help.
@@ -59,10 +59,9 @@ class SamplingOptions:
     )
     top_p: float = option(
         1.0,
-        help="sample from the likeliest tokens whose probabilities add up to P (default: 1, all)",
+        help="sample from the likeliest tokens whose probabilities add up to P; 0: the likeliest (default: 1, all)",
         low=0,
         high=1,
-        above=True,
         cli="--top-p",
         metavar="P",
         group=_TEXT,
@@ -133,7 +132,7 @@ class Sampling(SamplingOptions, OptionGroup):
     Attributes:
         temperature: 0 always picks the likeliest token, 0.7 is lively, above 1 is wild.
         top_k: sample from this many of the likeliest tokens; 0 means all.
-        top_p: sample from the likeliest tokens whose probabilities add up to this.
+        top_p: sample from the likeliest tokens whose probabilities add up to this; 0 always picks the likeliest.
         min_p: drop tokens less likely than this times the likeliest one.
         repetition_penalty: above 1 makes tokens of prompt and reply less likely.
         frequency_penalty: subtracted from a token's logit for each time it occurred in the reply.
@@ -258,7 +257,7 @@ class ReplyOptions(SamplingOptions):
         require(self.checker is None or callable(self.checker), "checker", self.checker, "a function")
         self._check_texts()
         self._check_tokens()
-        forms = [name for name in _FORMS if getattr(self, name) not in (None, False, ())]
+        forms = [name for name in FORMS if getattr(self, name) not in (None, False, ())]
         require_alone(forms)
         if self.thinking_budget is not None and forms:
             message = (
@@ -308,7 +307,7 @@ class ReplyOptions(SamplingOptions):
     @property
     def greedy(self) -> bool:
         """Whether every token is the most likely one."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:

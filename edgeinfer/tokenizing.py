@@ -237,6 +237,8 @@ class Tokenizing:
 _FORGOTTEN = 16
 # How many times longer than the context's text messages may be: templates leave out some of what they are given.
 _LEFT_OUT = 16
+# Of a token of ordinary text.
+_CHARACTERS = 4
 
 
 def require_fitting_text(parts: ModelParts, text: str, what: str = "prompt") -> None:
@@ -269,7 +271,8 @@ def _most_tokens(parts: ModelParts) -> int:
 
 def _too_long(size: int, most: int, what: str = "prompt") -> ContextLengthError:
     message = f"The {what} has {size} characters, far more than the {most} tokens that the model takes."
-    return ContextLengthError(message, "Shorten it, or load the model with a larger " + Setting("context") + ".")
+    hint = "Shorten it, or load the model with a larger " + Setting("context") + "."
+    return ContextLengthError(message, hint, sizes=(max(most + 1, size // _CHARACTERS), most))
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:

@@ -106,7 +106,7 @@ async def _while_using(
 
 
 def _warning(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that tells of fields that change nothing; their names are of a list, and harmless in a header."""
+    """The header that tells of fields that change nothing; `Fields` gives names that are harmless in a header."""
     return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
 
 

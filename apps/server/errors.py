@@ -94,7 +94,11 @@ _ANTHROPIC |= {401: "authentication_error", 403: "permission_error", 404: "not_f
 
 def _as_anthropic(status: int, body: dict[str, Any]) -> dict[str, Any]:
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+    told = body["error"]
+    message = told["message"]
+    if "n_prompt_tokens" in told:  # words by which agents know that they have to shorten the conversation
+        message = f"prompt is too long: {told['n_prompt_tokens']} tokens > {told['n_ctx']} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 _SHAPES: Mapping[str, Shape] = {"/api/": _as_ollama, "/v1/messages": _as_anthropic}

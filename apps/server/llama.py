@@ -11,10 +11,11 @@ from edgeinfer.apps.server.events import SERVER_SENT, Framing
 from edgeinfer.config import GenerationConfig
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import MOST_ALTERNATIVES, MOST_REPLIES, Fields, sampling, warnings
+from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.figures import timings, token_text
 from edgeinfer.openai.prompt import TextPrompt
 from edgeinfer.openai.replies import Reply
+from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, MOST_REPLIES, sampling, warnings
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.text import is_id
 from edgeinfer.results import Chunk, Result, TokenLogprob
@@ -51,8 +52,7 @@ class LlamaCompletion:
         options = _options(fields)
         if self._alternatives:
             options["logprobs"] = self._alternatives
-        fields.ignore("model", "post_sampling_probs", "response_fields")
-        fields.ignore_others()
+        fields.ignore("model")
         fields.end()
         self.ignored = tuple(fields.ignored)
         self._asked = prompts

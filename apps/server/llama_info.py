@@ -126,7 +126,6 @@ def _rendered(body: Mapping[str, Any], model: Model) -> str:
     choice = read_choice(fields.any("tool_choice"), read_functions(fields.items("tools")), True)
     variables = fields.take("chat_template_kwargs", dict, "an object")
     fields.ignore("model", "add_generation_prompt")
-    fields.ignore_others()
     fields.end()
     use = ToolUse(dialect_of(model.chat_template_text), choice)
     return model.render_chat(use.messages(messages), tools=use.template_tools, variables=variables)

@@ -17,11 +17,12 @@ from edgeinfer.apps.server.events import JSON_LINES
 from edgeinfer.apps.server.service import Service
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import MOST_ALTERNATIVES, Fields, sampling
+from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.figures import entries, timings
 from edgeinfer.openai.messages import Message, read_messages, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece
+from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, sampling, thinking
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
@@ -33,7 +34,7 @@ _TEXT_ONLY = "This model reads text only."
 # Of a model that is loaded as it is already, and of a machine.
 _OF_LOADING = (
     "num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "numa", "low_vram", "f16_kv",
-    "vocab_only", "logits_all", "draft_num_predict",
+    "vocab_only", "logits_all", "draft_num_predict", "embedding_only",
 )  # fmt: skip
 _SEEDS = 2**64
 
@@ -61,7 +62,6 @@ class OllamaReply(OneReply):
         made = prompt(options)
         # How long the model stays is the server's matter; what does not fit is refused, never cut.
         fields.ignore("keep_alive", "truncate", "shift")
-        fields.ignore_others()
         fields.end()
         super().__init__(made, stream=stream is not False, ignored=fields.ignored)
 
@@ -141,11 +141,11 @@ class OllamaChat(OllamaReply):
     def __init__(self, body: Mapping[str, Any], model: ChatModel[Any]) -> None:
         fields = Fields(body)
         messages, begun = split_started(read_messages(_answered(fields.any("messages"))))
-        functions = read_functions(fields.items("tools"))
+        functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
         use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, functions, True))
-        variables = _thinking(fields)
 
         def prompt(options: dict[str, Any]) -> ChatPrompt:
+            variables = thinking(fields, options) or None
             made = ChatPrompt(messages, use, options, variables, begun, fields=("messages", "format"))
             made.require_whole()
             return made
@@ -169,9 +169,9 @@ class OllamaText(OllamaReply):
         fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
         fields.only("template", ("",), "The model's own chat template is used; raw does without any.")
         fields.only("context", ([],), "Send the conversation to /api/chat.")
-        variables = _thinking(fields)
 
         def prompt(options: dict[str, Any]) -> ChatPrompt | TextPrompt:
+            variables = thinking(fields, options) or None
             if raw:
                 return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
             said = [{"role": "system", "content": system}] if system else []
@@ -268,12 +268,10 @@ def _options(fields: Fields, model: ChatModel[Any]) -> dict[str, Any]:
         options["seed"] = seed % _SEEDS
     context = inner.take("num_ctx", int, "a whole number")
     if context is not None and context > model.context:
-        inner.ignored.append("options.num_ctx")
+        inner.leave_out("num_ctx")
     options |= sampling(inner)
     inner.ignore(*_OF_LOADING)
-    inner.ignore_others()
     inner.end()
-    fields.ignored += inner.ignored
     return options
 
 
@@ -287,14 +285,6 @@ def _form(fields: Fields) -> dict[str, Any]:
     if isinstance(value, str):
         raise fields.wrong("format", value, "Give json or a JSON Schema.")
     return {"json_schema": closed(value)}
-
-
-def _thinking(fields: Fields) -> dict[str, Any] | None:
-    """What the chat template is told of the field `think`."""
-    value = fields.take("think", (bool, str), "true, false or a level")
-    if value is None:
-        return None
-    return {"enable_thinking": value} if isinstance(value, bool) else {"reasoning_effort": value}
 
 
 def _answered(messages: Any) -> Any:
@@ -314,6 +304,8 @@ def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Me
     changed = {name: value for name, value in message.items() if name not in ("images", "thinking")}
     if isinstance(changed.get("role"), str):
         changed["role"] = changed["role"].lower()
+    if changed.get("content") is None:
+        changed["content"] = ""
     calls = changed.get("tool_calls")
     if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
         first = len(open_calls)
@@ -322,7 +314,6 @@ def _message(message: Mapping[str, Any], open_calls: list[dict[str, Any]]) -> Me
             for place, call in enumerate(calls)
         ]
         open_calls += changed["tool_calls"]
-        changed.setdefault("content", "")
     if changed.get("role") == "tool":
         name = changed.pop("tool_name", None)
         if not changed.get("tool_call_id"):

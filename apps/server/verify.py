@@ -202,13 +202,13 @@ class VerifyCompletion:
             self._session = _opened(fields, model)
             name, former = _checked_name(fields, name), fields.text("replaces")
             self._vocabulary = fields.text("vocabulary")
-            fields.end()  # before a session is lost to a request that is refused
+            fields.end(strict=True)  # before a session is lost to a request that is refused
             self._name, self._reply = sessions.open(self._session, name, former), tuple(self._session.reply)
             self._facts = {"model": model.info.name, "model_digest": model.digest, "context": model.context}
         else:
             self._session, self._name = sessions.find(name, model), name
             self._reply = _cut(self._session, fields)
-            fields.end()
+            fields.end(strict=True)
         self._session.leave_round()
         self._sessions, self._session.heard = sessions, self._came
         self._made: VerificationStream | None = None

@@ -11,22 +11,24 @@ from typing import Any
 from edgeinfer.contexts import Context
 from edgeinfer.openai.contract import ChatModel, Event
 from edgeinfer.openai.errors import RequestError
-from edgeinfer.openai.fields import (
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.figures import entries, timings, usage
+from edgeinfer.openai.messages import Message, read_messages, split_started
+from edgeinfer.openai.older_functions import in_older_words, older_tools, with_tool_calls
+from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
+from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
+from edgeinfer.openai.reply_fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
-    Fields,
     form,
     limit,
     sampling,
+    thinking,
     usage_wanted,
     warnings,
 )
-from edgeinfer.openai.figures import entries, timings, usage
-from edgeinfer.openai.messages import Message, read_messages, split_started
-from edgeinfer.openai.prompt import ChatPrompt, PromptReplies
-from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, Reply, TextPiece
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result, TokenLogprob
@@ -52,10 +54,11 @@ class ChatCompletion(PromptReplies):
         n = fields.whole("n", 1, MOST_REPLIES) or 1
         self._logprobs_wanted, options = _logprobs(fields)
         options |= sampling(fields) | form(fields, "response_format")
-        options |= limit(fields, "max_completion_tokens", "max_tokens")
-        prompt = _prompt(fields, model, options)
-        _refuse(fields)
-        fields.ignore_others()
+        options |= limit(fields, "max_completion_tokens", "max_tokens", "n_predict", "max_new_tokens")
+        given, chosen = older_tools(fields)
+        self._older = bool(given)
+        prompt = _prompt(fields, model, options, given, chosen)
+        fields.ignore(*IGNORED)
         fields.end()
         super().__init__(prompt, n=n, stream=stream, ignored=fields.ignored)
         self._head = {
@@ -78,7 +81,7 @@ class ChatCompletion(PromptReplies):
         """What was held back, and why the reply ended."""
         reply = self._replies[index]
         events = self._events(index, reply.finish(result))
-        last = self._event(index, {}, self._told(reply), reply.finish_reason)
+        last = self._event(index, {}, self._told(reply), self._reason(reply))
         return [*events, last | {"timings": timings([result])} | _context_use(result)]
 
     def closing(self) -> list[Event]:
@@ -98,6 +101,9 @@ class ChatCompletion(PromptReplies):
         reply = self._replies[index]
         return [self._event(index, _delta(piece), self._told(reply)) for piece in pieces]
 
+    def _reason(self, reply: Reply) -> str:
+        return "function_call" if self._older and reply.finish_reason == "tool_calls" else reply.finish_reason
+
     def _told(self, reply: Reply) -> list[TokenLogprob]:
         return reply.tell() if self._logprobs_wanted else []
 
@@ -105,6 +111,7 @@ class ChatCompletion(PromptReplies):
         self, index: int, delta: dict[str, Any], told: list[TokenLogprob] | None = None, reason: str | None = None
     ) -> Event:
         logprobs = {"content": entries(told), "refusal": None} if told else None
+        delta = in_older_words(delta) if self._older else delta
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         # OpenAI's chunks say null where the tokens come at the end.
         return {**self._head, "choices": [choice]} | ({"usage": None} if self._usage_wanted else {})
@@ -115,7 +122,8 @@ class ChatCompletion(PromptReplies):
             message["content"] = reply.text or None
             message["tool_calls"] = list(map(_call, reply.calls))
         logprobs = {"content": entries(reply.logprobs), "refusal": None} if self._logprobs_wanted else None
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
+        message = in_older_words(message) if self._older else message
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(reply)}
 
     def _figures(self) -> dict[str, Any]:
         results = [reply.result for reply in self._replies if reply.result is not None]
@@ -149,19 +157,28 @@ def _logprobs(fields: Fields) -> tuple[bool, dict[str, Any]]:
     return wanted, {"logprobs": alternatives or 0} if wanted else {}
 
 
-def _prompt(fields: Fields, model: ChatModel[Any], options: Mapping[str, Any]) -> ChatPrompt:
-    messages = read_messages(fields.any("messages"))
-    functions = read_functions(fields.items("tools"))
+def _prompt(
+    fields: Fields, model: ChatModel[Any], options: dict[str, Any], older: list[Any], chosen: Any
+) -> ChatPrompt:
+    """The prompt of a request.
+
+    Args:
+        older, chosen: as of `older_tools`.
+    """
+    messages = read_messages(with_tool_calls(fields.any("messages")))
+    functions = read_functions([*older, *fields.items("tools")], leave_out=fields.leave_out)
     several = fields.take("parallel_tool_calls", bool, "true or false")
-    choice = read_choice(fields.any("tool_choice"), functions, several is not False)
+    wanted = fields.any("tool_choice")
+    choice = read_choice(chosen if wanted is None else wanted, functions, several is not False and not older)
     variables = dict(fields.take("chat_template_kwargs", dict, "an object") or {})
-    effort = fields.text("reasoning_effort")
-    if effort is not None:
-        variables["reasoning_effort"] = effort
+    variables |= thinking(fields, options)
+    if documents := fields.items("documents"):  # which some templates write into the prompt, as vLLM has it
+        variables["documents"] = documents
     begun = ""
     if fields.flag("continue_final_message"):
         messages, begun = _continued(messages)
-    fields.ignore("add_generation_prompt")
+    elif fields.take("add_generation_prompt", bool, "true or false") is False:
+        fields.leave_out("add_generation_prompt")
     tools = ToolUse(dialect_of(model.chat_template_text), choice)
     contexts = _contexts(fields)
     if contexts and (functions or variables):
@@ -186,13 +203,3 @@ def _continued(messages: list[Message]) -> tuple[list[Message], str]:
         message = "continue_final_message needs an assistant message with text at the end."
         raise RequestError(message, "Leave it out, or add that message.", param="continue_final_message")
     return before, begun
-
-
-def _refuse(fields: Fields) -> None:
-    """What is ignored, and what cannot be."""
-    fields.ignore(*IGNORED, "verbosity")
-    fields.only("modalities", (["text"],), "This model writes text only.")
-    fields.refuse("audio", hint="This model writes text only.")
-    fields.refuse("web_search_options", hint="This server reads nothing from other machines.")
-    fields.refuse("functions", "function_call", hint="Give tools and tool_choice instead.")
-    fields.refuse("moderation", hint="Replies are not moderated here.")

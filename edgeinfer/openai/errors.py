@@ -53,12 +53,21 @@ class RequestError(UsageError):
         param: where it is in the request, such as "messages[0].content".
         code: for programs.
         status: of HTTP.
+        sizes: as of ContextLengthError.
     """
 
     def __init__(
-        self, message: str, hint: str = "", *, param: str | None = None, code: str | None = None, status: int = 400
+        self,
+        message: str,
+        hint: str = "",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message, hint)
+        self.sizes = sizes
         self.param = param
         self.code = code
         self.status = status
@@ -88,7 +97,10 @@ def error_body(error: EdgeInferError) -> tuple[int, dict[str, Any]]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = getattr(error, "param", None)
     param = _cut(param) if isinstance(param, str) else param
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told = {"message": message, "type": kind, "param": param, "code": code}
+    if sizes := getattr(error, "sizes", None):  # as llama.cpp's server names them
+        told |= {"n_prompt_tokens": sizes[0], "n_ctx": sizes[1]}
+    return status, {"error": told}
 
 
 def status_and_code(error: EdgeInferError, kinds: Kinds) -> tuple[int, str | None]:

@@ -1,11 +1,13 @@
-"""Fields of other servers' requests that change nothing here: requests with them are answered, with a warning."""
+"""Fields that are not followed: those that are ignored, with a warning where they ask for something, and others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["OTHERS_FIELDS", "changes_nothing"]
+__all__ = ["OTHERS_FIELDS", "REFUSED_FIELDS", "changes_nothing"]
+
+_EMPTY: tuple[Any, ...] = ("", [], {})
 
 # By field, the values that ask for nothing, which need no warning: a sampler's value for "off", or what is done
 # here anyway. None in a tuple's place is any value.
@@ -51,37 +53,70 @@ OTHERS_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     # How a server goes about it.
     "cache_prompt": (True,),
     "id_slot": (-1,),
-    "lora": ([],),
     "n_cache_reuse": (0,),
+    "n_probs": (0,),
+    "parse_tool_calls": (True,),
+    "post_sampling_probs": (),
     "reasoning_format": None,
-    "return_progress": (False,),
+    "reasoning_in_content": (),
+    "return_progress": (),
     "slot_id": (-1,),
     "sse_ping_interval": None,
     "timings_per_token": None,
-    # vLLM's and Text Generation Inference's.
+    # vLLM's, SGLang's and Text Generation Inference's.
     "add_special_tokens": (True,),
-    "decoder_input_details": (False,),
-    "do_sample": (),
-    "early_stopping": (False,),
+    "cache_salt": None,
+    "details": None,
+    "guided_decoding_backend": None,
     "include_reasoning": None,
-    "include_stop_str_in_output": (False,),
     "min_tokens": (0,),
     "priority": None,
     "prompt_logprobs": (0,),
-    "return_token_ids": (False,),
+    "request_id": None,
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": None,
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "watermark": (False,),
-    # OpenAI's models', and what clients send along to say who they are.
-    "thinking": None,
-    "think": (False,),
+    "stream_reasoning": (True,),
+    # Services', and what clients send along to say who they are and how they are billed.
     "keep_alive": None,
+    "models": (),
+    "provider": None,
+    "route": None,
+    "session_id": None,
+    "transforms": (),
+    "ttl": None,
+    "usage": None,
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+}
+
+_TEXT_ONLY = "This model writes text only."
+_NOT_STORED = "Nothing is stored here: send the whole conversation."
+_NO_CODE = "No code that a request names is run here."
+_ADAPTER = "Name an adapter that the server was started with in adapter."
+# Without what they ask for an answer would be one to another question; with what is said of them.
+REFUSED_FIELDS: Mapping[str, str] = {
+    "audio": _TEXT_ONLY,
+    "background": "Wait for the answer, or have it streamed.",
+    "chat_template": "The model's own chat template is used.",
+    "contexts": "Only /v1/chat/completions reads contexts.",
+    "conversation": _NOT_STORED,
+    "custom_logit_processor": _NO_CODE,
+    "logits_processors": _NO_CODE,
+    "lora": _ADAPTER,
+    "lora_path": _ADAPTER,
+    "messages": "This path continues a text: send messages to the one for chats.",
+    "modalities": _TEXT_ONLY,
+    "moderation": "Replies are not moderated here.",
+    "previous_response_id": _NOT_STORED,
+    "structural_tag": "Give json, regex, choice or grammar.",
+    "thread": _NOT_STORED,
+    "web_search_options": "This server reads nothing from other machines.",
 }
 
 
 def changes_nothing(name: str, value: Any) -> bool:
-    """Whether a field of `OTHERS_FIELDS` asks for nothing with this value."""
-    neutral = OTHERS_FIELDS[name]
-    return neutral is None or value in neutral
+    """Whether a field that is not followed asks for nothing with this value, as empty ones do, and false for a thing
+    that is not done anyway."""
+    neutral = OTHERS_FIELDS.get(name, ())
+    return neutral is None or value in neutral or value in _EMPTY or (value is False and True not in neutral)

@@ -52,8 +52,6 @@ def read_message(message: Any, where: str) -> Message:
     if content is None and role != "assistant":
         raise RequestError(f"{where}.content is missing.", "Set it to a string.", param=f"{where}.content")
     read["content"] = "" if content is None else joined(content, f"{where}.content")
-    if content is None and "content" not in message and not calls:
-        raise RequestError(f"{where} is empty.", "Give it content or tool_calls.", param=f"{where}.content")
     if role == "tool" and not isinstance(read.get("tool_call_id"), str):
         param = f"{where}.tool_call_id"
         raise RequestError(f"{param} is missing.", "Name the call that it answers.", param=param)

@@ -264,7 +264,8 @@ def naming(prompt: str, form: str, options: Mapping[str, Any]) -> Iterator[None]
         param = next((name for name in _OWN_FORMS if name in options), form)
         raise RequestError(error.message, error.hint, param=param, code="unsupported_schema") from error
     except ContextLengthError as error:
-        raise RequestError(error.message, error.hint, param=prompt, code="context_length_exceeded") from error
+        code = "context_length_exceeded"
+        raise RequestError(error.message, error.hint, param=prompt, code=code, sizes=error.sizes) from error
 
 
 def reply_options(options: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from itertools import count
 from typing import Any
 
 from edgeinfer.openai.contract import ChatModel, Event
-from edgeinfer.openai.fields import warnings
 from edgeinfer.openai.figures import entries, responses_usage, timings
 from edgeinfer.openai.prompt import OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, Piece, TextPiece
+from edgeinfer.openai.reply_fields import warnings
 from edgeinfer.openai.response_request import read_request
 from edgeinfer.results import Chunk, Result, TokenLogprob
 

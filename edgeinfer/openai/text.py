@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgeinfer.openai.contract import ChatModel, Event, StreamT
-from edgeinfer.openai.fields import (
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.figures import timings, token_table, usage
+from edgeinfer.openai.prompt import TextPrompt
+from edgeinfer.openai.replies import Reply
+from edgeinfer.openai.reply_fields import (
     FINGERPRINT,
     IGNORED,
     MOST_ALTERNATIVES,
     MOST_REPLIES,
-    Fields,
     form,
     limit,
     sampling,
     usage_wanted,
     warnings,
 )
-from edgeinfer.openai.figures import timings, token_table, usage
-from edgeinfer.openai.prompt import TextPrompt
-from edgeinfer.openai.replies import Reply
 from edgeinfer.options import LARGEST_COUNT
 from edgeinfer.results import Chunk, Result
 
@@ -57,14 +57,13 @@ class TextCompletion:
             raise fields.wrong(
                 "logprobs", alternatives, "Those of the prompt are not available: leave out echo or logprobs."
             )
-        options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens")
+        options = {"max_tokens": _DEFAULT_LENGTH} | limit(fields, "max_tokens", "n_predict", "max_new_tokens")
         options |= sampling(fields) | form(fields, "response_format")
         if self._logprobs_wanted or self._each > self._given:
             options["logprobs"] = alternatives or 0
         self._prompts = [TextPrompt(prompt, options) for prompt in prompts]
         fields.ignore(*IGNORED)
         fields.only("suffix", ("",), "This model continues text; it cannot fill in the middle.")
-        fields.ignore_others()
         fields.end()
         self.ignored = tuple(fields.ignored)
         self._replies = [Reply() for _ in range(self.n)]

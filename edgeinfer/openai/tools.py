@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from edgeinfer.errors import GrammarError
@@ -72,31 +72,42 @@ class ToolFunction:
         return {"type": "function", "function": function}
 
 
-def read_functions(tools: Sequence[Any], *, flat: bool = False) -> tuple[ToolFunction, ...]:
+def read_functions(
+    tools: Sequence[Any], *, flat: bool = False, leave_out: Callable[[str], None] | None = None
+) -> tuple[ToolFunction, ...]:
     """The functions of a request's tools.
 
     Args:
         flat: a function's fields are the tool's own, as in /v1/responses.
+        leave_out: called with each tool that only another server can run, which is then not offered; None refuses it.
 
     Raises:
         RequestError: a tool is malformed or no function, or two have one name.
     """
     if len(tools) > _MOST:
         raise RequestError(f"The request has {len(tools)} tools.", f"The limit is {_MOST}.", param="tools")
-    functions = tuple(_function(tool, f"tools[{index}]", flat) for index, tool in enumerate(tools))
+    places = [f"tools[{index}]" for index in range(len(tools))]
+    kept = [(tool, at) for tool, at in zip(tools, places, strict=True) if not _left_out(tool, at, leave_out)]
+    functions = tuple(_function(tool, at, flat) for tool, at in kept)
     names = [function.name for function in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise RequestError(
-                f"Two tools are named {name!r}.", "Use a different name for each.", param=f"tools[{index}]"
-            )
+            raise RequestError(f"Two tools are named {name!r}.", "Use a different name for each.", param=kept[index][1])
     return functions
+
+
+def _left_out(tool: Any, where: str, leave_out: Callable[[str], None] | None) -> bool:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if leave_out is None or not isinstance(kind, str) or kind in ("", "function"):
+        return False
+    leave_out(f"{where} ({kind})")
+    return True
 
 
 def _function(tool: Any, where: str, flat: bool) -> ToolFunction:
     outer = Fields(tool, f"{where}.")
     kind = outer.text("type")
-    if kind != "function":
+    if kind not in (None, "", "function"):
         message = f"{where} is of type {kind!r}."
         raise RequestError(message, "Only functions can be called.", param=f"{where}.type", code="unsupported_tool")
     inner = outer if flat else outer.inner("function")
@@ -140,7 +151,7 @@ def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) ->
     """
     offered = tuple(functions)
     mode = value if isinstance(value, str) else None
-    if value is None or mode in ("none", "auto"):
+    if value is None or mode in ("", "none", "auto"):
         return ToolChoice("auto" if offered and mode != "none" else "none", offered, several)
     if not offered:
         raise RequestError("tool_choice requires a call, but there are no tools.", "Add tools.", param="tool_choice")

@@ -219,7 +219,8 @@ class Engine:
         if len(prompt) > capacity and self.context_shift is None:
             message = f"The prompt has {len(prompt)} tokens, but the context holds {capacity}."
             hint = "Shorten it, load the model with a larger " + Setting("context") + ", or let it forget with "
-            raise ContextLengthError(message, hint + Setting("overflow", "window") + ".")
+            sizes = (len(prompt), capacity)
+            raise ContextLengthError(message, hint + Setting("overflow", "window") + ".", sizes=sizes)
         ids = [*prompt, *draft]
         if not 0 <= min(ids) <= max(ids) < vocabulary:
             message = f"The prompt contains a token id outside the model's vocabulary of {vocabulary}."

@@ -15,7 +15,8 @@ from edgeinfer.apps.cli.main import main
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.heads import Heads, add_heads
 from edgeinfer.errors import BundleError, CapabilityError, UsageError
-from edgeinfer.openai.fields import Fields, sampling
+from edgeinfer.openai.fields import Fields
+from edgeinfer.openai.reply_fields import sampling
 from edgeinfer.results import Result
 from tests.compute import even_costs
 from tests.factories import make_bigram_bundle

@@ -76,7 +76,7 @@ OUT_OF_RANGE: list[dict[str, Any]] = [
     {"temperature": float("nan")},
     {"temperature": float("inf")},
     {"top_k": -1},
-    {"top_p": 0.0},
+    {"top_p": -0.1},
     {"top_p": 1.1},
     {"min_p": -0.1},
     {"min_p": 1.1},

@@ -48,7 +48,7 @@ def test_every_line_has_its_answer_in_the_order_of_the_requests(tmp_path: Path) 
         {"custom_id": "z", "method": "POST", "url": "/v1/completions", "body": body},
         {"messages": [{"role": "user", "content": "A story about Tom"}], "max_completion_tokens": 4},
         '{"prompt": "Tom',
-        {"custom_id": "unknown", "prompt": "Tom", "colour": "red"},
+        {"custom_id": "unknown", "prompt": "Tom", "temprature": 1},
         {"custom_id": "long", "prompt": STORY * 30},
         "",
         {"custom_id": "beam", "prompt": "The cat", "search": "beam"},
@@ -71,7 +71,7 @@ def test_every_line_has_its_answer_in_the_order_of_the_requests(tmp_path: Path) 
     assert chat["response"]["body"]["object"] == "chat.completion"
     assert chat["response"]["body"]["usage"]["completion_tokens"] == 4
     assert damaged["response"] is None and damaged["error"]["line"] == 3
-    assert (unknown["response"]["status_code"], unknown["response"]["body"]["error"]["param"]) == (400, "colour")
+    assert (unknown["response"]["status_code"], unknown["response"]["body"]["error"]["param"]) == (400, "temprature")
     assert long["response"]["body"]["error"]["code"] == "context_length_exceeded"
     assert sampled["response"]["body"]["usage"]["completion_tokens"] == 6
     assert elsewhere["error"]["param"] == "url"

@@ -61,24 +61,22 @@ def wrong(chance: random.Random) -> Any:
 
 # Of any endpoint: values that none takes. Ranges of finite penalties are the configuration's, whose tests have them.
 FIELDS: dict[str, Make] = {
-    "stop": lambda c: c.choice(
-        [["a" * 950_000] * 2, ["b" * 1001], [f"s{i}" for i in range(17)], [""], 3, [[]], {"a": 1}]
-    ),
+    "stop": lambda c: c.choice([["a" * 950_000] * 2, ["b" * 1001], [f"s{i}" for i in range(17)], 3, [[]], {"a": 1}]),
     "stop_token_ids": lambda c: c.choice([list(range(2000)), ["a"], "a", [1.5], {}]),
     "logit_bias": lambda c: c.choice([{str(i): 1 for i in range(5000)}, {"a": 1}, {"1": "b"}, [1], {"1": [2]}]),
     "choices": lambda c: c.choice([["a"] * 2000, ["a" * 300_000], [""], "a", [3], {}]),
     "regex": lambda c: c.choice(["a" * 300_000, "(" * 5000, "[", 3, [], "(?<=a)b"]),
     "grammar": lambda c: c.choice(["a" * 300_000, "start: start", "x", 3, [], "start: " + '"a" ' * 60_000]),
     "temperature": lambda c: c.choice([-1, "hot", [], {}, True]),
-    "top_p": lambda c: c.choice([0, 2, -1, "a", []]),
-    "top_k": lambda c: c.choice([-1, 1.5, "a", []]),
+    "top_p": lambda c: c.choice([2, -1, "a", [1]]),
+    "top_k": lambda c: c.choice([1.5, "a", [1]]),
     "seed": lambda c: c.choice(["a", 1.5, [], {}]),
     "draft_max": lambda c: c.choice([0, 10**9, "a", 1.5]),
     "speculation": lambda c: c.choice(["nobody", "a" * 100_000, 3, []]),
     "search": lambda c: c.choice(["nothing", "a" * 100_000, 3, []]),
     "stream": lambda c: c.choice(["yes", 3, [], {}]),
     "response_format": lambda c: c.choice([deep(c), "json", {"type": "x" * 100_000}, {"type": "json_schema"}]),
-    "unknown": wrong,
+    "temprature": wrong,
 }
 OF_ONE: dict[str, dict[str, Make]] = {
     CHAT: {
@@ -118,7 +116,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "input": lambda c: c.choice(["dog " * 200_000, deep(c) or 1, [{"type": "x" * 100_000}], [[]] * 2000, [], 3]),
         "metadata": lambda c: c.choice([[1], "a", 3]),
         "reasoning": lambda c: c.choice(["a", 3, [1]]),
-        "text": lambda c: c.choice(["a", 3, {"format": {"type": "x"}}, {"unknown": deep(c)}]),
+        "text": lambda c: c.choice(["a", 3, {"format": {"type": "x"}}, {"formats": deep(c)}]),
         "max_output_tokens": lambda c: c.choice([0, "many", 1.5]),
         "previous_response_id": text,
         "instructions": lambda c: c.choice([3, [1], "dog " * 200_000]),
@@ -127,7 +125,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "messages": lambda c: c.choice([deep(c) or 1, [{"role": "tool", "content": deep(c)}], [[]] * 1000, "a",
             [{"role": "user", "content": "dog " * 200_000}], [{"role": "user", "content": "a", "images": [text(c)]}]]),
         "options": lambda c: c.choice(["a", [1], {"seed": "a"}, {"stop": ["b" * 1001]}, {"num_predict": "a"},
-            {"num_ctx": 1.5}, {"temperature": -1}, {"unknown": deep(c)}, {text(c)[:5000]: 1}]),
+            {"num_ctx": 1.5}, {"temperature": -1}, {"temprature": deep(c)}]),
         "format": lambda c: c.choice(["xml", 3, [1], {"type": "string", "pattern": "(?=a)b"}]),
         "keep_alive": lambda c: c.choice(["soon", text(c), [], True]),
         "model": lambda c: c.choice([3, text(c) + "x", "../../etc/passwd", "/etc/passwd", []]),
@@ -144,15 +142,15 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "raw": lambda c: c.choice(["a", 3]),
     },
     MESSAGES: {
-        "messages": lambda c: c.choice([deep(c) or 1, [{"role": "system", "content": "a"}], [[]] * 1000, "a",
+        "messages": lambda c: c.choice([deep(c) or 1, [{"role": "king", "content": "a"}], [[]] * 1000, "a",
             [{"role": "user", "content": [{"type": "image", "source": deep(c)}]}], [{"role": "user", "content": [3]}],
             [{"role": "user", "content": [{"type": "text", "text": deep(c)}]}], [{"role": "user"}]]),
         "system": lambda c: c.choice([3, [3], [{"type": "text"}], "dog " * 200_000]),
-        "max_tokens": lambda c: c.choice([0, "a", None, -1]),
+        "max_tokens": lambda c: c.choice(["a", None, -1]),
         "stop_sequences": lambda c: c.choice(["a", [3], ["a" * 1001], [f"s{i}" for i in range(17)]]),
-        "tools": lambda c: c.choice(["all", [{"name": "a" * 500, "input_schema": {}}], [{"type": "bash"}], [3]]),
+        "tools": lambda c: c.choice(["all", [{"name": "a" * 500, "input_schema": {}}], [{"type": 3}], [3]]),
         "tool_choice": lambda c: c.choice(["any", {"type": "tool", "name": text(c)}, {"type": "x"}, {"type": "any"}]),
-        "output_config": lambda c: c.choice(["a", {"format": {"type": "x"}}, {"unknown": deep(c)}]),
+        "output_config": lambda c: c.choice(["a", {"format": {"type": "x"}}, {"formats": deep(c)}]),
         "thinking": lambda c: c.choice(["a", 3]),
     },
     LLAMA: {

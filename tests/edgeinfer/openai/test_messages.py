@@ -38,7 +38,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("messages[0].content", [{"role": "user"}]),
     ("messages[0].content", [{"role": "user", "content": None}]),
     ("messages[0].content", [{"role": "user", "content": 5}]),
-    ("messages[0].content", [{"role": "assistant"}]),
     ("messages[1].tool_call_id", [USER, {"role": "tool", "content": "x"}]),
     ("messages[0].tool_calls", [{"role": "assistant", "tool_calls": 5}]),
     ("messages[0].tool_calls[0]", [{"role": "assistant", "tool_calls": [{"id": "a"}]}]),

@@ -71,24 +71,22 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("input", {"input": 5}),
     ("input[0]", {"input": ["Hi"]}),
     ("input[0]", {"input": [{"type": "item_reference", "id": "x"}]}),
-    ("input[0]", {"input": [{"type": "computer_call"}]}),
+    ("input[0]", {"input": [{"type": "computer_call_output"}]}),
+    ("input", {"input": [{"type": "web_search_call"}]}),
     ("input[0].role", {"input": [{"role": "king", "content": "Hi"}]}),
     (
         "input[0].content[0]",
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///x"}]}]},
     ),
-    ("input[0].tool_call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
     ("previous_response_id", {"input": "Hi", "previous_response_id": "resp_1"}),
     ("conversation", {"input": "Hi", "conversation": "conv_1"}),
     ("background", {"input": "Hi", "background": True}),
     ("prompt", {"input": "Hi", "prompt": {"id": "x"}}),
-    ("truncation", {"input": "Hi", "truncation": "auto"}),
-    ("tools[0].type", {"input": "Hi", "tools": [{"type": "web_search"}]}),
     ("tools[0].name", {"input": "Hi", "tools": [{"type": "function", "name": ""}]}),
     ("text.format.type", {"input": "Hi", "text": {"format": {"type": "yaml"}}}),
-    ("text.form", {"input": "Hi", "text": {"form": 1}}),
+    ("text.formatt", {"input": "Hi", "text": {"formatt": 1}}),
     ("temperature", {"input": "Hi", "temperature": "hot"}),
-    ("max_tokens", {"input": "Hi", "max_tokens": 5}),
+    ("max_tokens", {"input": "Hi", "max_tokens": 0}),
 ]
 
 

@@ -130,7 +130,7 @@ def test_log_probabilities_of_calls(tales: edgeinfer.Model) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+    ("tool_choice", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "a b"}}]}),
     ("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
