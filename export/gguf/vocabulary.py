@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY
+from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, default_steps
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.gguf.pre_tokenizers import byte_level_steps, flattened, pre_tokenizer_name
@@ -121,8 +121,8 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         add[name](id_)
     writer.add_add_bos_token(vocabulary.add_bos)
     writer.add_add_eos_token(vocabulary.add_eos)
-    if vocabulary.steps:
-        writer.add_array(NORMALIZER_KEY, list(vocabulary.steps))
+    if vocabulary.steps != default_steps(vocabulary.pre):
+        writer.add_array(NORMALIZER_KEY, list(vocabulary.steps) or ["none"])
     if vocabulary.template is not None:
         writer.add_chat_template(vocabulary.template)
 

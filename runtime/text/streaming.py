@@ -1,4 +1,8 @@
-"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string."""
+"""Streams the text of token ids as they arrive, whole characters only, up to the first stop string.
+
+Special tokens have no text. Where a stop string spells some, each has a character of its own, of the surrogates, which
+are in no text: it is looked for with the text, and never shown.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
+from edgeinfer.runtime.text.control_marks import ControlMarks
 
 __all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
 
@@ -15,6 +20,7 @@ __all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
 _CONTEXT_TOKENS = 32
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
+_FIRST_SURROGATE, _SURROGATES = 0xD800, 0x800
 
 
 class ReplyText:
@@ -22,7 +28,7 @@ class ReplyText:
 
     Args:
         tokenizer: decodes the tokens.
-        stops: stop strings.
+        stops: stop strings; special tokens that they spell are found where the token is drawn.
         stop_ids: stop tokens, which have no text.
         context_ids: as `StreamDecoder` takes them.
 
@@ -41,8 +47,10 @@ class ReplyText:
     ) -> None:
         self._stop_ids = stop_ids
         self._decoder = StreamDecoder(tokenizer, context_ids)
-        self._stops = StopMatcher(stops) if stops else None
+        self._marks = _MarksInStops(tokenizer, stops, stop_ids) if stops else None
+        self._stops = StopMatcher(self._marks.stops) if self._marks is not None else None
         self._shown: list[str] = []
+        self._late = ""  # shown with a stop token
         self.tokens: list[int] = []
         self.decoded = ""
         self.ended = False
@@ -50,7 +58,9 @@ class ReplyText:
     @property
     def stop_string(self) -> str | None:
         """The stop string that was found; None while none was."""
-        return None if self._stops is None else self._stops.found
+        if self._stops is None or self._marks is None or self._stops.found is None:
+            return None
+        return self._marks.spelled(self._stops.found)
 
     @property
     def text(self) -> str:
@@ -60,23 +70,65 @@ class ReplyText:
     def push(self, token: int) -> str:
         """The reply's next token: the text that may be shown with it."""
         self.tokens.append(token)
-        if token in self._stop_ids:
-            self.ended = True
+        is_end = token in self._stop_ids
+        self.decoded = text = "" if is_end else self._decoder.push(token)
+        if self._stops is not None and self._marks is not None:
+            text, self.ended = self._stops.push(text + self._marks.stand(token))
+            text = self._marks.visible(text)
+        if is_end:
+            self.ended, self._late = True, text
             return ""
-        self.decoded = text = self._decoder.push(token)
-        if self._stops is not None:
-            text, self.ended = self._stops.push(text)
         self._shown.append(text)
         return text
 
     def finish(self) -> str:
         """The text that was withheld; no tokens come afterwards."""
         text = self._decoder.flush()
-        if self._stops is not None:
+        if self._stops is not None and self._marks is not None:
             text, found = self._stops.push(text)
-            text += "" if found else self._stops.flush()
-        self._shown.append(text)
-        return text
+            text = self._marks.visible(text + ("" if found else self._stops.flush()))
+        self._shown.append(self._late + text)
+        return self._shown[-1]
+
+
+class _MarksInStops:
+    """Special tokens that stop strings spell, each with a character that stands for it.
+
+    Args:
+        tokenizer, stops, stop_ids: as of `ReplyText`.
+
+    Attributes:
+        stops: to be looked for: as they were given, and with special tokens stood for.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, stops: tuple[str, ...], stop_ids: frozenset[int]) -> None:
+        ends = {tokenizer.id_to_token(id_) or "": id_ for id_ in stop_ids}
+        marks = {text: id_ for text, id_ in (ends | dict(tokenizer.control_texts)).items() if text}
+        marks = {text: id_ for text, id_ in marks.items() if any(text in stop for stop in stops)}
+        ids = dict.fromkeys(marks.values())
+        self._stands = {id_: chr(_FIRST_SURROGATE + place) for place, id_ in zip(range(_SURROGATES), ids, strict=False)}
+        split = ControlMarks(marks).split
+        self._spelled = {
+            "".join(
+                self._stands.get(marks[part], part) if place % 2 else part for place, part in enumerate(split(stop))
+            ): stop
+            for stop in stops
+        }
+        self._spelled |= {stop: stop for stop in stops}
+        self._hidden = dict.fromkeys(map(ord, self._stands.values()))
+        self.stops = tuple(self._spelled)
+
+    def stand(self, token: int) -> str:
+        """What stands for a token in the text that is looked through; nothing for one that no stop string spells."""
+        return self._stands.get(token, "")
+
+    def visible(self, text: str) -> str:
+        """The text without what stands for tokens."""
+        return text.translate(self._hidden) if self._hidden else text
+
+    def spelled(self, found: str) -> str:
+        """The stop string as it was given."""
+        return self._spelled[found]
 
 
 class StreamDecoder:

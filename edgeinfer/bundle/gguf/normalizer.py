@@ -1,22 +1,44 @@
 """What is done to a text before llama.cpp turns it into tokens, where its own tokenizer lacks a step of the model's.
 
-Steps are named in the metadata of a file and hold for what lies between special tokens, each run of it by itself.
-Knows no vocabulary.
+Steps are named in the metadata of a file, or are those of all published models with its pre-tokenizer. They hold for
+what lies between special tokens, each run of it by itself. Knows no vocabulary.
 """
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+from edgeinfer.bundle.gguf.metadata import Metadata
 from edgeinfer.errors import BundleError
 
-__all__ = ["NORMALIZER_KEY", "STEPS", "GgufNormalizer"]
+__all__ = ["NORMALIZER_KEY", "STEPS", "GgufNormalizer", "default_steps", "normalizer_steps"]
 
 # An array of strings: names of steps in their order.
 NORMALIZER_KEY = "edgeinfer.tokenizer.normalizer"
+# GGUF has no key for what a tokenizer.json does first. These pre-tokenizers are of models whose tokenizers all compose
+# text: Qwen's and those made of them, Cohere's, and GPT-NeoX's (MPT, OLMo).
+_COMPOSING = (
+    *("qwen2", "qwen35", "deepseek-r1-qwen", "f2llmv2", "command-r", "tiny_aya", "cohere2moe", "mpt", "olmo"),
+)
+
+
+def default_steps(pre: str) -> tuple[str, ...]:
+    """The steps that a file of this pre-tokenizer means where it names none."""
+    return ("nfc",) if pre in _COMPOSING else ()
+
+
+def normalizer_steps(metadata: Metadata) -> tuple[str, ...]:
+    """The steps of a file.
+
+    Raises:
+        BundleError: what it says of them is no list of names.
+    """
+    if NORMALIZER_KEY in metadata:
+        return tuple(metadata.array(NORMALIZER_KEY, "string").strings())
+    return default_steps(metadata.text("tokenizer.ggml.pre", ""))
 
 
 # A space, and what stands for one in SentencePiece's tokens.
@@ -35,13 +57,24 @@ def _with_first_prefix(run: str) -> str:
     return run if run[0] in _SPACES else " " + run
 
 
-# Each takes a run of text that is not empty. "prefix" adds a space where there is none, "first_prefix" before the first
-# run alone; "unprefix" takes one away where llama.cpp adds one whether or not there is one.
+def _composed(form: str, run: str) -> str:
+    # By the library's tables, not Python's: versions of Unicode differ, and the checkpoint's ids are to be had.
+    return run if run.isascii() else str(_form(form).normalize_str(run))
+
+
+@cache
+def _form(name: str) -> Any:
+    from tokenizers import normalizers
+
+    return getattr(normalizers, name)()
+
+
+# Each takes a run of text that is not empty. "none" says that there are no others; "prefix" adds a space where there is
+# none, "first_prefix" before the first run alone; "unprefix" takes one away where llama.cpp adds one whether or not
+# there is one.
 STEPS: dict[str, Callable[[str], str]] = {
-    "nfc": partial(unicodedata.normalize, "NFC"),
-    "nfd": partial(unicodedata.normalize, "NFD"),
-    "nfkc": partial(unicodedata.normalize, "NFKC"),
-    "nfkd": partial(unicodedata.normalize, "NFKD"),
+    "none": lambda run: run,
+    **{form.lower(): partial(_composed, form) for form in ("NFC", "NFD", "NFKC", "NFKD")},
     "trim_spaces": lambda run: run.strip(" "),
     "join_spaces": partial(re.compile(" {2,}").sub, " "),
     "prefix": _with_prefix,
@@ -56,35 +89,31 @@ class GgufNormalizer:
     Args:
         steps: names of STEPS.
         special: spellings of the tokens between which a text is normalized.
-        plain: of those, the tokens that llama.cpp finds in any text, parsed for special tokens or not.
 
     Raises:
         BundleError: a step is unknown.
     """
 
-    def __init__(self, steps: Sequence[str], special: Iterable[str], plain: Iterable[str] = ()) -> None:
+    def __init__(self, steps: Sequence[str], special: Iterable[str] = ()) -> None:
         unknown = [step for step in steps if step not in STEPS]
         if unknown:
             message = f"The file's tokenizer needs a step {unknown[0]!r} that this edgeinfer does not know."
             raise BundleError(message, "Update edgeinfer, or export the model again.")
         self._steps = tuple(steps)
-        self._between, self._plain = _any_of(special), _any_of(plain)
+        self._between = _any_of(special)
 
-    def __call__(self, text: str, parse_special: bool = True, first: bool = True) -> str:
-        """The text as llama.cpp's tokenizer is to get it.
+    def __call__(self, text: str) -> str:
+        """A text as llama.cpp's tokenizer is to get it, special tokens and all."""
+        parts = self._between.split(text) if self._between is not None else [text]
+        # Special tokens are every second part.
+        return "".join(part if i % 2 else self.run(part, first=i == 0) for i, part in enumerate(parts))
+
+    def run(self, run: str, *, first: bool = True) -> str:
+        """A run between special tokens.
 
         Args:
-            parse_special: special tokens in the text are such, and not text that only looks like them.
             first: no other text comes before it.
         """
-        if not self._steps:
-            return text
-        between = self._between if parse_special else self._plain
-        parts = between.split(text) if between is not None else [text]
-        # Special tokens are every second part.
-        return "".join(part if i % 2 else self._run(part, first=first and i == 0) for i, part in enumerate(parts))
-
-    def _run(self, run: str, *, first: bool) -> str:
         for step in self._steps:
             if run and (first or step != "first_prefix"):
                 run = STEPS[step](run)

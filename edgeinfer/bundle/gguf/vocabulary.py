@@ -1,8 +1,8 @@
 """The vocabulary in a GGUF file's metadata: its parts checked against each other; turns no text into tokens.
 
-llama.cpp decides by the spelling of tokens which of them end a reply, which is repeated here. It ends the whole process
-where two tokens are spelled alike, or where a SentencePiece vocabulary has no token for a byte of a text: such files
-are refused.
+llama.cpp decides by the spelling of tokens which of them end a reply, which is repeated here but for tokens that the
+file calls text: those of normal type, and a tag `</s>` among the user's. It ends the whole process where two tokens are
+spelled alike, or where a SentencePiece vocabulary has no token for a byte of a text: such files are refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _BYTE_PAIRS = ("gpt2", "hybriddna", "whitespace")
 _MERGED = (*_BYTE_PAIRS, "gemma4")
 _UNMERGED = "kimi-k2"
 _TOKEN_TYPES = range(7)
+_NORMAL, _USER_DEFINED = 1, 4
 _SENTENCE_PIECE = "llama"
 _SPECIAL = {
     "bos": "bos_token_id",
@@ -132,6 +133,10 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
         raise damaged(path, f"it has {tokens.count} tokens, not 1 to {_MAX_TOKENS}")
     special = _special(gguf, model, pre, tokens.count)
     found, texts = _scan(gguf, tokens, special)
+    types = _types(gguf, tokens.count)
+    if types is not None:
+        numbers = types.numbers()
+        found = {text: token for text, token in found.items() if not _is_text(text, int(numbers[token]))}
     if model == _SENTENCE_PIECE and not _has_all_bytes(tokens):
         raise damaged(path, "its SentencePiece vocabulary has no token for some bytes")
     add_bos = data.flag(f"{_PREFIX}add_bos_token", model in _BOS_KINDS or (model in _BYTE_PAIRS and pre in _BOS_PRE))
@@ -140,7 +145,7 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
         model=model,
         pre=pre,
         tokens=tokens,
-        token_types=_types(gguf, tokens.count),
+        token_types=types,
         scores=_scores(gguf, tokens.count),
         merges=_merges(data, model, pre),
         special=special,
@@ -158,6 +163,11 @@ def _types(gguf: GgufFile, count: int) -> GgufArray | None:
     if types is not None and not np.isin(types.numbers(), _TOKEN_TYPES).all():
         raise damaged(gguf.path, "a token has an unknown type")
     return types
+
+
+def _is_text(spelling: str, kind: int) -> bool:
+    """Whether a file calls a token text that is spelled like an end; `</s>` is a tag of HTML, too."""
+    return kind == _NORMAL or (kind == _USER_DEFINED and spelling == "</s>")
 
 
 def _scores(gguf: GgufFile, count: int) -> GgufArray | None:

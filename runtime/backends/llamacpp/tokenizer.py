@@ -1,10 +1,13 @@
-"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp."""
+"""Text to token ids and back with the vocabulary of a GGUF file, by llama.cpp.
+
+Texts are cut at special tokens here: llama.cpp takes some for such by their spelling, whatever the file says of them.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -12,19 +15,21 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, GgufNormalizer
+from edgeinfer.bundle.gguf.normalizer import GgufNormalizer, normalizer_steps
 from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
 from edgeinfer.errors import PromptError, TokenizerError
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.allocation import allocating
 from edgeinfer.runtime.text.contract import MARK, token_bytes
+from edgeinfer.runtime.text.control_marks import ControlMarks
 
 __all__ = ["LlamaTokenizer"]
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 # llama.cpp's bits for what tokens are.
-_ATTR_UNKNOWN, _ATTR_CONTROL, _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 0, 1 << 3, 1 << 7, 1 << 8
-_WHITE = " \t\n\v\f\r"  # as C's isspace
+_ATTR_CONTROL, _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 3, 1 << 7, 1 << 8
+# As the tokenizers library has it.
+_WHITE = " \t\n\v\f\r\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _BYTE_LEVEL = ("ByteLevel",)
 # Of SentencePiece's vocabularies, named as the tokenizers library names them.
 _PIECES = ("Replace", "ByteFallback", "Fuse")
@@ -56,19 +61,20 @@ class LlamaTokenizer:
             raise TokenizerError(message, "Use a model with a BPE or SentencePiece tokenizer.")
         self._model, self._lib = model, model.lib
         self._spellings = vocabulary.tokens
-        self._types = _types(vocabulary.token_types.numbers() if vocabulary.token_types else None, model.vocab_size)
+        # A file without types leaves it to llama.cpp to tell special tokens by their spelling.
+        types = vocabulary.token_types
+        self._types: NDArray[np.int32] = (
+            self._told_types(model.vocab_size) if types is None else types.numbers()
+        )  # (V,)
         metadata = model.gguf.metadata
-        steps = metadata.array(NORMALIZER_KEY, "string").strings() if NORMALIZER_KEY in metadata else []
+        steps = normalizer_steps(metadata)
         self.decoder_types: tuple[str, ...] = _KINDS[vocabulary.model]
         prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True) or "first_prefix" in steps
         if vocabulary.model == "llama" and not prefixed:
             self.decoder_types = _PIECES
         self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
-        self._added = frozenset(np.flatnonzero(np.isin(self._types, (_CONTROL, _USER_DEFINED))).tolist())
-        user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
-        spelled = {id_: self.id_to_token(id_) or "" for id_ in self._added | self.special_ids} if steps else {}
-        plain = [text for id_, text in spelled.items() if id_ in user_defined]
-        self._normalizer = GgufNormalizer(steps, spelled.values(), plain)
+        self._user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
+        self._normalizer = GgufNormalizer(steps)
         self._find = lru_cache(maxsize=256)(self._scan)
 
     @cached_property
@@ -84,21 +90,44 @@ class LlamaTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text; see `text.contract.TokenizerLike.encode`."""
         with self._encoding(text):
-            return self._ids(self._normalizer(text, parse_special), add_special_tokens, parse_special)
+            marks = self._marks if parse_special else self._plain
+            parts = marks.split(self._spaced(text))
+            ids = self._joined_ids(parts, [marks.ids[mark] for mark in parts[1::2]])
+        before, behind = self._around if add_special_tokens else ([], [])
+        return [*before, *ids, *behind]
 
     def encode_between(self, parts: Sequence[str]) -> list[int]:
         """Token ids of text with special tokens; see `text.contract.TokenizerLike.encode_between`."""
-        ids: list[int] = []
         with self._encoding("".join(parts)):
+            split: list[str] = []
+            ids: list[int] = []
             for place, part in enumerate(parts):
                 if place % 2:
+                    split.append(part)
                     ids.append(MARK)
-                    continue
-                # llama.cpp starts again behind each special token, too.
-                run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
-                run = self._normalizer(run, parse_special=False, first=place == 0)
-                ids += self._ids(run, add_special_tokens=False, parse_special=False) if run else []
+                else:
+                    found = self._plain.split(self._spaced(part))
+                    split += found
+                    ids += [self._plain.ids[mark] for mark in found[1::2]]
+            return self._joined_ids(split, ids)
+
+    def _joined_ids(self, parts: Sequence[str], marks: Sequence[int]) -> list[int]:
+        """Token ids of texts, every second of which is a special token with an id that is given."""
+        ids: list[int] = []
+        for place, part in enumerate(parts):
+            if place % 2:
+                ids.append(marks[place // 2])
+                continue
+            # llama.cpp starts again behind each special token, too.
+            run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
+            run = self._normalizer.run(run, first=place == 0)
+            ids += self._ids(run) if run else []
         return ids
+
+    def _spaced(self, text: str) -> str:
+        """The text with spaces for what stands for them in SentencePiece's tokens, where tokens are found in it that
+        are spelled with spaces."""
+        return text.replace(_SPACE, " ") if self._spaces_are_tokens else text
 
     @contextmanager
     def _encoding(self, text: str) -> Iterator[None]:
@@ -112,16 +141,43 @@ class LlamaTokenizer:
         with allocating("The text"):
             yield
 
-    def _ids(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
+    def _ids(self, text: str) -> list[int]:
         data = text.encode("utf-8")
         # Most texts have fewer tokens than that; of others, the first call tells how many.
-        count, ids = self._tokenize(data, len(data) // 2 + 16, add_special_tokens, parse_special)
+        count, ids = self._tokenize(data, len(data) // 2 + 16)
         if count < 0:
-            count, ids = self._tokenize(data, -count, add_special_tokens, parse_special)
+            count, ids = self._tokenize(data, -count)
         if count < 0:
             raise TokenizerError("llama.cpp cannot turn the text into tokens.", "Shorten it.")
         found: list[int] = ids[:count].tolist()
         return found
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that are put before and behind a text."""
+        count, ids = self._tokenize(b"", 8, special=True)
+        around: list[int] = ids[:count].tolist()
+        with self._model.vocabulary() as vocabulary:
+            first = int(self._lib.llama_vocab_get_add_bos(vocabulary))
+        return around[:first], around[first:]
+
+    @cached_property
+    def _marks(self) -> ControlMarks:
+        """All special tokens."""
+        return ControlMarks(self._texts(self.special_ids | self._user_defined))
+
+    @cached_property
+    def _plain(self) -> ControlMarks:
+        """Those that are tokens in any text, whether special tokens are parsed or not."""
+        return ControlMarks(self._texts(self._user_defined))
+
+    @cached_property
+    def _spaces_are_tokens(self) -> bool:
+        spelled = "".join(self._marks.ids)
+        return self.decoder_types != _BYTE_LEVEL and " " in spelled and _SPACE not in spelled
+
+    def _texts(self, ids: Iterable[int]) -> dict[str, int]:
+        return {text: id_ for id_ in sorted(ids) if (text := self._text(id_))}
 
     def _stripped(self, text: str, before: str, behind: str) -> str:
         """Text between two special tokens without the white space that these take with them."""
@@ -131,25 +187,27 @@ class LlamaTokenizer:
 
     @cached_property
     def control_texts(self) -> Mapping[str, int]:
-        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id. llama.cpp
-        counts what is written like tokens that end a turn among them, whatever the file says of their type."""
-        ids = np.flatnonzero(self._attributes & (_ATTR_UNKNOWN | _ATTR_CONTROL)).tolist()
-        return {self._text(id_) or "": id_ for id_ in ids}
+        """Texts that `encode` makes a token of only where special tokens are parsed, with that token's id."""
+        return self._texts(self.special_ids)
 
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
         """Special tokens that take the white space before them, and those that take what is behind."""
-        found = (np.flatnonzero(self._attributes & attribute) for attribute in (_ATTR_LSTRIP, _ATTR_RSTRIP))
-        before, behind = (frozenset(self._text(id_) or "" for id_ in ids.tolist()) - {""} for ids in found)
+        attributes = {text: self._attribute(id_) for text, id_ in self._marks.ids.items()}
+        before, behind = (
+            frozenset(text for text, bits in attributes.items() if bits & bit) for bit in (_ATTR_LSTRIP, _ATTR_RSTRIP)
+        )
         return before, behind
 
-    @cached_property
-    def _attributes(self) -> NDArray[np.int32]:  # (V,)
+    def _told_types(self, size: int) -> NDArray[np.int32]:  # (V,)
+        controls = [self._attribute(id_) & _ATTR_CONTROL for id_ in range(size)]
+        return np.where(controls, _CONTROL, _NORMAL).astype(np.int32)
+
+    def _attribute(self, id_: int) -> int:
         with self._model.vocabulary() as vocabulary:
             if vocabulary is None:
                 raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
-            attribute = self._lib.llama_vocab_get_attr
-            return np.array([attribute(vocabulary, id_) for id_ in range(len(self._types))], np.int32)
+            return int(self._lib.llama_vocab_get_attr(vocabulary, id_))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids that the vocabulary lacks add nothing."""
@@ -173,13 +231,13 @@ class LlamaTokenizer:
     def rest(self) -> None:
         """Changes nothing: the vocabulary stays with the model."""
 
-    def _tokenize(self, data: bytes, room: int, special: bool, parse: bool) -> tuple[int, NDArray[np.int32]]:
+    def _tokenize(self, data: bytes, room: int, special: bool = False) -> tuple[int, NDArray[np.int32]]:
         ids = np.empty(room, np.int32)
         target = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         with self._model.vocabulary() as vocabulary:
             if vocabulary is None:
                 raise TokenizerError("The model of this tokenizer was closed.", "Load it again.")
-            return int(self._lib.llama_tokenize(vocabulary, data, len(data), target, room, special, parse)), ids
+            return int(self._lib.llama_tokenize(vocabulary, data, len(data), target, room, special, False)), ids
 
     def _text(self, id_: int) -> str | None:
         with self._model.vocabulary() as vocabulary:
@@ -191,17 +249,12 @@ class LlamaTokenizer:
         return spelling.decode("utf-8", "replace")
 
     def _bytes_of(self, id_: int, text: str) -> bytes:
-        return text.encode("utf-8") if id_ in self._added else token_bytes(text)
+        return text.encode("utf-8") if self._types[id_] in (_CONTROL, _USER_DEFINED) else token_bytes(text)
 
     def _scan(self, text: str) -> int | None:
         wanted = text.encode("utf-8", "surrogatepass")
         found = next((i for i, spelling in enumerate(self._spellings.spellings()) if spelling == wanted), None)
         return None if found is None or self._text(found) is None else found
-
-
-def _types(types: NDArray[np.int32] | None, size: int) -> NDArray[np.int32]:  # (V,)
-    """Of all tokens; normal ones where the file does not say."""
-    return np.ones(size, np.int32) if types is None else types
 
 
 def _joined(spellings: list[str]) -> str:
