@@ -102,10 +102,9 @@ class ContextModel:
         started = time.perf_counter()
         config = GenerationConfig.of(**options)
         ids = self._model.tokenize_prompt(prompt, parse_special=config.parses_prompt)
-        prefix = self._model.begin_ids
-        if prefix and ids[: len(prefix)] == prefix:
-            del ids[: len(prefix)]
-        else:
+        prefix = self._model.prefix_ids
+        del ids[: len(prefix)]
+        if not prefix:
             # Attention rests on a first token, which is to be one that all contexts share.
             prefix = self._model.tokenize_data("\n")
         contexts = self._made(tuple(prefix), config.adapter)

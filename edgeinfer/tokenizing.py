@@ -17,7 +17,14 @@ from edgeinfer.option_types import Prompt
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.planning.configuration import TOKENIZER
 from edgeinfer.runtime.system.memory import process_memory, release_freed
-from edgeinfer.runtime.text import MappedTokenizer, Tokenizer, TokenizerLike, TransientTokenizer, surely_longer
+from edgeinfer.runtime.text import (
+    MappedTokenizer,
+    Tokenizer,
+    TokenizerLike,
+    TransientTokenizer,
+    bytes_of,
+    surely_longer,
+)
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.wording import Setting, shown
 
@@ -89,11 +96,15 @@ class Tokenizing:
         """The source of the model's chat template; None where it has none."""
         return None if self._template is None else self._template.source
 
-    def tokenize(self, text: str, *, parse_special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own begin token.
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
 
         Args:
+            add_special: with what the tokenizer itself puts around a text, such as a begin token.
             parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
+
+        Raises:
+            PromptError: the text is empty, no string or no valid Unicode.
         """
         if not isinstance(text, str):
             raise PromptError(f"The text is {shown(text)}, which is not a string.", "Pass a string.")
@@ -101,8 +112,8 @@ class Tokenizing:
             raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
             if parse_special:
-                return parts.tokenizer.encode(text)
-            return parts.literal_encoder.literal(text, add_special_tokens=True)
+                return parts.tokenizer.encode(text, add_special)
+            return parts.literal_encoder.literal(text, add_special)
 
     def tokenize_data(self, text: str, *, fitting: str = "") -> list[int]:
         """Token ids of a text that stands inside others: no begin token, and no special token that it spells out.
@@ -119,11 +130,11 @@ class Tokenizing:
                 require_fitting_text(parts, text, fitting)
             return parts.literal_encoder.literal(text)
 
-    def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
+    def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
         with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_text(parts, text)
-            return self.tokenize(text, parse_special=parse_special)
+            return self.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def tokenize_chat(
         self,
@@ -204,6 +215,10 @@ class Tokenizing:
         """The text that OpenAI-style messages become in the model's chat template. As a prompt, what messages spell out
         of special tokens becomes those tokens: `tokenize_chat` and `stream_chat` keep the two apart.
 
+        Args:
+            variables: as `Model.stream_chat` takes them; with "add_generation_prompt": False the text ends with the
+                last message.
+
         Raises:
             TemplateError, ContextLengthError: as `Model.stream_chat`.
         """
@@ -212,25 +227,28 @@ class Tokenizing:
             require_fitting_messages(parts, messages)
         return template.render(messages, add_generation_prompt=True, tools=tools, variables=variables)
 
-    def spell(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens spelled out; errors as `detokenize`."""
-        with self._lifecycle.acquire(verified=False) as parts:
-            return parts.tokenizer.decode(_known_ids(parts, ids), skip_special_tokens=False)
-
     def _require_template(self) -> ChatTemplate:
         if self._template is None:
             message = f"{self._lifecycle.facts.info.name} has no chat template, so it cannot answer messages."
             raise TemplateError(message, "It continues texts: edgeinfer run, or generate() in Python.")
         return self._template
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out.
+    def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids.
+
+        Args:
+            special: with special tokens spelled out, which are left out else.
 
         Raises:
             PromptError: one is no id of the model's vocabulary.
         """
         with self._lifecycle.acquire(verified=False) as parts:
-            return parts.tokenizer.decode(_known_ids(parts, ids))
+            return parts.tokenizer.decode(_known_ids(parts, ids), skip_special_tokens=not special)
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token stands for, special tokens spelled out; errors as `detokenize`."""
+        with self._lifecycle.acquire(verified=False) as parts:
+            return [bytes_of(parts.tokenizer, id_) for id_ in _known_ids(parts, ids)]
 
 
 # Contexts that a prompt may fill whose beginning is forgotten anyway.

@@ -16,6 +16,7 @@ from edgeinfer.apps.server.metrics import CONTENT_TYPE
 from edgeinfer.apps.server.named_models import NamedModel
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.openai.errors import RequestError
+from edgeinfer.openai.fields import Fields
 
 __all__ = ["InfoEndpoints"]
 
@@ -115,35 +116,41 @@ class InfoEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokenizes a text as llama-server does: without the begin token unless `add_special` asks for it, and with
-        special tokens parsed unless `parse_special` is false."""
-        body = await read_json(request, self._service.security, most=self._service.most_body())
-        content, special, parse = body.get("content"), body.get("add_special", False), body.get("parse_special", True)
-        if not isinstance(content, str):
-            raise RequestError("content is not a string.", 'Send {"content": "..."}.', param="content")
-        if not isinstance(special, bool):
-            raise RequestError("add_special is not true or false.", "Leave it out.", param="add_special")
-        if not isinstance(parse, bool):
-            raise RequestError("parse_special is not true or false.", "Leave it out.", param="parse_special")
-        if not content:
-            return JSONResponse({"tokens": []})
-        async with self._service.use(body.get("model"), request.receive) as model:
+        special tokens parsed unless `parse_special` is false; `with_pieces` tells what each token stands for."""
+        fields = Fields(await read_json(request, self._service.security, most=self._service.most_body()))
+        content = fields.text("content")
+        if content is None:
+            raise fields.missing("content", 'Send {"content": "..."}.')
+        special, with_pieces = fields.flag("add_special"), fields.flag("with_pieces")
+        parse = fields.take("parse_special", bool, "true or false") is not False
+
+        def tokenized(model: Model) -> list[Any]:
+            ids = _ids(model, content, special, parse)
+            return list(map(_piece, ids, model.pieces(ids))) if with_pieces else ids
+
+        named = fields.any("model")
+        fields.end()
+        async with self._service.use(named, request.receive) as model:
             if model.tokenizes_beside:
-                ids = await asyncio.to_thread(_without_begin, model, content, special, parse)
+                tokens = await asyncio.to_thread(tokenized, model)
             else:
-                ids = await self._service.host.ask(lambda model: _without_begin(model, content, special, parse))
-        return JSONResponse({"tokens": ids})
+                tokens = await self._service.host.ask(tokenized)
+        return JSONResponse({"tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        """Turns token ids into text."""
-        body = await read_json(request, self._service.security, most=self._service.most_body())
-        ids = body.get("tokens")
+        """Turns token ids into text, special tokens spelled out."""
+        fields = Fields(await read_json(request, self._service.security, most=self._service.most_body()))
+        ids, named = fields.any("tokens"), fields.any("model")
+        fields.end()
         if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < _HIGHEST_ID for id in ids):
             raise RequestError("tokens are not token ids.", 'Send {"tokens": [1, 2, 3]}.', param="tokens")
-        async with self._service.use(body.get("model"), request.receive) as model:
+        async with self._service.use(named, request.receive) as model:
             if len(ids) > _MOST_CONTEXTS * model.context:
                 message = f"There are {len(ids)} token ids."
                 raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
-            return JSONResponse({"content": await self._service.host.ask(lambda model: model.detokenize(ids))})
+            return JSONResponse(
+                {"content": await self._service.host.ask(lambda model: model.detokenize(ids, special=True))}
+            )
 
     def _listed(self, name: str, local: NamedModel, model: Model | None) -> dict[str, Any]:
         """A model as it is listed.
@@ -167,9 +174,18 @@ class InfoEndpoints:
         return {**told, "meta": meta, "status": status}
 
 
-def _without_begin(model: Model, text: str, special: bool, parse: bool) -> list[int]:
+def _ids(model: Model, text: str, special: bool, parse: bool) -> list[int]:
     most = _MOST_CONTEXTS * _CHARACTERS * model.context
     if len(text) > most:
         raise RequestError(f"content has {len(text)} characters.", f"The limit is {most}.", param="content")
-    ids, begin = model.tokenize(text, parse_special=parse), model.begin_ids
-    return ids[len(begin) :] if begin and not special and ids[: len(begin)] == begin else ids
+    if not text:
+        return model.prefix_ids if special else []
+    return model.tokenize(text, add_special=special, parse_special=parse)
+
+
+def _piece(id_: int, piece: bytes) -> dict[str, Any]:
+    """A token as llama.cpp's server tells of it: bytes that are no text by themselves are a list of numbers."""
+    try:
+        return {"id": id_, "piece": piece.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"id": id_, "piece": list(piece)}

@@ -264,11 +264,9 @@ def _prompt(prompt: Any, fields: Fields, model: ChatModel[Any]) -> _Prompt:
 def _ids(parts: Sequence[int | str], model: ChatModel[Any]) -> list[int]:
     """The ids of a prompt of ids and texts; only the first text gets a begin token."""
     ids: list[int] = []
-    begin = model.begin_ids
     for place, part in enumerate(parts):
         if isinstance(part, str):
-            more = model.tokenize_prompt(part) if part else []
-            ids += more[len(begin) :] if place and begin and more[: len(begin)] == begin else more
+            ids += model.tokenize_prompt(part, add_special=place == 0) if part else []
         else:
             ids.append(part)
     return ids

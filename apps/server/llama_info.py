@@ -60,7 +60,7 @@ class LlamaEndpoints:
         begin, marks = model.begin_ids, self._marks.get(model)
         if marks is None:
             ids = [*begin, *model.end_ids]
-            marks = await service.host.ask(lambda asked: [asked.spell([id_]) for id_ in ids])
+            marks = await service.host.ask(lambda asked: [asked.detokenize([id_], special=True) for id_ in ids])
             self._marks[model] = marks
         data = {
             "model": dataclasses.asdict(model.info),
@@ -125,7 +125,9 @@ def _rendered(body: Mapping[str, Any], model: Model) -> str:
     messages = read_messages(fields.any("messages"))
     choice = read_choice(fields.any("tool_choice"), read_functions(fields.items("tools")), True)
     variables = fields.take("chat_template_kwargs", dict, "an object")
-    fields.ignore("model", "add_generation_prompt")
+    if fields.take("add_generation_prompt", bool, "true or false") is False:
+        variables = {**(variables or {}), "add_generation_prompt": False}
+    fields.ignore("model")
     fields.end()
     use = ToolUse(dialect_of(model.chat_template_text), choice)
     return model.render_chat(use.messages(messages), tools=use.template_tools, variables=variables)

@@ -174,11 +174,11 @@ def _prompt(
     variables |= thinking(fields, options)
     if documents := fields.items("documents"):  # which some templates write into the prompt, as vLLM has it
         variables["documents"] = documents
-    begun = ""
+    begun, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False
     if fields.flag("continue_final_message"):
         messages, begun = _continued(messages)
-    elif fields.take("add_generation_prompt", bool, "true or false") is False:
-        fields.leave_out("add_generation_prompt")
+    elif not introduced:
+        variables["add_generation_prompt"] = False
     tools = ToolUse(dialect_of(model.chat_template_text), choice)
     contexts = _contexts(fields)
     if contexts and (functions or variables):

@@ -67,10 +67,10 @@ class ChatModel(Protocol[StreamT_co]):
     def check(self) -> Callable[..., None]:
         """Refuses generation options that no reply can be given."""
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text."""
 
-    def tokenize_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
+    def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text to go on with."""
 
     def tokenize_chat(

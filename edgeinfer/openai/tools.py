@@ -346,9 +346,7 @@ class ToolUse:
 
     def _marker_id(self, model: ChatModel[Any]) -> int | None:
         """The marker's id where it is a special token, which has no text; None where text spells it."""
-        ids = model.tokenize(self.dialect.format.marker)
-        # Not every tokenizer adds the begin token that its model has.
-        ids = ids[1:] if ids[:1] == model.begin_ids else ids
+        ids = model.tokenize(self.dialect.format.marker, add_special=False)
         return ids[0] if len(ids) == 1 and not model.detokenize(ids) else None
 
 

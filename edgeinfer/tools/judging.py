@@ -201,7 +201,7 @@ def find_mismatches(model: Model, drafter: Model, question: RightReply) -> Itera
 
 
 def _said(model: Model, ids: Sequence[int], ends: set[int]) -> str:
-    return model.spell([token for token in ids if token not in ends])
+    return model.detokenize([token for token in ids if token not in ends], special=True)
 
 
 def _taught(states: Floats, wrong: Flags, origin: NDArray[np.int64]) -> tuple[Doubles, float, JudgeGain]:

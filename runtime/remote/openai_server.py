@@ -31,8 +31,9 @@ class OpenAIReply(OtherEngineReply):
 
     def _streamed(self, text: Sequence[int], tokens: int) -> Iterator[Decided]:
         tokenizer, begin = self._access.tokenizer, self._access.begin_ids
-        # The server begins texts by its own.
-        bare = text[len(begin) :] if begin and tuple(text[: len(begin)]) == begin else text
+        # The server begins texts as this tokenizer does.
+        added = tuple(tokenizer.encode("a")[: len(begin)]) == begin
+        bare = text[len(begin) :] if added and tuple(text[: len(begin)]) == begin else text
         prompt = tokenizer.decode(bare, skip_special_tokens=False)
         body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, **self._sampling, "stream": True}
         left, encoder = tokens, LiteralEncoder(tokenizer, self._access.end_ids)

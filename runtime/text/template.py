@@ -174,7 +174,7 @@ class ChatTemplate:
                 joined; `content` may be None or absent beside `tool_calls`. Other keys pass through.
             add_generation_prompt: end with what introduces the assistant's reply.
             tools: JSON schemas of functions, as OpenAI shapes them.
-            variables: further names for the template, such as enable_thinking.
+            variables: further names for the template, such as enable_thinking; add_generation_prompt among them counts.
 
         Raises:
             PromptError: messages, tools or variables are malformed or too long.
@@ -188,7 +188,7 @@ class ChatTemplate:
             "messages": conversation,
             "tools": plain_tools,
             "documents": None,
-            "add_generation_prompt": bool(add_generation_prompt),
+            "add_generation_prompt": bool((variables or {}).get("add_generation_prompt", add_generation_prompt)),
         }
         given = _size(names)
         if given > MAX_GIVEN_BYTES:

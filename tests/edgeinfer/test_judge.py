@@ -37,7 +37,7 @@ class Writer:
     def tokenize_chat(self, messages: Any) -> list[int]:
         return [9, 9]
 
-    def spell(self, tokens: Sequence[int]) -> str:
+    def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
         return " ".join(SPELT[token] for token in tokens)
 
     def logits(self, tokens: Sequence[int]) -> Iterator[Floats]:

@@ -24,7 +24,7 @@ CALLS: tuple[tuple[Call, type[EdgeInferError], str], ...] = (
     (lambda model: model.tokenize(None), PromptError, "The text is None"),
     (lambda model: model.detokenize([-1]), PromptError, "The token id -1 is outside"),
     (lambda model: model.detokenize([0, 2**31]), PromptError, f"The token id {2**31} is outside"),
-    (lambda model: model.spell([2**31]), PromptError, f"The token id {2**31} is outside"),
+    (lambda model: model.pieces([2**31]), PromptError, f"The token id {2**31} is outside"),
     (lambda model: model.detokenize("Once"), PromptError, "The ids are 'Once', which are no integers"),
     (lambda model: model.chat(system=5), UsageError, "The system message is 5"),
     (lambda model: model.generate("Once", choices=[]), UsageError, "choices=[] is out of range"),
@@ -57,7 +57,7 @@ def test_ids_of_numpy_have_a_text(model: edgeinfer.Model) -> None:
     numbers: Any = np.array(ids)
     for given in (numbers, list(numbers)):
         assert model.detokenize(given) == model.detokenize(ids)
-        assert model.spell(given) == model.spell(ids)
+        assert model.pieces(given) == model.pieces(ids)
     wrongs: Any = ([True], np.array([True]), np.array(3), np.array([ids]), [1.0])
     for wrong in wrongs:
         with pytest.raises(PromptError, match="The ids are"):

@@ -86,11 +86,48 @@ def test_tokens(server: Local) -> None:
         answer(server, "/tokenize", "-d", json.dumps({"content": "<|end|>"} | more))["tokens"] for more in SPECIAL
     ]
     assert marked[0] == marked[1] == [3] and len(marked[2]) > 1
+    # The model's begin token, which its tokenizer does not add, is kept where a text spells it.
+    begun = answer(server, "/tokenize", "-d", json.dumps({"content": "<|endoftext|><|user|>hi"}))["tokens"]
+    assert begun[:2] == [0, 1]
+    assert answer(server, "/detokenize", "-d", json.dumps({"tokens": begun})) == {"content": "<|endoftext|><|user|>hi"}
+
+
+def test_pieces_of_tokens(server: Local) -> None:
+    asked = {"content": "<|user|>hi 😀", "with_pieces": True}
+    told = answer(server, "/tokenize", "-d", json.dumps(asked))["tokens"]
+    assert [each["id"] for each in told] == answer(
+        server, "/tokenize", "-d", json.dumps(asked | {"with_pieces": False})
+    )["tokens"]
+    pieces = [each["piece"] for each in told]
+    assert pieces[0] == "<|user|>" and any(isinstance(piece, list) for piece in pieces)
+    data = [bytes(piece) if isinstance(piece, list) else piece.encode() for piece in pieces]
+    assert b"".join(data).decode() == asked["content"]
+
+
+def test_a_template_without_what_introduces_the_reply(server: Local) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+    prompts = {
+        wanted: answer(server, "/apply-template", "-d", json.dumps(body | {"add_generation_prompt": wanted}))["prompt"]
+        for wanted in (True, False, None)
+    }
+    assert prompts[True] == prompts[None] == prompts[False] + "<|assistant|>"
+    counts = [
+        answer(
+            server, "/v1/chat/completions", "-d", json.dumps(body | {"max_tokens": 1, "add_generation_prompt": wanted})
+        )
+        for wanted in (True, False)
+    ]
+    assert counts[0]["usage"]["prompt_tokens"] == counts[1]["usage"]["prompt_tokens"] + 1
 
 
 def test_wrong_tokens(server: Local) -> None:
     texts = [{}, {"content": 3}, {"content": "a", "add_special": "yes"}, {"content": "a", "parse_special": 1}]
-    ids = [{}, *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30]))]
+    texts += [{"content": "a", "with_pieces": "id"}, {"content": "a", "with_piece": True}]
+    ids = [
+        {},
+        *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30])),
+        {"tokens": [5], "special": True},
+    ]
     for path, bodies in (("/tokenize", texts), ("/detokenize", ids)):
         for body in bodies:
             answer = server.post(path, body)

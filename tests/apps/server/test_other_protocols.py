@@ -145,6 +145,29 @@ def test_llama(server: Local) -> None:
         assert server.post(path, {}).status_code == 501, path
 
 
+def test_stops_that_are_special_tokens(server: Local) -> None:
+    """At every door; the token is the likeliest of all."""
+    bias, stop = {"sampling": {"logit_bias": {"1": 100.0}}}, ["<|user|>"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES, "stop": stop}),
+        ("/v1/completions", {"prompt": "Once", "stop": stop}),
+        ("/v1/messages", {**MESSAGE, "stop_sequences": stop}),
+        ("/completion", {"prompt": "Once", "stop": stop}),
+    ):
+        answer = ok(server.post(path, {"max_tokens": 9, **bias, **body}))
+        told = json.dumps(answer)
+        assert '"finish_reason": "length"' not in told and "<|user|>" not in json.dumps(answer.get("content", "")), path
+        counted = answer.get("usage", {})
+        assert counted.get("completion_tokens", counted.get("output_tokens", answer.get("tokens_predicted"))) == 1, path
+        if path == "/v1/messages":
+            assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "<|user|>")
+        if path == "/completion":
+            assert (answer["stop_type"], answer["stopping_word"]) == ("word", "<|user|>")
+    options = {"stop": stop, "num_predict": 9, **bias}
+    told = ok(server.post("/api/chat", {"messages": MESSAGES, "options": options, "stream": False}))
+    assert (told["eval_count"], told["done_reason"]) == (1, "stop")
+
+
 def test_anthropic(server: Local, expected: str) -> None:
     whole = ok(server.post("/v1/messages", MESSAGE))
     assert whole["content"] == [{"type": "text", "text": expected}]

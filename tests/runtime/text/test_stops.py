@@ -1,4 +1,4 @@
-"""Stop strings against a naive search, for any cutting into pieces."""
+"""Stop strings against a naive search, for any cutting into pieces, and those that spell special tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.text import StopMatcher
+from edgeinfer.runtime.text import ReplyText, StopMatcher, Tokenizer
+from tests.marked_tokenizers import tokenizer
 
 ALPHABET = st.sampled_from("abé😀")
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4).map(tuple)
@@ -95,3 +96,55 @@ def test_takes_little_memory() -> None:
             tracemalloc.stop()
         assert size < most
         assert matcher.push("xyz") == ("xyz", False)
+
+
+MARKS = ("<|im_end|>", "<|user|>", "</s>")
+UNITS = st.lists(st.sampled_from([*"abé|>", *MARKS, "user", "<|"]), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "pieces, first"])
+@settings(max_examples=150, deadline=None)
+@given(
+    units=st.lists(st.sampled_from([*"abé|>", *MARKS, "<unk>"]), max_size=12), given_stops=st.lists(UNITS, max_size=3)
+)
+def test_stops_that_spell_special_tokens(kind: str, units: list[str], given_stops: list[list[str]]) -> None:
+    """Special tokens of a reply are found as a whole where a stop string spells them, and are never text."""
+    used = tokenizer(kind)
+    stops = tuple(map("".join, given_stops))
+    ids = [id_ for unit in units for id_ in _ids(used, unit)]
+    reply, shown = ReplyText(used, stops, frozenset()), ""
+    for id_ in ids:
+        shown += reply.push(id_)
+        if reply.ended:
+            break
+    shown += reply.finish()
+    # One character for each special token: those that no stop string spells are nothing at all.
+    spelled = [mark for mark in MARKS if any(mark in stop for stop in stops)]
+    stand = {mark: chr(0xE000 + place) for place, mark in enumerate(spelled)}
+    said = "".join(stand.get(unit, "") if unit in (*MARKS, "<unk>") else unit for unit in units)
+    searched = {stop: stop for stop in stops} | {_stood(stop, stand): stop for stop in stops}
+    before = oracle(said, tuple(searched))
+    assert shown == reply.text == "".join(c for c in (said if before is None else before) if c not in stand.values())
+    assert (reply.stop_string is None) == (before is None) and reply.stop_string in (None, *stops)
+
+
+def _ids(used: Tokenizer, unit: str) -> list[int]:
+    if unit in (*MARKS, "<unk>"):
+        return [used.token_to_id(unit) or 0]
+    # Without the space that some put before a text.
+    return used.encode("a" + unit, False, False)[len(used.encode("a", False, False)) :]
+
+
+def _stood(stop: str, stand: dict[str, str]) -> str:
+    for mark, character in stand.items():
+        stop = stop.replace(mark, character)
+    return stop
+
+
+def test_an_end_that_is_a_stop_string_is_named() -> None:
+    used = tokenizer("byte-level")
+    end = used.token_to_id("<|im_end|>") or 0
+    for stops, name in ((("b<|im_end|>", "x"), "b<|im_end|>"), (("<|im_end|>",), "<|im_end|>"), (("z",), None)):
+        reply = ReplyText(used, stops, frozenset({end}))
+        shown = "".join(map(reply.push, [*used.encode("a b", False), end])) + reply.finish()
+        assert (shown, reply.stop_string, reply.ended) == ("a " if name == "b<|im_end|>" else "a b", name, True)

@@ -102,7 +102,9 @@ def measure(
                 for seed in draws:
                     scored: dict[str, Any] = {"scorer": partial(_nats, question)} if method in _TOLD else {}
                     if method == "contrast":
-                        scored["lame_prompt"] = model.spell(model.tokenize_chat([_worse(question.messages)]))
+                        scored["lame_prompt"] = model.detokenize(
+                            model.tokenize_chat([_worse(question.messages)]), special=True
+                        )
                     result = _reply(model, question, {**options, **scored, "seed": seed})
                     texts = [result.text]
                     if method == "best of 8" and result.search is not None:

@@ -89,7 +89,8 @@ def read_references(path: Path, most: int, model: Model) -> list[ReferenceText]:
             for line in lines:
                 if line.get("answer"):
                     whole, last = (
-                        model.spell(model.tokenize_chat(each)) for each in (line["messages"], line["messages"][-1:])
+                        model.detokenize(model.tokenize_chat(each), special=True)
+                        for each in (line["messages"], line["messages"][-1:])
                     )
                     texts.append(ReferenceText(whole, last, line["answer"]))
             return texts[:most]
@@ -114,7 +115,7 @@ def measure_references(
             for before, token in _places(model, text, places):
                 worse: dict[str, Any] = {}
                 if method == "contrast":
-                    worse["lame_prompt"] = text.worse + model.spell(before)
+                    worse["lame_prompt"] = text.worse + model.detokenize(before, special=True)
                 prompt = [*model.tokenize_prompt(text.prompt), *before]
                 for seed in draws:
                     result = model.generate(prompt, seed=seed, speculation="off", **worse, **options)
