@@ -18,6 +18,9 @@ _TOKENIZER = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
 _TOKEN_STRINGS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Classes of transformers that compose text, whatever a tokenizer.json says: their published ones all say so.
+_COMPOSING = ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 
 
@@ -45,7 +48,10 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
         CheckpointError: the tokenizer is missing, or a file is malformed.
     """
     tokenizer_config = _optional(folder / "tokenizer_config.json")
-    files = {_TOKENIZER: _tokenizer(folder), "special_tokens.json": _json(_special_tokens(tokenizer_config))}
+    files = {
+        _TOKENIZER: _tokenizer(folder, tokenizer_config),
+        "special_tokens.json": _json(_special_tokens(tokenizer_config)),
+    }
     template = _template(folder, tokenizer_config)
     if template is not None:
         files[_TEMPLATE] = _utf8(template)
@@ -53,16 +59,54 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
     return Sidecar(files)
 
 
-def _tokenizer(folder: Path) -> bytes:
+def _tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> bytes:
     path = folder / _TOKENIZER
     if path.is_file():
         data = read_bytes(path)
-        return _lean(data, parse_object(data, str(path)))
+        tokenizer = parse_object(data, str(path))
+        return _lean(_completed(data, tokenizer, tokenizer_config), tokenizer)
     if (folder / "tokenizer.model").is_file():
         hint = "Convert it once: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         raise CheckpointError(f"{folder} has a SentencePiece tokenizer.model but no {_TOKENIZER}.", hint)
     hint = "Copy the tokenizer files of the model into the checkpoint's folder."
     raise CheckpointError(f"{folder} has no {_TOKENIZER}.", hint)
+
+
+def _completed(data: bytes, tokenizer: dict[str, Any], tokenizer_config: dict[str, Any]) -> bytes:
+    """A tokenizer with what transformers reads of it in tokenizer_config.json: that its class composes text, and added
+    tokens, which count where the two differ. As it was where nothing is missing."""
+    given = tokenizer.get("added_tokens") or []
+    if not isinstance(given, list) or not all(map(_is_added_token, given)):
+        return data
+    added = {each["content"]: each for each in given}
+    told, ids = tokenizer_config.get("added_tokens_decoder"), {each["id"] for each in given}
+    for id_, each in (told if isinstance(told, dict) else {}).items():
+        if not (id_.isdecimal() and isinstance(each, dict) and isinstance(content := each.get("content"), str)):
+            continue
+        if content in added or int(id_) not in ids:
+            flags = {flag: each[flag] for flag in _FLAGS if isinstance(each.get(flag), bool)}
+            plain = {"id": int(id_), "content": content} | dict.fromkeys(_FLAGS, False)
+            added[content] = (added.get(content) or plain) | flags
+    whole = sorted(added.values(), key=lambda each: int(each["id"]))
+    name, normalizer = tokenizer_config.get("tokenizer_class"), tokenizer.get("normalizer")
+    if isinstance(name, str) and name.removesuffix("Fast") in _COMPOSING:
+        normalizer = normalizer or {"type": "NFC"}
+    if (whole, normalizer) == (given, tokenizer.get("normalizer")):
+        return data
+    tokenizer |= {"added_tokens": whole, "normalizer": normalizer}
+    return _written(tokenizer, data)
+
+
+def _is_added_token(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("content"), str) and isinstance(entry.get("id"), int)
+
+
+def _written(tokenizer: dict[str, Any], data: bytes) -> bytes:
+    """A changed tokenizer; as it was where it holds half of a surrogate pair, which can only be written like that."""
+    try:
+        return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError:
+        return data
 
 
 def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
@@ -75,10 +119,7 @@ def _lean(data: bytes, tokenizer: dict[str, Any]) -> bytes:
     if not isinstance(merges, list) or not merges or not all(_is_plain_pair(pair) for pair in merges):
         return data
     tokenizer["model"]["merges"] = [" ".join(pair) for pair in merges]
-    try:
-        return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair can only be written as it was
-        return data
+    return _written(tokenizer, data)
 
 
 def _is_plain_pair(pair: Any) -> bool:

@@ -53,3 +53,28 @@ def test_half_of_a_surrogate_pair_stays_as_it_was_written(tmp_path: Path) -> Non
     write_tokenizer(tmp_path / "tokenizer.json", 300)
     data = change(tmp_path, unk_token="\ud800")
     assert written(tmp_path) == data
+
+
+def test_what_only_the_settings_say_of_a_tokenizer(tmp_path: Path) -> None:
+    """As transformers reads them: classes that compose text, and added tokens, whose flags may differ."""
+    write_tokenizer(tmp_path / "tokenizer.json", 300)
+    original = (tmp_path / "tokenizer.json").read_bytes()
+    size = 1 + max(each["id"] for each in json.loads(original)["added_tokens"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    known = {"content": "<|im_end|>"} | flags
+    (end,) = [each["id"] for each in json.loads(original)["added_tokens"] if each["content"] == "<|im_end|>"]
+    for name, added in (("Qwen2TokenizerFast", {}), ("Other", {str(end): known, "9000": {"content": "<new>"} | flags})):
+        settings = {"tokenizer_class": name, "added_tokens_decoder": added}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+        (tmp_path / "made.json").write_bytes(written(tmp_path))
+        made = Tokenizer.from_file(tmp_path / "made.json")
+        if added:
+            ids = made.encode("<|im_end|>  a<new>", add_special_tokens=False)
+            assert ids[0] == end and made.decode(ids, skip_special_tokens=False) == "<|im_end|>a<new>"
+            assert made.token_to_id("<new>") in made.special_ids and made.token_to_id("<new>") not in range(size)
+        else:
+            assert made.encode("cafe\u0301") == made.encode("caf\u00e9")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}', "utf-8")
+    normalized = json.loads(original) | {"normalizer": {"type": "NFKC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(normalized), "utf-8")
+    assert json.loads(written(tmp_path))["normalizer"] == {"type": "NFKC"}
