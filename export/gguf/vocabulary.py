@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.bundle.gguf.normalizer import NORMALIZER_KEY, default_steps
+from edgeinfer.bundle.gguf.vocabulary import STRIP_KEYS
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export.gguf.architectures import ONNX_HINT
 from edgeinfer.export.gguf.pre_tokenizers import byte_level_steps, flattened, pre_tokenizer_name
@@ -43,7 +44,7 @@ class Vocabulary:
         prefix: a space is put before a text; of "llama".
         steps: of edgeinfer.bundle.gguf.normalizer.
         special: spellings of special and added tokens, which texts are cut at before anything else.
-        rstrip: some of them take the spaces that follow.
+        strips: ids of tokens that take the white space before them, and of those that take what is behind.
     """
 
     model: str
@@ -59,7 +60,7 @@ class Vocabulary:
     steps: tuple[str, ...] = ()
     template: str | None = None
     special: tuple[str, ...] = ()
-    rstrip: bool = False
+    strips: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
 
 def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
@@ -91,7 +92,10 @@ def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
         "add_eos": bool(after),
         "template": None if template is None else template.decode("utf-8"),
         "special": tuple(entry["content"] for entry in tokenizer.get("added_tokens") or ()),
-        "rstrip": any(entry.get("rstrip") for entry in tokenizer.get("added_tokens") or ()),
+        "strips": tuple(
+            tuple(entry["id"] for entry in tokenizer.get("added_tokens") or () if entry.get(side))
+            for side in ("lstrip", "rstrip")
+        ),
     }
     steps = byte_level_steps(tokenizer)
     make = _sentence_pieces if steps is None else _byte_level
@@ -123,6 +127,8 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_eos_token(vocabulary.add_eos)
     if vocabulary.steps != default_steps(vocabulary.pre):
         writer.add_array(NORMALIZER_KEY, list(vocabulary.steps) or ["none"])
+    for key, ids in zip(STRIP_KEYS, vocabulary.strips, strict=True):
+        writer.add_array(key, ids)  # nothing where there are none
     if vocabulary.template is not None:
         writer.add_chat_template(vocabulary.template)
 

@@ -195,8 +195,9 @@ def write_gguf_source(
 def _shown_name(name: str, vocabulary: Vocabulary | None) -> str:
     """The model's name, by which llama.cpp decides whether special tokens take the spaces that follow, as Phi-3's."""
     plain = _PHI3.sub("Phi 3", name)
-    takes = vocabulary is not None and vocabulary.rstrip and vocabulary.model == "llama" and "</s>" in vocabulary.tokens
-    return f"{plain} (Phi-3)" if takes else plain
+    if vocabulary is None or vocabulary.model != "llama" or "</s>" not in vocabulary.tokens:
+        return plain
+    return f"{plain} (Phi-3)" if vocabulary.strips[1] else plain
 
 
 def gguf_package() -> Any:

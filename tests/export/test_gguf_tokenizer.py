@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
 from edgeinfer.bundle import open_bundle
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
 from edgeinfer.bundle.gguf_bundle import open_gguf
+from edgeinfer.bundle.tokenizer_table import encode_table
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
 from edgeinfer.export.gguf import pre_tokenizers as names
@@ -26,11 +27,12 @@ from edgeinfer.export.gguf.writer import write_gguf
 from edgeinfer.export.source.hf_config import read_config
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
-from edgeinfer.runtime.text import LiteralEncoder
+from edgeinfer.runtime.text import LiteralEncoder, MappedTokenizer, TokenizerLike
 from edgeinfer.runtime.text import Tokenizer as Tokenized
 from edgeinfer.runtime.text.template import ChatTemplate
 from tests.export.made_tokenizers import ROWS, SPECIAL, TOKENIZERS, byte_level, pieces, split
 from tests.factories import make_checkpoint
+from tests.rare_texts import rare_texts
 
 pytest.importorskip("gguf")
 pytest.importorskip("llama_cpp")
@@ -206,3 +208,45 @@ def shared_lines(folder: Path) -> list[str]:
             found = [line[:1000] for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
             lines += [line for line in found if not line.isascii()][:20] + found[:: max(1, len(found) // 60)][:60]
     return sorted(lines, key=str.isascii)[:1000]
+
+
+# Of text, though they are spelled like tokens that end replies or fill gaps.
+_TEXT_TOKENS = ("<EOT>", "<PAD>", "[EOS]", "<|eot_id|>", "<PRE>")
+
+
+def as_others_write_them() -> Tokenizer:
+    """What GGUF has no keys for: composed text, special tokens that take white space with them, and text like tokens."""
+    parsed = json.loads(byte_level(split(names._QWEN2), normalizer=normalizers.NFC()).to_str())
+    parsed["model"]["vocab"] |= {text: 860 + place for place, text in enumerate(_TEXT_TOKENS)}
+    tokenizer = Tokenizer.from_str(json.dumps(parsed))
+    tokenizer.add_tokens([AddedToken("</tool>", normalized=False)])
+    for place, way in enumerate(({"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True})):
+        tokenizer.add_special_tokens([AddedToken(f"<|strip{place}|>", normalized=False, **way)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["others", "smollm", "llama-bpe", "default", "default first"])
+def test_rare_texts_have_the_checkpoints_ids_at_every_door(name: str, tmp_path: Path) -> None:
+    """5,000 of them, raw and as data, for the tokenizers of the bundle and of the GGUF file."""
+    tokenizer = as_others_write_them() if name == "others" else TOKENIZERS[name]()
+    path, _ = written(tmp_path, tokenizer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tables = encode_table(tokenizer.to_str().encode("utf-8"))
+    model = LlamaModel(read_gguf(path))
+    doors: list[TokenizerLike] = [LlamaTokenizer(model), Tokenized.from_file(tmp_path / "tokenizer.json")]
+    if tables is not None:
+        (tmp_path / "tokenizer.table").write_bytes(tables)
+        doors.append(MappedTokenizer.from_file(tmp_path / "tokenizer.table"))
+    special = [*_TEXT_TOKENS, *(token.content for token in tokenizer.get_added_tokens_decoder().values())]
+    ends = open_gguf(path).read_object("generation_config.json")["eos_token_id"]
+    assert not set(_TEXT_TOKENS) & {tokenizer.id_to_token(end) for end in ends}
+    texts = rare_texts(5000, 7, special)
+    expected = [each.ids for each in tokenizer.encode_batch_fast(texts)]
+    for door in doors:
+        different = [text for text, ids in zip(texts, expected, strict=True) if door.encode(text) != ids]
+        assert not different, (type(door), len(different), sorted(different, key=len)[:3])
+    tokenizer.encode_special_tokens = True
+    for text in texts[:500]:
+        for door in doors:
+            assert door.encode(text, parse_special=False) == tokenizer.encode(text).ids, (type(door), text)
+    model.close()

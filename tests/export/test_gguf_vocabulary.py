@@ -140,7 +140,9 @@ def test_phi3s_special_tokens_take_the_spaces_that_follow_by_the_models_name() -
     """llama.cpp looks for them in general.name, and stops at a name like that without such tokens."""
 
     def words(rstrip: bool) -> Vocabulary:
-        return Vocabulary("llama", "default", ("<s>", "</s>"), (3, 3), {}, True, False, rstrip=rstrip)
+        return Vocabulary(
+            "llama", "default", ("<s>", "</s>"), (3, 3), {}, True, False, strips=((), (1,) if rstrip else ())
+        )
 
     assert writer._shown_name("my model", words(True)) == "my model (Phi-3)"
     assert writer._shown_name("Phi-3-mini", words(False)) == "Phi 3-mini"

@@ -17,7 +17,10 @@ from edgeinfer.bundle.gguf.reader import GgufFile
 from edgeinfer.errors import BundleError
 from edgeinfer.records import dataclass
 
-__all__ = ["GgufVocabulary", "read_vocabulary"]
+__all__ = ["STRIP_KEYS", "GgufVocabulary", "read_vocabulary"]
+
+# Of our own: ids of special tokens that take the white space before them, and behind them, for which GGUF has no keys.
+STRIP_KEYS = ("edgeinfer.tokenizer.lstrip", "edgeinfer.tokenizer.rstrip")
 
 _PREFIX = "tokenizer.ggml."
 _MAX_TOKENS = 1_000_000
@@ -91,6 +94,7 @@ class GgufVocabulary:
         special_texts: their spellings.
         ends: tokens that end a reply, ascending.
         add_bos: a text begins with the token bos.
+        strips: ids of tokens that take the white space before them, and of those that take what is behind.
         chat_template: jinja text, not trusted.
     """
 
@@ -104,6 +108,7 @@ class GgufVocabulary:
     special_texts: dict[str, str]
     ends: tuple[int, ...]
     add_bos: bool
+    strips: tuple[frozenset[int], frozenset[int]]
     chat_template: str | None
 
     @property
@@ -153,6 +158,7 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
         ends=_ends(special, found, texts),
         # llama.cpp overrules files of this kind that say otherwise.
         add_bos=add_bos or model == "gemma4",
+        strips=(_stripping(gguf, STRIP_KEYS[0], tokens.count), _stripping(gguf, STRIP_KEYS[1], tokens.count)),
         chat_template=data.text(template) if template in data else None,
     )
 
@@ -227,6 +233,15 @@ def _scan(gguf: GgufFile, tokens: GgufArray, special: dict[str, int]) -> tuple[d
     if (ordered[1:] == ordered[:-1]).any():
         raise damaged(gguf.path, "two of its tokens are spelled alike")
     return found, texts
+
+
+def _stripping(gguf: GgufFile, key: str, count: int) -> frozenset[int]:
+    if key not in gguf.metadata:
+        return frozenset()
+    ids = frozenset(gguf.metadata.array(key, "int32").numbers().tolist())
+    if not all(0 <= id_ < count for id_ in ids):
+        raise damaged(gguf.path, f"{key} names an id that is not one of its {count} tokens")
+    return ids
 
 
 def _has_all_bytes(tokens: GgufArray) -> bool:

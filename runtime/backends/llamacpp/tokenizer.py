@@ -26,8 +26,10 @@ from edgeinfer.runtime.text.control_marks import ControlMarks
 __all__ = ["LlamaTokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
-# llama.cpp's bits for what tokens are.
-_ATTR_CONTROL, _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 3, 1 << 7, 1 << 8
+_ATTR_CONTROL = 1 << 3  # llama.cpp's bit for a control token
+# Phi-3's special tokens take the white space behind them, but for these. Files do not say so; llama.cpp knows them by
+# the model's name.
+_PHI3, _PHI3_KEEPS = re.compile(r"phi-?3|phi 3\.5", re.IGNORECASE), ("<unk>", "<s>", "<|endoftext|>")
 # As the tokenizers library has it.
 _WHITE = " \t\n\v\f\r\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _BYTE_LEVEL = ("ByteLevel",)
@@ -75,6 +77,9 @@ class LlamaTokenizer:
         self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
         self._user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
         self._normalizer = GgufNormalizer(steps)
+        self._strip_ids = vocabulary.strips
+        name = metadata.get("general.name")
+        self._is_phi3 = vocabulary.model == "llama" and isinstance(name, str) and _PHI3.search(name) is not None
         self._find = lru_cache(maxsize=256)(self._scan)
 
     @cached_property
@@ -193,11 +198,9 @@ class LlamaTokenizer:
     @cached_property
     def _strips(self) -> tuple[frozenset[str], frozenset[str]]:
         """Special tokens that take the white space before them, and those that take what is behind."""
-        attributes = {text: self._attribute(id_) for text, id_ in self._marks.ids.items()}
-        before, behind = (
-            frozenset(text for text, bits in attributes.items() if bits & bit) for bit in (_ATTR_LSTRIP, _ATTR_RSTRIP)
-        )
-        return before, behind
+        marks = self._marks.ids
+        before, behind = (frozenset(text for text, id_ in marks.items() if id_ in ids) for ids in self._strip_ids)
+        return before, frozenset(marks.keys() - _PHI3_KEEPS) if self._is_phi3 and not behind else behind
 
     def _told_types(self, size: int) -> NDArray[np.int32]:  # (V,)
         controls = [self._attribute(id_) & _ATTR_CONTROL for id_ in range(size)]
