@@ -16,7 +16,7 @@ _PLANES = (
     (0x1F000, 0x1FB00),
     (0x30000, 0x110000),
 )
-_RANGES = {
+_RANGES: dict[str, tuple[tuple[int, int], ...]] = {
     "ascii": ((0x20, 0x7F),),
     "control": ((0, 0x20), (0x7F, 0xA0)),
     "combining": ((0x300, 0x370), (0x591, 0x5BE), (0x64B, 0x660), (0x93A, 0x94E), (0xE31, 0xE3B), (0x20D0, 0x20F1)),
@@ -26,7 +26,7 @@ _RANGES = {
     "private": ((0xE000, 0xE010), (0xF0000, 0xF0010), (0xFFFD, 0x10002)),
     "white": ((0x2000, 0x200B), (0x2028, 0x2030)),
 }
-_PIECES = {
+_PIECES: dict[str, tuple[str, ...]] = {
     "spaces": (*" \t\n\v\f\r\x85\xa0\u1680\u202f\u205f\u3000", "\r\n", "   ", "\t\t"),
     "invisible": (*"\u200b\u200c\u200d\u2060\ufeff\xad\u061c\u180e\u200e\u200f\u202a\u202e\u2066\u2069",),
     "ligatures": ("\ufb00", "\ufb03", "\ufdf2", "\u32ff", "\u01c4", "\u0133", "\u2167", "\u2460"),
@@ -44,7 +44,6 @@ _PIECES = {
         "'RE",
         "\u2019s",
         "'ll've",
-       
         "\\n",
         "{{",
         "//",

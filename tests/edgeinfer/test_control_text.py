@@ -134,7 +134,8 @@ def test_stop_strings_find_special_tokens(
 ) -> None:
     """However the reply is made: with drafts or without, in pieces, several side by side."""
     reply: dict[str, Any] = {"choices": ("no<|user|><|assistant|> more",), "parse_special": True, "stop": stops}
-    for more in ({"speculation": "off"}, {}):
+    ways: tuple[dict[str, Any], ...] = ({"speculation": "off"}, {})
+    for more in ways:
         stream = tales.stream("Once", **reply, **more)
         shown = "".join(chunk.text for chunk in stream)
         result = stream.result

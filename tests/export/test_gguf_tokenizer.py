@@ -215,7 +215,7 @@ _TEXT_TOKENS = ("<EOT>", "<PAD>", "[EOS]", "<|eot_id|>", "<PRE>")
 
 
 def as_others_write_them() -> Tokenizer:
-    """What GGUF has no keys for: composed text, special tokens that take white space with them, and text like tokens."""
+    """What GGUF has no keys for: composed text, special tokens that take white space, tokens that are text."""
     parsed = json.loads(byte_level(split(names._QWEN2), normalizer=normalizers.NFC()).to_str())
     parsed["model"]["vocab"] |= {text: 860 + place for place, text in enumerate(_TEXT_TOKENS)}
     tokenizer = Tokenizer.from_str(json.dumps(parsed))
