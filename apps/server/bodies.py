@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,7 +21,7 @@ from edgeinfer.apps.server.errors import ClientGoneError
 from edgeinfer.apps.server.security import Security
 from edgeinfer.openai.errors import RequestError
 
-__all__ = ["UPLOAD", "Upload", "Uploads", "compiles", "json_body", "parse_json", "read_json"]
+__all__ = ["UPLOAD", "Upload", "Uploads", "compiles", "ignored_header", "json_body", "parse_json", "read_json"]
 
 # Where a scope has the context manager in which something is made of the request's body.
 UPLOAD = "edgeinfer.upload"
@@ -277,6 +277,11 @@ def _check_values(body: Mapping[str, Any], security: Security) -> None:
             return
         level = inner
     raise _too_deep(security)
+
+
+def ignored_header(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that tells of fields that change nothing; `Fields` gives names that are harmless in a header."""
+    return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
 
 
 def _check_text(text: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from edgeinfer import Model
-from edgeinfer.apps.server.bodies import compiles, json_body
+from edgeinfer.apps.server.bodies import compiles, ignored_header, json_body
 from edgeinfer.apps.server.errors import ClientGoneError, error_answer, shape_of
 from edgeinfer.apps.server.events import (
     SERVER_SENT,
@@ -90,7 +90,7 @@ async def _complete(service: Service, kind: CompletionKind, request: Request) ->
         completion = await _read(service, kind, request, using)
         if isinstance(completion, Response):
             return completion
-        told = _warning(completion.ignored)
+        told = ignored_header(completion.ignored)
         if completion.stream:
             write = partial(_stream, service, kind, completion, told, request)
             return StreamedResponse(partial(_while_using, using.pop_all(), write))
@@ -103,11 +103,6 @@ async def _while_using(
 ) -> None:
     async with using:
         await write(receive, send)
-
-
-def _warning(ignored: Sequence[str]) -> dict[str, str]:
-    """The header that tells of fields that change nothing; `Fields` gives names that are harmless in a header."""
-    return {"Warning": f'299 - "ignored: {", ".join(ignored)}"'} if ignored else {}
 
 
 async def _read(

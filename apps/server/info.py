@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.apps.server.bodies import read_json
+from edgeinfer.apps.server.bodies import ignored_header, read_json
 from edgeinfer.apps.server.metrics import CONTENT_TYPE
 from edgeinfer.apps.server.named_models import NamedModel
 from edgeinfer.apps.server.service import Endpoint, Service
@@ -135,7 +135,7 @@ class InfoEndpoints:
                 tokens = await asyncio.to_thread(tokenized, model)
             else:
                 tokens = await self._service.host.ask(tokenized)
-        return JSONResponse({"tokens": tokens})
+        return JSONResponse({"tokens": tokens}, headers=ignored_header(fields.ignored))
 
     async def detokenize(self, request: Request) -> Response:
         """Turns token ids into text, special tokens spelled out."""
@@ -148,9 +148,8 @@ class InfoEndpoints:
             if len(ids) > _MOST_CONTEXTS * model.context:
                 message = f"There are {len(ids)} token ids."
                 raise RequestError(message, f"The limit is {_MOST_CONTEXTS * model.context}.", param="tokens")
-            return JSONResponse(
-                {"content": await self._service.host.ask(lambda model: model.detokenize(ids, special=True))}
-            )
+            text = await self._service.host.ask(lambda model: model.detokenize(ids, special=True))
+        return JSONResponse({"content": text}, headers=ignored_header(fields.ignored))
 
     def _listed(self, name: str, local: NamedModel, model: Model | None) -> dict[str, Any]:
         """A model as it is listed.

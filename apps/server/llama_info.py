@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 import edgeinfer
 from edgeinfer import Model
-from edgeinfer.apps.server.bodies import json_body, read_json
+from edgeinfer.apps.server.bodies import ignored_header, json_body, read_json
 from edgeinfer.apps.server.llama import default_settings
 from edgeinfer.apps.server.service import Endpoint, Service
 from edgeinfer.errors import CapabilityError
@@ -96,9 +96,12 @@ class LlamaEndpoints:
             json_body(request, service.security, most=service.most_body()) as body,
             service.use(body.get("model"), request.receive) as model,
         ):
+            fields = Fields(body)
             if model.tokenizes_beside:
-                return JSONResponse({"prompt": await asyncio.to_thread(_rendered, body, model)})
-            return JSONResponse({"prompt": await service.host.ask(lambda model: _rendered(body, model))})
+                prompt = await asyncio.to_thread(_rendered, fields, model)
+            else:
+                prompt = await service.host.ask(lambda model: _rendered(fields, model))
+        return JSONResponse({"prompt": prompt}, headers=ignored_header(fields.ignored))
 
     async def refuse(self, request: Request) -> Response:
         """Says what the model does not do."""
@@ -120,8 +123,7 @@ def _slot(place: int, model: Model, *, processing: bool) -> dict[str, Any]:
     }
 
 
-def _rendered(body: Mapping[str, Any], model: Model) -> str:
-    fields = Fields(body)
+def _rendered(fields: Fields, model: Model) -> str:
     messages = read_messages(fields.any("messages"))
     choice = read_choice(fields.any("tool_choice"), read_functions(fields.items("tools")), True)
     variables = fields.take("chat_template_kwargs", dict, "an object")

@@ -17,6 +17,7 @@ from tests.tables import each_row
 
 pytestmark = [needs_builtin, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
 
+ASKED = {"messages": [{"role": "user", "content": "Hello"}]}
 HELLO = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6}'
 
 
@@ -123,11 +124,10 @@ def test_a_template_without_what_introduces_the_reply(server: Local) -> None:
 def test_wrong_tokens(server: Local) -> None:
     texts = [{}, {"content": 3}, {"content": "a", "add_special": "yes"}, {"content": "a", "parse_special": 1}]
     texts += [{"content": "a", "with_pieces": "id"}, {"content": "a", "with_piece": True}]
-    ids = [
-        {},
-        *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30])),
-        {"tokens": [5], "special": True},
-    ]
+    for path, body in (("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [5]}), ("/apply-template", ASKED)):
+        told = server.post(path, body | {"other": 1})
+        assert (told.status_code, told.headers["warning"]) == (200, '299 - "ignored: other"')
+    ids = [{}, *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30]))]
     for path, bodies in (("/tokenize", texts), ("/detokenize", ids)):
         for body in bodies:
             answer = server.post(path, body)
