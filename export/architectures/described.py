@@ -60,15 +60,17 @@ def describe(spec: DecoderSpec, hf_config: HFConfig, family: Architecture, check
 
 
 def read_spec(hf_config: HFConfig, family: Architecture, checkpoint: Checkpoint) -> DecoderSpec:
-    """Reads the decoder of config.json; where that does not say whether it is tied, one without a head is."""
+    """Reads the decoder of config.json, which is tied where it has no head, or one that is the embedding's copy."""
     layers, count = hf_config.integer("num_hidden_layers"), len(checkpoint.names)
     if layers > count:
         # Before anything is made for each of what may be any number of layers.
         message = f"config.json: num_hidden_layers={layers}, but the checkpoint has only {count} tensors."
         raise CheckpointError(message, "Check that config.json belongs to these weights.")
     require_fp8_blocks(hf_config)
-    silent = hf_config.get("tie_word_embeddings") is None
-    tied = family.naming.head not in checkpoint if silent else hf_config.flag("tie_word_embeddings")
+    head, silent = family.naming.head, hf_config.get("tie_word_embeddings") is None
+    # As transformers reads it: a head with other values than the embedding is used, whatever config.json says.
+    apart = head in checkpoint and (silent or not checkpoint.same(head, family.naming.embed))
+    tied = not apart and (silent or hf_config.flag("tie_word_embeddings"))
     try:
         spec = family.read(hf_config, tied)
     except BundleError as error:

@@ -39,7 +39,8 @@ def _read_gemma3(config: HFConfig, tied: bool) -> DecoderSpec:
     whole, local = config.rope(head_dim, "full_attention"), config.local_rope(head_dim)
     layers = tuple(map(int, slides)) if any(slides) else ()
     ropes: dict[str, Any] = {"rope": whole, "more_ropes": (local,) if layers else (), "rope_layers": layers}
-    return _with_norms(config, tied, slides, qk_norm=True, **ropes)
+    spec = _with_norms(config, tied, slides, qk_norm=True, **ropes)
+    return dataclasses.replace(spec, attention_softcap=0.0)
 
 
 def _with_norms(config: HFConfig, tied: bool, slides: list[bool], **parts: Any) -> DecoderSpec:

@@ -161,7 +161,8 @@ def _read_bamba(config: HFConfig, tied: bool) -> DecoderSpec:
     layers, indices = config.integer("num_hidden_layers"), config.get("attn_layer_indices") or []
     if not isinstance(indices, list) or not all(each in range(layers) for each in indices):
         raise CheckpointError(f"config.json: attn_layer_indices={indices!r} is not a list of layers.", _HINT)
-    kinds = ["attention" if layer in indices else "mamba" for layer in range(layers)]
+    mixers = _mixers(["attention" if layer in indices else "mamba" for layer in range(layers)], layers)
+    recurrent = {"mixers": mixers, "mamba2": _scan(config, _expanded(config))} if "mamba2" in mixers else {}
     return common_spec(
         config,
         tied,
@@ -169,8 +170,7 @@ def _read_bamba(config: HFConfig, tied: bool) -> DecoderSpec:
         qkv_bias=config.flag("attention_bias"),
         output_bias=config.flag("attention_bias"),
         mlp_bias=config.flag("mlp_bias"),
-        mixers=_mixers(kinds, layers),
-        mamba2=_scan(config, _expanded(config)),
+        **recurrent,
     )
 
 
@@ -313,7 +313,7 @@ def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
         mixers=mixers,
         rope_layers=(-1,) * layers,
         moe=_nemotron_experts(config, dense) if "moe" in kinds else None,
-        mamba2=scan,
+        mamba2=scan if "mamba2" in mixers else None,
         no_mlp=tuple(layer for layer, mixer in enumerate(mixers) if mixer != "none"),
     )
 

@@ -31,10 +31,9 @@ def _read_olmo3(config: HFConfig, tied: bool) -> DecoderSpec:
 
 
 def _read_exaone4(config: HFConfig, tied: bool) -> DecoderSpec:
-    """EXAONE 4: norms of each query and key head; where some layers have windows, the others do not rotate."""
+    """EXAONE 4: norms of each query and key head; in models with a window, layers without it do not rotate."""
     slides = config.slides() if config.get("sliding_window") is not None else []
-    windows = config.windows_of(slides)
-    layers = tuple(0 if slide else -1 for slide in slides) if any(slides) else ()
+    windows, layers = config.windows_of(slides), tuple(0 if slide else -1 for slide in slides)
     return common_spec(config, tied, pre_norm=False, post_norm=True, qk_norm=True, windows=windows, rope_layers=layers)
 
 

@@ -163,6 +163,24 @@ class Checkpoint:
             read_into(file, values)
         return values
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are there and have the same type, shape and bytes."""
+        pair = [self._tensors.get(each) for each in (name, other)]
+        one, two = (None if tensor is None else (tensor.stored.dtype, tensor.stored.shape) for tensor in pair)
+        if one is None or one != two:
+            return False
+        found = [tensor for tensor in pair if tensor is not None]
+        for start in range(0, found[0].stored.nbytes, _PIECE_BYTES):
+            pieces = [np.empty(min(_PIECE_BYTES, tensor.stored.nbytes - start), np.uint8) for tensor in found]
+            for tensor, piece in zip(found, pieces, strict=True):
+                with _reading(tensor.file):
+                    file = self._open(tensor.file)
+                    file.seek(tensor.stored.offset + start)
+                    read_into(file, piece)
+            if not np.array_equal(*pieces):
+                return False
+        return True
+
     def read_integers(self, name: str) -> NDArray[np.int64]:
         """A whole tensor of integers, or of booleans as 0 and 1, in its shape.
 

@@ -145,5 +145,6 @@ def rotary_tables(model: Any, length: int) -> Rotary:
 def expected_logits(model: Any, tokens: NDArray[np.int64]) -> NDArray[np.float32]:  # (S, V)
     """What transformers computes."""
     with torch.no_grad():
-        logits: NDArray[np.float32] = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+        # Its cache cannot be made where no layer attends.
+        logits: NDArray[np.float32] = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0].numpy()
     return logits
