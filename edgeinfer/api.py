@@ -83,7 +83,7 @@ def load(
             built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
-        context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        context: tokens of prompt plus reply; None is 8192 or the model's maximum, or less where memory needs it.
         bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".
@@ -156,7 +156,7 @@ def plan(
             built-in model. What is not on this machine is fetched, and a checkpoint converted, once.
         memory: budget for the whole process, as bytes or text such as "600MB". What the caller leaves open is chosen so
             that the model runs as fast as it can within it.
-        context: tokens of prompt plus reply; None is 2048 or the model's maximum, or less where the budget needs it.
+        context: tokens of prompt plus reply; None is 8192 or the model's maximum, or less where memory needs it.
         bits: of a checkpoint's weights, which are converted when it is first loaded; None is 4, or what fits `memory`.
         threads: CPU threads; None is what `edgeinfer tune` found, else the physical cores.
         device: "auto", the default, or one that `edgeinfer.list_devices` tells of, such as "openvino:NPU".

@@ -175,7 +175,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
 
     context: int | None = option(
         None,
-        help="context window for prompt and reply together, in tokens (default: 2048, or less if the model or "
+        help="context window for prompt and reply together, in tokens (default: 8192, or less if the model or "
         "memory is smaller)",
         low=2,
         high=LARGEST_COUNT,
@@ -183,7 +183,7 @@ class LoadConfig(LoadReplies, CacheOptions, LoadDrafting, LoadAdapters, DeviceOp
         metavar="N",
         group=_RESOURCES,
         basic=True,
-        brief="context window in tokens (default: 2048)",
+        brief="context window in tokens (default: 8192)",
     )
     memory: int | None = option(
         None,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import edgeinfer
 from edgeinfer.apps.cli.options import (
     add_generation_options,
     add_load_options,
@@ -42,6 +43,8 @@ examples:
 # Tokens unless -n says otherwise: enough for nearly every answer, which ends by itself; a text that is continued may
 # never end.
 _ANSWER, _CONTINUATION = 1024, 128
+# Tokens of a chat template around a prompt, and a system message of its own.
+_TEMPLATE = 128
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -82,8 +85,9 @@ def execute(args: argparse.Namespace) -> int:
     if config.follows_grammar:
         loading.setdefault("structured", True)
     prompt = _prompt(args)
-    with load_model(args.model, loading) as model:
-        answers = _answers(args, model)
+    text = prompt if system is None else f"{system}\n{prompt}"
+    with _roomy_model(args, loading, text, options.get("max_tokens") or _ANSWER) as model:
+        context, answers = model.context, _answers(args, model)
         options.setdefault("max_tokens", _ANSWER if answers else _CONTINUATION)
         behind = model.with_contexts(args.context_file) if args.context_file else model
         source = behind.chat(system=system) if answers else behind
@@ -102,8 +106,26 @@ def execute(args: argparse.Namespace) -> int:
     else:
         _write_others(result, after=before)
         words = CommandWords(empty=_instead(args, answers=answers))
-        _tell(result, ending(result, options["max_tokens"], words), verbose=args.verbose)
+        _tell(result, ending(result, options["max_tokens"], words), context, verbose=args.verbose)
     return 130 if interrupt.pressed else 0
+
+
+def _roomy_model(args: argparse.Namespace, loading: dict[str, Any], text: str, reply: int) -> Model:
+    """Loads the model; where this text and its reply need a longer context than usual, with that if memory has room."""
+    model = load_model(args.model, loading)
+    # A token is a byte at least.
+    if "context" in loading or len(text.encode()) + reply <= model.context:
+        return model
+    needed = len(model.tokenize(text)) + reply + _TEMPLATE
+    roomy = {**loading, "context": min(needed, edgeinfer.describe(args.model).context)}
+    if roomy["context"] <= model.context:
+        return model
+    model.close()
+    from edgeinfer.hub.estimate import room
+
+    plan = edgeinfer.plan(args.model, **roomy)
+    fits = plan.fits and plan.planned_bytes <= room(loading.get("memory"))
+    return load_model(args.model, roomy if fits else loading)
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -192,24 +214,24 @@ def _instead(args: argparse.Namespace, *, answers: bool) -> str:
     return "--raw continues text" if answers else "without --raw it answers" if args.raw else ""
 
 
-def _tell(result: Result, ending: str, *, verbose: bool) -> None:
+def _tell(result: Result, ending: str, context: int, *, verbose: bool) -> None:
     """Says on stderr where the reply ended if not by itself, and what it took if somebody wants to know."""
     if ending:
         print_note(ending)
     if verbose or sys.stderr.isatty():
-        print_note(_summary(result))
+        print_note(_summary(result, context))
 
 
-def _summary(result: Result) -> str:
-    peak = f"peak memory {format_size(result.memory.peak_rss_bytes)}"
+def _summary(result: Result, context: int) -> str:
+    memory = f"peak memory {format_size(result.memory.peak_rss_bytes)}, context {context} tokens"
     if not result.usage.completion_tokens:
-        return f"0 tokens, {peak}"
+        return f"0 tokens, {memory}"
     drafting = result.speculation
     lossy = _lossy(result)
     drafts = f", {drafting.mean_accepted_length:.1f} tokens per pass" if drafting.rounds else ""
     return (
         f"{result.usage.completion_tokens} tokens, {result.timings.tokens_per_second:.1f} tok/s{drafts}{lossy}, "
-        f"first token after {result.timings.ttft_ms:.0f} ms, {peak}"
+        f"first token after {result.timings.ttft_ms:.0f} ms, {memory}"
     )
 
 

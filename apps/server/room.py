@@ -17,8 +17,9 @@ __all__ = ["load_with_room", "with_room"]
 
 _log = logging.getLogger("edgeinfer")
 
-# Of the contexts of replies side by side, for what there must be room; where it is short, some are evaluated again.
-_LEAST_SHARE = 0.25
+# Of the contexts of replies side by side, for what there must be room, and for so many tokens at most; where it is
+# short, some are evaluated again.
+_LEAST_SHARE, _LEAST_TOKENS = 0.25, 512
 
 
 def with_room(
@@ -49,7 +50,8 @@ def with_room(
         if parallel == 1 and sized:  # beside the reply that runs, the one before is kept
             roomy["prefix_cache"] = alone.terms.get("kv", 0)
         plan = edgeinfer.plan(model, **roomy)
-        least = _LEAST_SHARE * (parallel - 1) * plan.terms.get("kv", 0) if sized else 0
+        share = min(_LEAST_SHARE, _LEAST_TOKENS / plan.context) if sized else 0
+        least = share * (parallel - 1) * plan.terms.get("kv", 0)
         if plan.fits and plan.prefix_cache >= least:
             return roomy
         parallel //= 2

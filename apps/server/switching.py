@@ -24,7 +24,7 @@ _OF_ANY_MODEL = (
 )  # fmt: skip
 
 
-_USUAL_CONTEXT = 2048  # where nothing is said, at most
+_USUAL_CONTEXT = 8192  # where nothing is said, at most
 
 _log = logging.getLogger("edgeinfer.server")
 

@@ -18,11 +18,19 @@ from edgeinfer.runtime.weights.expert_bytes import ExpertBytes
 from edgeinfer.runtime.weights.windows import layer_runs, window_bytes
 from edgeinfer.wording import Setting
 
-__all__ = ["Drafting", "configurations", "draft_configuration", "modest_configurations", "wanted_context"]
+__all__ = [
+    "USUAL_CONTEXT",
+    "Drafting",
+    "configurations",
+    "draft_configuration",
+    "modest_configurations",
+    "wanted_context",
+    "whole_configurations",
+]
 
-DEFAULT_CONTEXT = 2048
-# A context that was not asked for is halved down to this before nothing fits.
-_SMALLEST_CONTEXT = 256
+# Tokens of a context that was not asked for: as many as files, tools and long chats need, where memory has room; those
+# that no other concession is made for, and down to which it is halved before anything else is; and the fewest.
+_LARGEST_CONTEXT, USUAL_CONTEXT, _SMALLEST_CONTEXT = 8192, 2048, 256
 _CHUNKS = (64, 32, 16, 8)
 # Layers that are in memory together while the weights are streamed, and shares of the experts where some are left out.
 _WINDOWS = (8, 4, 2, 1)
@@ -41,7 +49,7 @@ def wanted_context(manifest: Manifest, config: LoadConfig) -> int:
     if config.context is not None and config.context > longest:
         message = f"A context of {config.context} tokens was requested, but the model allows {longest}."
         raise ContextLengthError(message, "Use " + Setting("context", longest) + " or less.")
-    return config.context or min(DEFAULT_CONTEXT, longest)
+    return config.context or min(_LARGEST_CONTEXT, longest)
 
 
 def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]) -> Iterator[Configuration]:
@@ -55,6 +63,26 @@ def configurations(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[D
         UsageError: a kind of cache or of weights is asked for that the model does not have.
     """
     return map(plan_input.placed, _product(_dimensions(plan_input, config, drafts)))
+
+
+def whole_configurations(
+    plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Drafting]
+) -> Iterator[Configuration]:
+    """Those that give up nothing, or only of a context that was not asked for and is longer than usual.
+
+    Arguments and errors as `configurations`.
+    """
+    every = _dimensions(plan_input, config, drafts)
+    whole = every._replace(
+        contexts=every.contexts[:1] + tuple(size for size in every.contexts[1:] if size >= USUAL_CONTEXT),
+        kv_types=every.kv_types[:1],
+        weights=every.weights[:1],
+        drafts=every.drafts[:1],
+        chunks=every.chunks[:1],
+        tokenizers=every.tokenizers[:1],
+        grammars=every.grammars[:1],
+    )
+    return map(plan_input.placed, _product(whole))
 
 
 def modest_configurations(
@@ -164,7 +192,8 @@ def _contexts(manifest: Manifest, config: LoadConfig) -> tuple[int, ...]:
     context = wanted_context(manifest, config)
     if config.context is not None:
         return (context,)
-    return (context, *(size for size in (1024, 512, _SMALLEST_CONTEXT) if size < context))
+    halved = (_LARGEST_CONTEXT >> shift for shift in range(1, 6))
+    return (context, *(size for size in halved if _SMALLEST_CONTEXT <= size < context))
 
 
 def _kv_types(plan_input: PlanInput, config: LoadConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from edgeinfer.config import LoadConfig
 from edgeinfer.drafting import MOST_DRAFTED, NO_DRAFT_MODEL, drafters_in
 from edgeinfer.errors import UsageError
-from edgeinfer.runtime.planning.candidates import Drafting, configurations
+from edgeinfer.runtime.planning.candidates import USUAL_CONTEXT, Drafting, configurations
 from edgeinfer.runtime.planning.configuration import Configuration
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan_input import PlanInput
@@ -47,6 +47,8 @@ def drafting_ways(
     # A draft model was given to be used; one that is part of the bundle may be given up.
     given = config.draft_model not in (None, NO_DRAFT_MODEL)
     first = next(configurations(plan_input, config, (Drafting(names, lengths[0], present),)))
+    # What goes first does not depend on how long a context there is room for.
+    first = dataclasses.replace(first, context=min(first.context, USUAL_CONTEXT))
     kept = [(names, present), *_fewer(first, memory, speed, model_stays=given)]
     # Of equals the one before is taken: who adds nothing goes rather than a longer draft.
     ways = tuple(Drafting(names, length, model) for length in lengths for names, model in kept)

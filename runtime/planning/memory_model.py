@@ -34,6 +34,8 @@ _OBJECTS_BYTES = 2_000_000
 # them and what sampling makes of them (docs/LOG.md, 2026-11-25).
 _SEQUENCE_BYTES, _SEQUENCE_VECTORS = 300_000, 12
 _FLOAT_BYTES = 4
+# Tokens that each has room for, unless the context is shorter.
+_BESIDE_TOKENS = 1024
 # Of weights that passes read in windows.
 _CUT = ("streamed", "experts")
 
@@ -126,11 +128,14 @@ class MemoryModel:
         """The cap of a prefix cache that holds the rows of all replies side by side but one, or what is free of that;
         and what the process takes with it.
 
+        Few of them fill a long context at once, so they share the rows of one, or have some each if that is more.
+
         Args:
             free: bytes.
         """
         layers = self._input.manifest.geometry.num_layers
-        wanted = (self._config.parallel - 1) * self.footprint(configuration).anonymous.get("kv", 0)
+        rows, others = self.footprint(configuration).anonymous.get("kv", 0), self._config.parallel - 1
+        wanted = max(rows, others * rows * min(configuration.context, _BESIDE_TOKENS) // configuration.context)
         # What a cap takes is itself and a part of a layer (`OptionBytes.prefix_cache`).
         cap = max(0, min(wanted, free * 2 * layers // (2 * layers + 1)))
         config = dataclasses.replace(self._config, prefix_cache=cap)

@@ -78,6 +78,8 @@ _TRANSIENT = ("activations", "loading")
 _LASTING = ("window_layers", "kept_layers", "expert_bytes", "tokenizer", "draft_model")
 # What the system counts besides: tables of pages, and pages of files that are read once, as a tokenizer's.
 _COUNTED_BESIDE_BYTES = 4_000_000
+# Of the memory that is free, what a model with a longer context than usual takes at most.
+_FREE_SHARE = 0.5
 # Less than this is what the allocator keeps now and then.
 _NOTICED_BYTES = 8_000_000
 
@@ -110,7 +112,7 @@ def make_plan(
         message = f"A budget of {format_size(config.memory)} is more than the {format_size(machine)} of this machine."
         raise UsageError(message, "Use a smaller budget, or none.")
     measured = process or process_before_loading(plan_input)
-    find = functools.partial(_plan, plan_input, config, speed, all_ways=all_ways)
+    find = functools.partial(_plan, plan_input, config, speed, all_ways=all_ways, free=_free(measured))
     plan = find(MemoryModel(plan_input, config, measured))
     if process is None and not plan.fits:
         # Planning itself takes memory that stays, and the smallest budget that is named has to hold it.
@@ -123,24 +125,29 @@ def make_plan(
     return tight if tight.fits else plan
 
 
+def _free(process: ProcessMemory) -> int:
+    """Bytes that this process may come to for a longer context than usual, which few replies fill."""
+    return process.rss + round(_FREE_SHARE * free_memory())
+
+
 def _plan(
-    plan_input: PlanInput, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool
+    plan_input: PlanInput, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool, free: int
 ) -> MemoryPlan:
     """A plan; where the system has no room for all weights beside it, the one to which the disk's rate matters."""
-    plan = search(plan_input, config, memory, speed, all_ways=all_ways)
+    plan = search(plan_input, config, memory, speed, all_ways=all_ways, free=free)
     if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
         return plan
-    free = free_memory(round(NEEDED_SHARE * memory.process.file)) - _COUNTED_BESIDE_BYTES
+    room = free_memory(round(NEEDED_SHARE * memory.process.file)) - _COUNTED_BESIDE_BYTES
 
     @functools.cache
     def beside(configuration: Configuration) -> int:
         return memory.footprint(configuration).beside_weights
 
     # Thousands of configurations differ only in how they read prompts.
-    reading = speed.within(lambda c: free - beside(dataclasses.replace(c, prefill_chunk=1)))
+    reading = speed.within(lambda c: room - beside(dataclasses.replace(c, prefill_chunk=1)))
     if reading.disk(plan.configuration) is None:
         return plan
-    return search(plan_input, config, memory, reading, all_ways=all_ways)
+    return search(plan_input, config, memory, reading, all_ways=all_ways, free=free)
 
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:

@@ -1,7 +1,8 @@
 """Finds the best way to run a model within a budget.
 
-The best way has the fastest turn of a chat, where half of the context is worth as much as a third of the speed, and a
-lossless cache as much as a sixth. What the caller fixed is never changed; a plan that cannot fit says what would.
+The best way has the fastest turn of a chat, where half of the usual context is worth as much as a third of the speed,
+and a lossless cache as much as a sixth. A longer context gives way before anything else. What the caller fixed is never
+changed; a plan that cannot fit says what would.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from edgeinfer.bundle.kv_types import find_kv_type
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.drafting import drafters_in
 from edgeinfer.records import dataclass
-from edgeinfer.runtime.planning.candidates import configurations, modest_configurations
+from edgeinfer.runtime.planning.candidates import (
+    USUAL_CONTEXT,
+    configurations,
+    modest_configurations,
+    whole_configurations,
+)
 from edgeinfer.runtime.planning.configuration import Configuration, Footprint
 from edgeinfer.runtime.planning.curve import SpeedCurve, WayToRun, speed_curve
 from edgeinfer.runtime.planning.drafting_ways import drafting_ways
@@ -27,11 +34,13 @@ from edgeinfer.runtime.system.machine import machine_memory
 
 __all__ = ["search"]
 
-# What half of the context is worth, and a cache of 16, 8 or 4 bits instead of floats, as a share of the speed.
-_HALF_CONTEXT = 0.7
+# What half of the context is worth, of one longer than usual and of others, and a cache of 16, 8 or 4 bits instead of
+# floats, as a share of the speed. Of floats and the usual context is more than of 16 bits and the longest.
+_HALF_LONG_CONTEXT, _HALF_CONTEXT = 0.992, 0.7
 _KV_WORTH = {16: 0.98, 8: 0.85, 4: 0.7}
 # Of the machine's memory, what rows of replies side by side take at most where there is no budget.
 _MOST_SHARE = 0.125
+_Way = TypeVar("_Way")
 _Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
 
@@ -49,13 +58,16 @@ def search(
     speed: SpeedModel,
     *,
     all_ways: bool,
+    free: int | None = None,
     among: Callable[[Configuration], bool] | None = None,
     hints: bool = True,
 ) -> MemoryPlan:
-    """The plan for a request; without a budget, the one without concessions.
+    """The plan for a request; without a budget, the one without concessions but for the context's.
 
     Args:
         all_ways: list alternatives.
+        free: bytes that the process may come to for a longer context than usual where nothing was asked for; None is
+            any number.
         among: which configurations there are to choose from; None takes all.
         hints: tell what would fit where nothing does, which takes longer than the search.
 
@@ -65,8 +77,12 @@ def search(
     drafts = drafting_ways(plan_input, config, memory, speed)
     open_ways = (each for each in configurations(plan_input, config, drafts) if among is None or among(each))
     first = next(open_ways)
-    ways = [first] if config.memory is None and not all_ways else [first, *open_ways]
-    choice = _Choice(config.memory, _worth(speed, first))
+    if config.memory is None and not all_ways:
+        whole = whole_configurations(plan_input, config, drafts)
+        open_ways = (each for each in whole if each != first and (among is None or among(each)))
+    ways = [first, *open_ways]
+    asked = config.context is not None or config.memory is not None
+    choice = _Choice(config.memory, None if asked else free, _worth(speed, first))
     # Of all that are open, the smallest is one of the most modest.
     modest = () if all_ways or among is not None else modest_configurations(plan_input, config, drafts)
     chosen, every = _chosen(ways, tuple(modest), choice, lambda each: _candidate(each, memory, config))
@@ -136,27 +152,31 @@ class _Choice:
 
     Attributes:
         budget: in bytes, or None.
+        free: as `search` takes it.
         worth: of a configuration.
     """
 
     budget: int | None
+    free: int | None
     worth: Callable[[Configuration], float]
 
     def fits(self, candidate: _Candidate) -> bool:
-        """Whether a candidate is within the budget."""
+        """Whether a candidate is within the budget, and a longer context than usual within what is free."""
+        if self.free is not None and candidate.configuration.context > USUAL_CONTEXT:
+            return candidate.footprint.total("resident") <= self.free
         return self.budget is None or candidate.bytes <= self.budget
 
     def ordered(self, configurations: Sequence[Configuration]) -> Iterator[Configuration]:
-        """The first, which gives up nothing; the others from the best to the worst, of equals the one before."""
+        """Those that give up nothing, or only of a long context; the others from the best to the worst, of equals the
+        one before."""
         # Where all fits nothing is given up, though measurements may call one of the others a little faster.
-        yield configurations[0]
-        others = configurations[1:]
-        yield from others if self.budget is None else sorted(others, key=self.worth, reverse=True)
+        yield from _whole(configurations, lambda each: each)
+        yield from sorted(configurations, key=self.worth, reverse=True)
 
     def of(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """The first of `ordered` that fits, and where none does the best of the smallest."""
-        if self.fits(candidates[0]):
-            return candidates[0]
+        if found := next(filter(self.fits, _whole(candidates, lambda each: each.configuration)), None):
+            return found
         fitting = [each for each in candidates if self.fits(each)]
         return max(fitting, key=lambda each: self.worth(each.configuration)) if fitting else self.smallest(candidates)
 
@@ -165,14 +185,25 @@ class _Choice:
         return min(candidates, key=lambda each: (each.bytes, -self.worth(each.configuration)))
 
 
+def _whole(ways: Sequence[_Way], configuration: Callable[[_Way], Configuration]) -> Iterator[_Way]:
+    """The first of each context that is not shorter than usual, and of all; those give up nothing else."""
+    firsts: dict[int, _Way] = {}
+    for way in ways:
+        firsts.setdefault(configuration(way).context, way)
+    return (way for way in firsts.values() if way is ways[0] or configuration(way).context >= USUAL_CONTEXT)
+
+
 def _worth(speed: SpeedModel, wanted: Configuration) -> Callable[[Configuration], float]:
     """Turns of a chat per second, less what was given up for them."""
 
     @functools.cache
     def worth(configuration: Configuration) -> float:
         turns = 1e3 / speed.speed(configuration).turn_ms
-        halvings = math.log2(wanted.context / configuration.context)
-        return turns * math.pow(_HALF_CONTEXT, halvings) * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
+        usual = min(wanted.context, USUAL_CONTEXT)
+        long = math.log2(wanted.context / max(usual, configuration.context))
+        short = math.log2(usual / min(usual, configuration.context))
+        context = math.pow(_HALF_LONG_CONTEXT, long) * math.pow(_HALF_CONTEXT, short)
+        return turns * context * _KV_WORTH.get(find_kv_type(configuration.kv).bits, 1.0)
 
     return worth
 

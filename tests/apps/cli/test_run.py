@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import pytest
@@ -42,11 +42,19 @@ class FakeModel:
     streams: list[FakeStream] = field(default_factory=list)
     closed: bool = False
     chat_template_text: str | None = None
+    context: int = 2048
     info: ModelInfo = field(default_factory=lambda: ModelInfo("toy", "llama", 64, 4.5, "onnx", "portable"))
 
     def load(self, model: Any = None, **options: Any) -> Self:
         self.loaded = (model, options)
+        self.context = options.get("context", self.context)
         return self
+
+    def tokenize(self, text: str) -> list[int]:
+        return [7] * len(text.split())
+
+    def close(self) -> None:
+        self.closed = True
 
     def chat(self, system: str | None = None) -> Self:
         self.systems.append(system)
@@ -89,8 +97,38 @@ def test_text_goes_to_stdout_and_its_end_to_stderr(model: FakeModel, capsys: pyt
 def test_verbose_adds_a_summary(model: FakeModel, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-p", "Hi", "-v"]) == 0
     shown = capsys.readouterr().err
-    assert "\n4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB\n" in shown
+    assert "\n4 tokens, 250.0 tok/s, first token after 12 ms, peak memory 2.0 MB, context 2048 tokens\n" in shown
     check_recorded("cli-run", shown.splitlines())
+
+
+@each_row(
+    ("words", "options", "longest", "plan", "context"),
+    [
+        (3000, "", 32768, (True, 10**6), 3000 + 1024 + 128),
+        (3000, "-n 5", 32768, (True, 10**6), 3000 + 5 + 128),
+        (3000, "", 4096, (True, 10**6), 4096),
+        (3000, "", 2048, (True, 10**6), None),  # no longer than it is
+        (3000, "--memory 1GB", 32768, (False, 10**6), None),  # no room: what is planned by default
+        (3000, "", 32768, (True, 10**15), None),
+        (3000, "-c 2048", 32768, (True, 10**6), 2048),  # what was asked for stays
+        (300, "", 32768, (True, 10**6), None),
+    ],
+)
+def test_a_long_prompt_has_a_context_that_holds_it_and_its_reply(
+    model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    words: int,
+    options: str,
+    longest: int,
+    plan: tuple[bool, int],
+    context: int | None,
+) -> None:
+    model.context = 2048
+    planned = SimpleNamespace(fits=plan[0], planned_bytes=plan[1])
+    monkeypatch.setattr(edgeinfer, "plan", lambda model, **options: planned, raising=False)
+    monkeypatch.setattr(edgeinfer, "describe", lambda model: SimpleNamespace(context=longest), raising=False)
+    assert main(["run", "-p", "a " * words, *options.split()]) == 0
+    assert model.loaded is not None and model.loaded[1].get("context") == context
 
 
 def test_options_reach_the_model(model: FakeModel) -> None:

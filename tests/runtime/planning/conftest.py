@@ -75,7 +75,7 @@ class Large(MemoryModel):
         )
 
 
-def plan(plan_input: PlanInput, all_ways: bool = False, **options: Any) -> MemoryPlan:
+def plan(plan_input: PlanInput, all_ways: bool = False, free: int | None = None, **options: Any) -> MemoryPlan:
     config = LoadConfig(**options)
     return search(
         plan_input,
@@ -83,6 +83,7 @@ def plan(plan_input: PlanInput, all_ways: bool = False, **options: Any) -> Memor
         Large(plan_input, config, PROCESS),
         SpeedModel(pace_of),
         all_ways=all_ways,
+        free=free,
     )
 
 

@@ -32,7 +32,7 @@ from edgeinfer.runtime.planning.speed_model import (
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
 from tests.recorded import check_recorded
-from tests.runtime.planning.conftest import PACE, PLAIN, PROCESS, Large, Measured, pace_of, plan
+from tests.runtime.planning.conftest import PACE, PLAIN, PROCESS, Large, Measured, pace_of, plan, plan_input_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def free(plan_input: PlanInput) -> MemoryPlan:
 
 def test_without_a_budget_nothing_is_given_up(free: MemoryPlan) -> None:
     c = free.configuration
-    assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (2048, 64, "float32", "mapped", 15)
+    assert (c.context, c.prefill_chunk, c.kv, c.weights, c.draft_max) == (8192, 64, "float32", "mapped", 15)
     assert (c.drafters, c.tokenizer, free.given_up, free.fits) == (drafters_in("auto"), "kept", (), True)
     assert free.minimum_bytes < free.planned_bytes
 
@@ -53,6 +53,45 @@ def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: P
     tight = plan(plan_input, memory=free.minimum_bytes)
     assert tight.fits and len(tight.given_up) >= 4
     assert any("lossy" in text for text in tight.given_up)
+
+
+def test_a_long_context_gives_way_before_anything_else(plan_input: PlanInput, free: MemoryPlan) -> None:
+    whole = free.configuration
+    usual = plan(plan_input, context=2048)
+    for context, budget in ((8192, free.planned_bytes), (4096, free.planned_bytes - 1), (2048, usual.planned_bytes)):
+        found = plan(plan_input, memory=budget)
+        assert found.configuration == dataclasses.replace(whole, context=context)
+        assert found.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
+    # What fitted with the usual context has it, whatever else was given up.
+    for share in (0.2, 0.6, 0.9):
+        budget = round(usual.minimum_bytes + share * (usual.planned_bytes - usual.minimum_bytes))
+        had, has = plan(plan_input, memory=budget, context=2048), plan(plan_input, memory=budget)
+        assert not had.fits or (has.context >= 2048 and has.configuration.kv == had.configuration.kv)
+
+
+def test_a_context_that_was_not_asked_for_is_as_long_as_free_memory_allows(plan_input: PlanInput) -> None:
+    def found(free: int, **options: Any) -> MemoryPlan:
+        config = LoadConfig(**options)
+        return search(
+            plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of), all_ways=True, free=free
+        )
+
+    sizes = {context: plan(plan_input, context=context).planned_bytes for context in (2048, 4096, 8192)}
+    for context, free in ((8192, sizes[8192]), (4096, sizes[8192] - 1), (2048, sizes[4096] - 1), (2048, 0)):
+        plans = found(free), plan(plan_input, free=free)
+        for each in plans:
+            assert each.context == context and each.fits and each.configuration.kv == "float32"
+            assert each.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
+        ways = {way.name: way for way in plans[0].alternatives}
+        assert context == 8192 or (ways[NOTHING_GIVEN_UP].configuration.context, ways[NOTHING_GIVEN_UP].fits) == (
+            8192,
+            False,
+        )
+    # What was asked for is not judged.
+    assert found(0, context=8192).context == 8192
+    assert found(0, memory=sizes[8192]).context == 8192
+    short = plan_input_of(3000)
+    assert [plan(short, free=free).context for free in (10**12, 0)] == [3000, 2048]
 
 
 def test_tables_for_grammars_are_smaller_where_memory_is_short(plan_input: PlanInput, free: MemoryPlan) -> None:
@@ -305,10 +344,10 @@ def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
 def test_drafters_go_by_the_speed_they_lose_for_their_bytes(plan_input: PlanInput) -> None:
     """A draft model that promises nothing goes first, one that promises much stays longer than tables do."""
     nested = dataclasses.replace(plan_input, drafter=dataclasses.replace(plan_input, option_bytes=None))
-    free, alone = plan(nested), plan(plan_input)
+    free, alone = (plan(each, context=2048) for each in (nested, plan_input))
     assert free.configuration.draft_model and free.terms["draft_model"] > 0
     assert free.minimum_bytes == alone.minimum_bytes < alone.planned_bytes
-    found = plan(nested, memory=free.planned_bytes - 1)
+    found = plan(nested, memory=free.planned_bytes - 1, context=2048)
     assert found.given_up == ("no draft model",) and found.planned_bytes == alone.planned_bytes
     config = LoadConfig()
     memory = MemoryModel(nested, config, PROCESS)
@@ -325,13 +364,13 @@ def _paced(pace: Pace, configuration: Configuration) -> Pace:
     return pace
 
 
-def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput, free: MemoryPlan) -> None:
+def test_tuned_settings_come_first_and_give_way_to_the_budget(plan_input: PlanInput) -> None:
     tuned = dataclasses.replace(plan_input, settings=TunedSettings(prefill_chunk=1024))
-    roomy = plan(tuned)
+    free, roomy = (plan(each, context=2048) for each in (plan_input, tuned))
     assert (roomy.prefill_chunk, roomy.tuned, roomy.given_up) == (1024, ("prefill_chunk",), ())
     assert roomy.planned_bytes > free.planned_bytes and roomy.minimum_bytes == free.minimum_bytes
     for budget in (free.planned_bytes, free.minimum_bytes):
-        found = plan(tuned, memory=budget)
+        found = plan(tuned, memory=budget, context=2048)
         assert found.fits and found.prefill_chunk < 1024 and found.tuned == ()
         assert any("instead of 1024" in text for text in found.given_up)
     assert plan(tuned, prefill_chunk=16).prefill_chunk == 16

@@ -89,8 +89,8 @@ def test_weights_that_do_not_stay_come_at_the_rate_of_the_disk(
     speed = speed_model(plan_input, profiles)
 
     def planned(free: int) -> MemoryPlan:
-        monkeypatch.setattr(planner_module, "free_memory", lambda mapped: free)
-        config = LoadConfig(speculation="off", weights="mapped")
+        monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
+        config = LoadConfig(speculation="off", weights="mapped", context=2048)
         return make_plan(plan_input, config, speed, process=PROCESS)
 
     whole = planned(10**9)
@@ -118,7 +118,7 @@ def test_caches_make_room_for_weights_where_the_system_is_short_of_memory(
     speed = speed_model(plan_input, lambda variant, *, draft_model: Measured(1.0))
 
     def planned(free: int, **options: Any) -> MemoryPlan:
-        monkeypatch.setattr(planner_module, "free_memory", lambda mapped: free)
+        monkeypatch.setattr(planner_module, "free_memory", lambda mapped=0: free)
         config = LoadConfig(speculation="off", context=65_536, weights="mapped", **options)
         return make_plan(plan_input, config, speed, process=PROCESS)
 
