@@ -80,11 +80,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _GREETING = """\
 edgeinfer runs language models on this machine, within a memory budget that you set.
 
-  edgeinfer run "Once upon a time"   tell a story with the small built-in model
-  edgeinfer chat                     chat in a window or the browser
-  edgeinfer chat -m qwen2.5-0.5b       the same with a real model, downloaded once
+  edgeinfer chat -m qwen2.5-0.5b     download a model once, and chat with it
+  edgeinfer models --catalog         other models that suit small machines
+  edgeinfer run "Once upon a time"   a story by the small built-in model
 
-edgeinfer models --catalog shows more models; edgeinfer --help lists all commands.
+edgeinfer --help lists all commands.
 """
 _ABOUT = """\
 usage: edgeinfer COMMAND [options]
