@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.bundle.packing import QuantizedMatrix
 from edgeinfer.errors import UsageError
-from edgeinfer.quant import awq, gptq, hqq, rtn, vectors
+from edgeinfer.quant import awq, gptq, rtn, vectors
 from edgeinfer.quant.blocks import Grid, Solver, packed, restored
 from edgeinfer.quant.policy import QuantScheme
 from edgeinfer.quant.statistics import InputStatistics
@@ -57,7 +57,6 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Method("rtn", "nothing", rtn.solver),
-        Method("hqq", "nothing", hqq.solver),
         Method("awq", "diagonal", awq.solver, folds=True),
         Method("gptq", "hessian", gptq.solver),
     )

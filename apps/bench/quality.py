@@ -88,7 +88,7 @@ class QualityOptions:
         "--methods LIST",
         default=(None,),
         type=names,
-        help="quantization methods for --bits: rtn, hqq, or with --text or --data awq, gptq (default: the "
+        help="quantization methods for --bits: rtn, or with --text or --data awq, gptq (default: the "
         "exporter's choice)",
     )
     types: tuple[str, ...] = option(

@@ -37,7 +37,7 @@ _LAYOUTS = {"native": "native kernel", "portable": "onnxruntime's operators"}
 CALIBRATION = "{calibration}"
 _CALIBRATED = ("--calibration", CALIBRATION)
 # Methods that look at no text.
-DATA_FREE = frozenset({"rtn", "hqq"})
+DATA_FREE = frozenset({"rtn"})
 _FLOAT_CACHE = "float32"
 # What a built-in model can be compared in without a checkpoint.
 _BUILTIN_CACHES = ("int8", "int4")

@@ -111,7 +111,7 @@ def _add_quantization(parser: Parser) -> None:
     text = "number of calibration tokens (default: 16384, or 8192 for large models)"
     parser.add_argument("--calibration-tokens", type=int, metavar="N", help=text)
     text = (
-        "quantization method: rtn, hqq, or with a calibration text gptq or awq (default: gptq with a "
+        "quantization method: rtn, or with a calibration text gptq or awq (default: gptq with a "
         "calibration text, else rtn)"
     )
     parser.add_argument("--method", metavar="NAME", help=text)

@@ -25,7 +25,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "patterns": ("phi3-window", {"bits": 8, "keep_small": False, "bits_for": (("layers.1.*", 4), ("embed", 32))}),
     "awq": ("qwen3-tied-biases", {"bits": 4, "keep_small": False, "calibration": True, "method": "awq"}),
     "gptq": ("qwen2-moe", {"bits": 2, "keep_small": False, "calibration": True}),
-    "budget": ("llama-tied", {"budget_bits": 5.1, "calibration": True, "method": "hqq"}),
+    "budget": ("llama-tied", {"budget_bits": 5.1, "calibration": True, "method": "rtn"}),
     "size": ("granite-moe", {"target_size": 150_000}),
     "static": ("llama", {"static": StaticOptions(48, 16, (1, 4))}),
 }

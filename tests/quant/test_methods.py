@@ -170,7 +170,6 @@ def test_without_what_a_method_needs_rounding_takes_its_place() -> None:
     }
     assert names == {
         "rtn": ["rtn", "rtn", "rtn", "rtn"],
-        "hqq": ["hqq", "hqq", "hqq", "hqq"],
         "awq": ["awq", "awq", "rtn", "rtn"],
         "gptq": ["gptq", "rtn", "rtn", "rtn"],
     }
@@ -181,5 +180,5 @@ def test_without_what_a_method_needs_rounding_takes_its_place() -> None:
 
 
 def test_unknown_methods_are_refused() -> None:
-    with pytest.raises(UsageError, match="Choose one of rtn, hqq, awq, gptq"):
+    with pytest.raises(UsageError, match="Choose one of rtn, awq, gptq"):
         quantize(random_matrix(4, 32), QuantScheme(4, 32), None, "magic")

@@ -42,12 +42,12 @@ def test_a_policy_protects_routers_and_shared_experts() -> None:
 
 
 def test_the_last_pattern_that_matches_wins() -> None:
-    plan = QuantPlan.from_policy(POLICY, SHAPES, (("*.down", 8), ("layers.1.*", 4), ("embed", 32)), "hqq")
+    plan = QuantPlan.from_policy(POLICY, SHAPES, (("*.down", 8), ("layers.1.*", 4), ("embed", 32)), "gptq")
     assert plan.scheme("layers.0.mlp.experts.0.down") == QuantScheme(8, 32)
     assert plan.scheme("layers.1.mlp.down") == QuantScheme(4, 32)
     assert plan.scheme("embed") is None
     assert plan.scheme("layers.0.attn.qkv") == QuantScheme(2, 32)
-    assert plan.method == "hqq"
+    assert plan.method == "gptq"
 
 
 @each_row("pattern", ["layers.7.*", "*.router", "*_norm", "Embed"])
