@@ -45,6 +45,7 @@ __all__ = [
     "token_ids",
 ]
 
+TOOL_TEMPLATE = "chat_template.tool_use.jinja"  # as transformers names the template of conversations with tools
 # By what a plan says of the tokenizer; that of a model's own file is the backend's.
 TOKENIZERS: dict[str, Callable[[Bundle], TokenizerLike]] = {
     "mapped": MappedTokenizer.of,
@@ -95,6 +96,12 @@ class Tokenizing:
     def chat_template_text(self) -> str | None:
         """The source of the model's chat template; None where it has none."""
         return None if self._template is None else self._template.source
+
+    @property
+    def tool_template_text(self) -> str | None:
+        """The same of the template that conversations with tools take, where they have one of their own."""
+        own = None if self._template is None else self._template.tool_use
+        return self.chat_template_text if own is None else own.source
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -189,7 +196,9 @@ class Tokenizing:
         users = [place for place, each in enumerate(messages) if each.get("role") == "user"]
         marked = list(map(dict, messages))
         for place in users[:1]:
-            marked[place]["content"] = mark + str(marked[place]["content"])
+            content = marked[place].get("content")
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+            marked[place]["content"] = "".join([mark, *parts])
         with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_messages(parts, messages)
             from edgeinfer.runtime.text.guarded_template import GuardedTemplate
@@ -371,4 +380,5 @@ def chat_template(bundle: Bundle) -> ChatTemplate | None:
     if not bundle.has("chat_template.jinja"):
         return None
     special = bundle.read_object("special_tokens.json") if bundle.has("special_tokens.json") else {}
-    return ChatTemplate(bundle.read_text("chat_template.jinja"), special)
+    tool_source = bundle.read_text(TOOL_TEMPLATE) if bundle.has(TOOL_TEMPLATE) else None
+    return ChatTemplate(bundle.read_text("chat_template.jinja"), special, tool_source=tool_source)

@@ -72,6 +72,7 @@ class LlamaEndpoints:
             "total_slots": service.host.parallel,
             "default_generation_settings": _slot(0, model, processing=False),
             "chat_template": model.chat_template_text,
+            "chat_template_tool_use": model.tool_template_text,
             "bos_token": "".join(marks[: len(begin)]),
             "eos_token": next(iter(marks[len(begin) :]), ""),
             "eos_tokens": marks[len(begin) :],
@@ -131,5 +132,5 @@ def _rendered(fields: Fields, model: Model) -> str:
         variables = {**(variables or {}), "add_generation_prompt": False}
     fields.ignore("model")
     fields.end()
-    use = ToolUse(dialect_of(model.chat_template_text), choice)
+    use = ToolUse(dialect_of(model.tool_template_text), choice)
     return model.render_chat(use.messages(messages), tools=use.template_tools, variables=variables)

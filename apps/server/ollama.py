@@ -142,7 +142,7 @@ class OllamaChat(OllamaReply):
         fields = Fields(body)
         messages, begun = split_started(read_messages(_answered(fields.any("messages"))))
         functions = read_functions(fields.items("tools"), leave_out=fields.leave_out)
-        use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, functions, True))
+        use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
 
         def prompt(options: dict[str, Any]) -> ChatPrompt:
             variables = thinking(fields, options) or None
@@ -176,7 +176,7 @@ class OllamaText(OllamaReply):
                 return TextPrompt(f"{system}\n\n{text}" if system else text, options, fields=("prompt", "format"))
             said = [{"role": "system", "content": system}] if system else []
             messages = [*said, {"role": "user", "content": text}]
-            use = ToolUse(dialect_of(model.chat_template_text), read_choice(None, (), True))
+            use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, (), True))
             return ChatPrompt(messages, use, options, variables, fields=("prompt", "format"))
 
         super().__init__(fields, prompt, model)

@@ -277,4 +277,6 @@ def _texts(gguf: GgufFile, vocabulary: GgufVocabulary) -> Mapping[str, str]:
     texts = {"generation_config.json": json.dumps(generation), "special_tokens.json": json.dumps(tokens)}
     if vocabulary.chat_template is not None:
         texts["chat_template.jinja"] = vocabulary.chat_template
+    if vocabulary.tool_template is not None:
+        texts["chat_template.tool_use.jinja"] = vocabulary.tool_template
     return texts

@@ -46,6 +46,7 @@ CONFIG_PATTERNS = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
 # What the hub itself accepts: two names of letters, digits, dot, dash and underscore.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)

@@ -179,7 +179,7 @@ def _prompt(
         messages, begun = _continued(messages)
     elif not introduced:
         variables["add_generation_prompt"] = False
-    tools = ToolUse(dialect_of(model.chat_template_text), choice)
+    tools = ToolUse(dialect_of(model.tool_template_text), choice)
     contexts = _contexts(fields)
     if contexts and (functions or variables):
         message = "contexts cannot be combined with tools, chat_template_kwargs or reasoning_effort."

@@ -64,6 +64,10 @@ class ChatModel(Protocol[StreamT_co]):
         """Generation options that the model's makers recommend."""
 
     @property
+    def tool_template_text(self) -> str | None:
+        """The source of the chat template of conversations with tools."""
+
+    @property
     def check(self) -> Callable[..., None]:
         """Refuses generation options that no reply can be given."""
 

@@ -21,7 +21,7 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def read_messages(value: Any) -> list[Message]:
-    """The conversation, contents as text and arguments of calls as objects; other keys are kept.
+    """The conversation, contents as text and arguments of calls as objects where they are; other keys are kept.
 
     Raises:
         RequestError: it is malformed, or holds something that is no text.
@@ -51,7 +51,8 @@ def read_message(message: Any, where: str) -> Message:
     content = read.get("content", read.pop("refusal", None) if role == "assistant" else None)
     if content is None and role != "assistant":
         raise RequestError(f"{where}.content is missing.", "Set it to a string.", param=f"{where}.content")
-    read["content"] = "" if content is None else joined(content, f"{where}.content")
+    nothing = None if calls else ""  # templates tell a reply of calls alone by it
+    read["content"] = nothing if content is None else joined(content, f"{where}.content")
     if role == "tool" and not isinstance(read.get("tool_call_id"), str):
         param = f"{where}.tool_call_id"
         raise RequestError(f"{param} is missing.", "Name the call that it answers.", param=param)
@@ -111,13 +112,16 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {"id": id_ if isinstance(id_, str) else "", "type": "function", "function": function}
 
 
-def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+def _arguments(arguments: Any, where: str) -> dict[str, Any] | str:
+    """Arguments as an object, or as the text that they are where it is none: replies are cut off, and models err."""
     if arguments is None or arguments == "":
         return {}
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         read = None
-    if not isinstance(read, Mapping):
-        raise RequestError(f"{where} is not a JSON object.", "Repeat it as it was in the reply.", param=where)
-    return dict(read)
+    if isinstance(read, Mapping):
+        return dict(read)
+    if not isinstance(arguments, str):
+        raise RequestError(f"{where} is neither text nor an object.", "Send it as it was in the reply.", param=where)
+    return arguments

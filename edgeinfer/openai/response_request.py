@@ -175,7 +175,7 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
         "top_logprobs": alternatives or 0,
         "top_p": used.top_p,
     }
-    use = ToolUse(dialect_of(model.chat_template_text), choice)
+    use = ToolUse(dialect_of(model.tool_template_text), choice)
     prompt = ChatPrompt(messages, use, options, variables or None, fields=("input", "text.format"))
     return ResponseRequest(stream, prompt, logprobs, told, tuple(fields.ignored))
 

@@ -6,8 +6,6 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from edgeinfer.records import dataclass
 
@@ -63,11 +61,6 @@ class ToolFormat:
     def tail(self) -> str:
         """What stands behind the arguments."""
         return "}"
-
-    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """The text of calls, each a name and arguments."""
-        texts = [self.head(name) + json.dumps(arguments, ensure_ascii=False) + self.tail for name, arguments in calls]
-        return self.prefix + self.between.join(texts) + self.suffix
 
     def new_id(self) -> str:
         """An id for a call."""

@@ -17,6 +17,7 @@ from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import Dialect, ToolFormat
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
+from edgeinfer.runtime.text.fitting import told
 
 __all__ = [
     "ToolChoice",
@@ -240,8 +241,7 @@ def conversation(messages: Sequence[Message], dialect: Dialect, functions: Seque
     """The messages for the template; where that knows no functions, they tell of `functions` and of earlier calls."""
     if dialect.native:
         return [_fitted(message, dialect.format) for message in messages]
-    told = [_told(message, dialect.format) for message in messages]
-    return _with_system(_merged(told), _described(functions)) if functions else _merged(told)
+    return _with_system(told(messages), _described(functions)) if functions else told(messages)
 
 
 def _fitted(message: Message, form: ToolFormat) -> Message:
@@ -251,31 +251,6 @@ def _fitted(message: Message, form: ToolFormat) -> Message:
     if "tool_calls" in message:
         changed["tool_calls"] = [{**call, "id": form.fitted_id(call["id"])} for call in message["tool_calls"]]
     return changed
-
-
-def _told(message: Message, form: ToolFormat) -> Message:
-    if message["role"] == "tool":
-        return {"role": "tool", "content": _response(message["content"])}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = form.written([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
-    text = f"{message['content']}\n{written}" if message["content"] else written
-    return {"role": message["role"], "content": text}
-
-
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Answers of functions as messages of the user's, those of one turn in one."""
-    merged: list[Message] = []
-    answering = False
-    for message in messages:
-        answer = message["role"] == "tool"
-        if answer and answering:
-            merged[-1]["content"] += "\n" + message["content"]
-        else:
-            merged.append({"role": "user", "content": message["content"]} if answer else message)
-        answering = answer
-    return merged
 
 
 def _with_system(messages: list[Message], text: str) -> list[Message]:
@@ -354,8 +329,3 @@ def _described(functions: Sequence[ToolFunction]) -> str:
     """What a system message says of functions."""
     lines = [json.dumps(function.as_tool(), ensure_ascii=False) for function in functions]
     return _DESCRIPTION.format(functions="\n".join(lines))
-
-
-def _response(content: str) -> str:
-    """What a user's message says of a function's answer."""
-    return f"<tool_response>\n{content}\n</tool_response>"

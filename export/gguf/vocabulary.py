@@ -7,8 +7,8 @@ or named as a step that edgeinfer takes before them (edgeinfer.bundle.gguf.norma
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Vocabulary:
         ids: special tokens by llama.cpp's names: bos, eos, eot, eom, unk, pad.
         prefix: a space is put before a text; of "llama".
         steps: of edgeinfer.bundle.gguf.normalizer.
+        templates: chat templates by name, "default" and "tool_use".
         special: spellings of special and added tokens, which texts are cut at before anything else.
         strips: ids of tokens that take the white space before them, and of those that take what is behind.
     """
@@ -58,7 +59,7 @@ class Vocabulary:
     scores: tuple[float, ...] = ()
     prefix: bool = False
     steps: tuple[str, ...] = ()
-    template: str | None = None
+    templates: Mapping[str, str] = field(default_factory=dict)
     special: tuple[str, ...] = ()
     strips: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -84,13 +85,13 @@ def read_vocabulary(folder: Path, config: HFConfig, rows: int) -> Vocabulary:
     tokens, types = _tokens(tokenizer, rows)
     before, after = _added(encoder)
     ids = _special_ids(encoder, files, before, after)
-    template = files.get("chat_template.jinja")
+    named = {"default": "chat_template.jinja", "tool_use": "chat_template.tool_use.jinja"}
     common = {
         "tokens": tokens,
         "ids": ids,
         "add_bos": bool(before),
         "add_eos": bool(after),
-        "template": None if template is None else template.decode("utf-8"),
+        "templates": {name: files[file].decode("utf-8") for name, file in named.items() if file in files},
         "special": tuple(entry["content"] for entry in tokenizer.get("added_tokens") or ()),
         "strips": tuple(
             tuple(entry["id"] for entry in tokenizer.get("added_tokens") or () if entry.get(side))
@@ -129,8 +130,8 @@ def add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_array(NORMALIZER_KEY, list(vocabulary.steps) or ["none"])
     for key, ids in zip(STRIP_KEYS, vocabulary.strips, strict=True):
         writer.add_array(key, ids)  # nothing where there are none
-    if vocabulary.template is not None:
-        writer.add_chat_template(vocabulary.template)
+    if vocabulary.templates:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in vocabulary.templates.items()])
 
 
 def _byte_level(tokenizer: dict[str, Any], types: list[int], common: dict[str, Any]) -> Vocabulary:

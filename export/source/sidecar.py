@@ -16,6 +16,8 @@ __all__ = ["Sidecar", "read_sidecar"]
 
 _TOKENIZER = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
+_TOOL_TEMPLATE = "chat_template.tool_use.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"
 _TOKEN_STRINGS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Classes of transformers that compose text, whatever a tokenizer.json says: their published ones all say so.
@@ -52,9 +54,13 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
         _TOKENIZER: _tokenizer(folder, tokenizer_config),
         "special_tokens.json": _json(_special_tokens(tokenizer_config)),
     }
-    template = _template(folder, tokenizer_config)
-    if template is not None:
-        files[_TEMPLATE] = _utf8(template)
+    templates = _templates(folder, tokenizer_config)
+    tool_use = templates.get("tool_use")
+    default = templates.get("default", tool_use)
+    if default is not None:
+        files[_TEMPLATE] = _utf8(default)
+    if tool_use not in (None, default):
+        files[_TOOL_TEMPLATE] = _utf8(tool_use)
     files["generation_config.json"] = _json(_generation(_optional(folder / "generation_config.json"), config))
     return Sidecar(files)
 
@@ -126,19 +132,22 @@ def _is_plain_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and " " not in p for p in pair)
 
 
-def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    path = folder / _TEMPLATE
-    if path.is_file():
-        try:
-            return read_bytes(path).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path} is not UTF-8 text.", "Download the checkpoint again.") from error
-    given = tokenizer_config.get("chat_template")
+def _templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name, as transformers finds them: those in files go before those of the configuration."""
+    given = tokenizer_config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template")
     if isinstance(given, list):
-        # Several named templates: transformers falls back on the one called "default".
-        named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
+        given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    named = given if isinstance(given, dict) else {"default": given}
+    found = {str(name): template for name, template in named.items() if isinstance(template, str)}
+    paths = {path.stem: path for path in (folder / _MORE_TEMPLATES).glob("*.jinja")} | {"default": folder / _TEMPLATE}
+    return found | {name: _text(path) for name, path in paths.items() if path.is_file()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text.", "Download the checkpoint again.") from error
 
 
 def _utf8(template: str) -> bytes:

@@ -56,7 +56,10 @@ class GuardedTemplate:
         Raises:
             PromptError, TemplateError: as `ChatTemplate.render`.
         """
-        plain = self.template.render(messages, True, tools, variables)
+        if tools and self._tool_use is not None:
+            return self._tool_use.parts(messages, tools, variables, partial_reply)
+        messages, tools = self.template.fitted(messages, True, tools, variables)
+        plain = self.template.rendered(messages, True, tools, variables)
         given = dict(variables or {})
         found = [*strings_in((messages, tools)), ("content", partial_reply)]
         found += [each for name, value in given.items() for each in strings_in(value, name)]
@@ -70,7 +73,7 @@ class GuardedTemplate:
             return stand.put(text, characters, self._exempt(key, text)) if characters else text
 
         values = {name: mapped(value, guarded, name) for name, value in given.items()}
-        text = self.template.render(mapped(messages, guarded), True, mapped(tools, guarded), values)
+        text = self.template.rendered(mapped(messages, guarded), True, mapped(tools, guarded), values)
         genuine = self.marks.split(text + guarded("content", partial_reply))
         parts = [stand.back(part) for part in genuine]
         if "".join(parts) == plain + partial_reply:
@@ -109,6 +112,10 @@ class GuardedTemplate:
                 found.update(begin + place for place in places)
                 begin = text.find(constant, begin + 1)
         return found
+
+    @cached_property
+    def _tool_use(self) -> GuardedTemplate | None:
+        return None if self.template.tool_use is None else GuardedTemplate(self.template.tool_use, self.marks)
 
     @cached_property
     def _words(self) -> _Words:

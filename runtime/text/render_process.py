@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, pack, unpack
+from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Outcome, pack, unpack
 
 __all__ = ["RenderProcess", "RenderProcessError", "can_start"]
 
@@ -67,8 +67,11 @@ class RenderProcess:
         """The id of the process that was started last; None where there is none."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request, of a process that is started if need be.
+    def ask(self, request: Mapping[str, Any]) -> list[Outcome]:
+        """What comes of a request, in a process that is started if need be.
+
+        Args:
+            request: the arguments of `Rendering.render`.
 
         Raises:
             RenderProcessError: the process cannot be started, took too long or died.
@@ -119,7 +122,7 @@ class RenderProcess:
             self._end()
         self._process = self._end = None
 
-    def _exchange(self, request: Mapping[str, Any], first: bool) -> dict[str, Any]:
+    def _exchange(self, request: Mapping[str, Any], first: bool) -> list[Outcome]:
         process = self._process
         assert process is not None
         late = threading.Event()
@@ -131,9 +134,9 @@ class RenderProcess:
         timer = threading.Timer(KILL_AFTER_SECONDS, expire)
         timer.daemon = True
         timer.start()
-        answer: Any = None
+        outcomes: list[Outcome] = []
         try:
-            answer = self._converse(process, pack({**request, **({"source": self._source} if first else {})}))
+            outcomes = self._converse(process, pack({**request, **({"source": self._source} if first else {})}))
         except (OSError, ValueError):
             self._forget()
             if late.is_set():
@@ -141,11 +144,11 @@ class RenderProcess:
             raise _EndedError("it took more than its process may, which has ended") from None
         finally:
             timer.cancel()
-            if answer is None or "text" not in answer:
-                self._forget()  # a process that fails ends
-        return dict(answer)
+            if not outcomes or outcomes[-1].spent:
+                self._forget()  # a process that took too much ends
+        return outcomes
 
-    def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> Any:
+    def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> list[Outcome]:
         """Writes a frame and reads the answer.
 
         Raises:
@@ -166,10 +169,21 @@ class RenderProcess:
         if len(data) < size:
             raise OSError("the process has ended")
         answer = unpack(data)
-        kinds = {name: type(value) for name, value in answer.items()} if isinstance(answer, dict) else {}
-        if kinds not in ({"text": str}, {"what": str, "reason": str}):
-            raise ValueError("an answer is malformed")
-        return answer
+        try:
+            outcomes = [_outcome(**each) for each in answer["outcomes"]]
+        except (TypeError, LookupError) as error:
+            raise ValueError("an answer is malformed") from error
+        if not outcomes:
+            raise ValueError("an answer is empty")
+        return outcomes
+
+
+def _outcome(text: object, missing: object, failure: object, spent: object) -> Outcome:
+    """One that the process gives, which is trusted no more than its template."""
+    if not isinstance(text, str | None) or not isinstance(missing, list) or not isinstance(failure, list):
+        raise TypeError
+    what, reason = map(str, failure)
+    return Outcome(text, tuple(map(str, missing)), (what, reason), bool(spent))
 
 
 class _EndedError(RenderProcessError):

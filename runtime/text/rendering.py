@@ -13,8 +13,8 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -32,6 +32,7 @@ __all__ = [
     "LENGTH",
     "MAX_FRAME_BYTES",
     "MAX_OUTPUT_CHARACTERS",
+    "Outcome",
     "RenderError",
     "Rendering",
     "check_syntax",
@@ -45,6 +46,8 @@ __all__ = [
 MAX_OUTPUT_CHARACTERS = 8_000_000  # several times the text of the longest contexts
 _OUTPUT_BASE, _OUTPUT_PER_BYTE = 1_000_000, 16
 _MAX_REASON = 500  # characters
+_NOTHING = re.compile(r"\b(None|null)\b")
+_PRINTED = re.compile(r"""["']text["']: ?["']\Z""")
 _DIRECTIVE = re.compile(r"%([-_0^#]?[A-Za-z%])?")
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 40_000_000  # the longest text a render may give, as UTF-8, and some
@@ -65,6 +68,28 @@ class RenderError(Exception):
     def __init__(self, what: str, reason: str) -> None:
         super().__init__(what, reason)
         self.what, self.reason = what, reason
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of rendering a conversation.
+
+    Attributes:
+        text: that it became; None where the template failed.
+        missing: marks that are not in the text as a template writes content.
+        failure: what it did, and the reason in one line without a full stop.
+        spent: it failed for what it took, so that trying on is of no use.
+    """
+
+    text: str | None = None
+    missing: Sequence[str] = ()
+    failure: tuple[str, str] = ("", "")
+    spent: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is a text with all marks."""
+        return self.text is not None and not self.missing
 
 
 @dataclass(frozen=True)
@@ -118,32 +143,52 @@ class Rendering:
         except Exception as error:  # absurd input makes jinja2 and the compiler fail in many ways
             raise _not_compiled(error) from error
 
-    def render(self, names: Mapping[str, Any], given_bytes: int, moment: Mapping[str, str]) -> str:
-        """The text.
+    def render(
+        self,
+        attempts: Sequence[Mapping[str, Any]],
+        given_bytes: int,
+        moment: Mapping[str, str],
+        marks: Sequence[str] = (),
+    ) -> list[Outcome]:
+        """What comes of each attempt up to the first whose text has all marks.
 
         Args:
-            names: what the template sees: JSON types alone.
-            given_bytes: their size, by which the render's allowance goes.
+            attempts: what the template sees: JSON types alone.
+            given_bytes: their size, by which the allowance of all of them goes.
             moment: what `strftime_now` gives for each directive.
-
-        Raises:
-            RenderError: the template failed, or does too much work.
+            marks: that the text must have.
         """
-        allowance, clock = self._environment.allowance, _Moment(moment)
+        allowance = self._environment.allowance
         allowance.begin(units_for(given_bytes))
+        outcomes: list[Outcome] = []
+        for names in attempts:
+            outcomes.append(self._outcome(names, output_limit(given_bytes), _Moment(moment), marks))
+            if outcomes[-1].whole or outcomes[-1].spent:
+                break
+        return outcomes
+
+    def _outcome(self, names: Mapping[str, Any], most: int, clock: _Moment, marks: Sequence[str]) -> Outcome:
         strftime = TemplateFunction(self._strftime, clock)
         pieces: list[str] = []
-        left = output_limit(given_bytes)
+        left = most
         try:
             context = self._template.new_context({"strftime_now": strftime, **names})
             for piece in self._template.root_render_func(context):
                 left -= len(piece)
                 if left < 0:
-                    raise LimitError(f"more than {output_limit(given_bytes)} characters of output")
+                    raise LimitError(f"more than {most} characters of output")
                 pieces.append(piece)
         except Exception as error:  # whatever a template's code raises is the template's failure
-            raise RenderError("failed", _reason(error)) from error
-        return "".join(pieces)
+            spent = isinstance(error, LimitError | MemoryError)
+            return Outcome(failure=("failed", _reason(error)), spent=spent)
+        text = "".join(pieces)
+        if marks and _NOTHING.search(text) and any(message["content"] is None for message in names["messages"]):
+            return Outcome(text, marks)  # it may say so for the content that there is not
+        # A list of parts that was printed as it is shows the content, but not as any model was trained on it.
+        folded = text.casefold() if marks else ""
+        return Outcome(
+            text, [mark for mark in marks if mark not in folded or _PRINTED.search(folded.partition(mark)[0])]
+        )
 
     def _strftime(self, clock: _Moment, format: str) -> str:
         # A directive gives some dozen characters at most, such as a full date.
@@ -205,16 +250,16 @@ def main() -> None:
             request = unpack(frames_in.read(size))
             if rendering is None:
                 rendering = Rendering(request["source"])
-            answer = {"text": rendering.render(request["names"], request["given"], request["moment"])}
+            outcomes = rendering.render(request["attempts"], request["given"], request["moment"], request["marks"])
         except RenderError as error:
-            answer = {"what": error.what, "reason": error.reason}
+            outcomes = [Outcome(failure=(error.what, error.reason), spent=True)]
         except MemoryError:
-            answer = {"what": "failed", "reason": "it needs more memory than a render may take"}
+            outcomes = [Outcome(failure=("failed", "it needs more memory than a render may take"), spent=True)]
         request = None
         # The frame is made before any of it is written: where there is no memory for it, nothing has been said yet.
-        frames_out.write(pack(answer))
+        frames_out.write(pack({"outcomes": [asdict(outcome) for outcome in outcomes]}))
         frames_out.flush()
-        if "text" not in answer:
+        if outcomes[-1].spent:
             return  # whatever the failure left behind goes with the process
 
 

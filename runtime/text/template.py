@@ -5,21 +5,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.errors import PromptError, TemplateError
 from edgeinfer.runtime.text.allowance import ELEMENT_COST, MAX_INTEGER_BITS, size_of
+from edgeinfer.runtime.text.fitting import AS_GIVEN, Form, Marked, forms
 
 if TYPE_CHECKING:
     # They bring jinja2, which takes as long to import as a small model to load: who does not chat need not wait.
     from edgeinfer.runtime.text.render_process import RenderProcess
-    from edgeinfer.runtime.text.rendering import Rendering
+    from edgeinfer.runtime.text.rendering import Outcome, Rendering
 
 __all__ = ["MAX_GIVEN_BYTES", "MAX_SOURCE_CHARACTERS", "ChatTemplate", "is_known"]
 
 MAX_SOURCE_CHARACTERS = 100_000  # the largest published templates have some 30,000
 MAX_GIVEN_BYTES = 8_000_000  # of messages, tools and variables: several times the longest contexts
 _MAX_DEPTH = 64  # of nested values in messages and tools
+_MOST_SHAPES = 256  # of conversations whose forms are remembered
 # What `strftime_now` knows, each also without its leading zero, as "%-d".
 _DIRECTIVES = "aAbBcdDeFfGgHhIjklMmpPRsSTuUVwWxXyYzZ"
 # SHA-256 over the UTF-8 text without the white space at its end, and whose template it is. Those of the built-in model
@@ -108,9 +111,11 @@ class ChatTemplate:
         source: jinja2 text.
         special_tokens: names to texts that the template may use, such as bos_token.
         now: the clock behind `strftime_now`.
+        tool_source: jinja2 text of conversations with tools, where those have a template of their own.
 
     Attributes:
         source: as it was given.
+        tool_use: the template of conversations with tools; None where it is this one.
 
     Raises:
         TemplateError: the source is too large or malformed.
@@ -121,6 +126,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
+        tool_source: str | None = None,
     ) -> None:
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise TemplateError(
@@ -128,8 +134,10 @@ class ChatTemplate:
                 f"The limit is {MAX_SOURCE_CHARACTERS} characters.",
             )
         self.source = source
+        self.tool_use = None if tool_source is None else ChatTemplate(tool_source, special_tokens, now)
         self._special_tokens = dict(special_tokens)
         self._now = now
+        self._forms: dict[bytes, Form | TemplateError] = {}  # by shape of conversation
         self._process: RenderProcess | None = None
         self._rendering: Rendering | None = None
         if not is_known(source):
@@ -157,6 +165,8 @@ class ChatTemplate:
 
     def close(self) -> None:
         """Ends the process that renders it, if there is one. The next render starts another."""
+        if self.tool_use is not None:
+            self.tool_use.close()
         if self._process is not None:
             self._process.close()
 
@@ -167,56 +177,128 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the text the model was trained on.
+        """The conversation as the text the model was trained on, as far as its template takes it; else in a form that
+        the template takes whole, as `fitted` finds it.
 
         Args:
-            messages: mappings with a str `role` and a `content` that is a str or a list of text parts, which are
-                joined; `content` may be None or absent beside `tool_calls`. Other keys pass through.
+            messages: mappings with a str `role` and a `content` that is a str or a list of text parts; `content` may be
+                None or absent beside `tool_calls`. Other keys pass through.
             add_generation_prompt: end with what introduces the assistant's reply.
             tools: JSON schemas of functions, as OpenAI shapes them.
             variables: further names for the template, such as enable_thinking; add_generation_prompt among them counts.
 
         Raises:
             PromptError: messages, tools or variables are malformed or too long.
-            TemplateError: the template failed, rejected the messages or does too much work.
+            TemplateError: the template failed, rejected the messages, leaves some of them out or does too much work.
         """
+        if tools and self.tool_use is not None:
+            return self.tool_use.render(messages, add_generation_prompt, tools, variables)
+        messages, tools = self.fitted(messages, add_generation_prompt, tools, variables)
+        return self.rendered(messages, add_generation_prompt, tools, variables)
+
+    def fitted(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+        """Messages and tools in the form that the template takes whole, which changes least; arguments and errors as
+        `render`."""
         conversation = _conversation(messages)
-        plain_tools = None if tools is None else [_plain(tool, "tools") for tool in tools]
-        names = {
+        marked = Marked.of(conversation, tools)
+        key = hashlib.sha256(f"{marked.key} {add_generation_prompt} {variables!r}".encode("utf-8", "surrogatepass"))
+        found = self._forms.get(key.digest())
+        if found is None:
+            found = self._form_of(marked, add_generation_prompt, variables)
+            if len(self._forms) >= _MOST_SHAPES:
+                self._forms.clear()
+            self._forms[key.digest()] = found
+        if isinstance(found, Form):
+            return found.of(conversation), [] if found.listed else tools
+        raise TemplateError(found.message, found.hint)
+
+    def rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of messages that are `fitted`; arguments and errors as `render`."""
+        names = self._names(messages, add_generation_prompt, tools, variables)
+        outcome = self._outcomes([names])[-1]
+        if outcome.text is None:
+            raise _failure(*outcome.failure)
+        return outcome.text
+
+    def _form_of(
+        self, marked: Marked, add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> Form | TemplateError:
+        def outcomes(tried: Sequence[Form]) -> list[Outcome]:
+            made = [(form.of(marked.messages), [] if form.listed else marked.tools) for form in tried]
+            given = [self._names(each, add_generation_prompt, tools, variables) for each, tools in made]
+            return self._outcomes(given, tuple(marked.marks))
+
+        first = outcomes([AS_GIVEN])[-1]
+        if first.whole:
+            return AS_GIVEN
+        lists = marked.tools is None and "tools" in self.source
+        others = [] if first.spent else list(forms(marked.messages, parts=self._takes_parts, lists=lists))
+        tried = outcomes(others) if others else [first]
+        if tried[-1].whole:
+            return others[len(tried) - 1]
+        rendered = [each for each in (first, *tried) if each.text is not None]
+        if not rendered:
+            return _failure(*first.failure)
+        lost = marked.marks[min((each.missing for each in rendered), key=len)[0]]
+        message = f"The chat template leaves out {lost}, in every form that was tried."
+        return TemplateError(message, "Leave it out, or take a model whose template knows it.")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether a user's text reaches the reply as a list of parts only."""
+        asked = Marked.of([{"role": "user", "content": "text"}], None)
+        given = [self._names(Form(content).of(asked.messages), True, None, None) for content in ("text", "parts")]
+        outcomes = self._outcomes(given, tuple(asked.marks))
+        return len(outcomes) == len(given) and outcomes[-1].whole
+
+    def _names(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """What the template sees."""
+        return {
             **self._special_tokens,
-            **{str(name): _plain(value, str(name)) for name, value in (variables or {}).items()},
-            "messages": conversation,
-            "tools": plain_tools,
             "documents": None,
+            **{str(name): _plain(value, str(name)) for name, value in (variables or {}).items()},
+            "messages": messages,
+            "tools": None if tools is None else [_plain(tool, "tools") for tool in tools],
             "add_generation_prompt": bool((variables or {}).get("add_generation_prompt", add_generation_prompt)),
         }
-        given = _size(names)
+
+    def _outcomes(self, attempts: Sequence[dict[str, Any]], marks: Sequence[str] = ()) -> list[Outcome]:
+        """What comes of each attempt up to the first whose text has all marks."""
+        from edgeinfer.runtime.text.render_process import RenderProcessError
+
+        given = max(map(_size, attempts))
         if given > MAX_GIVEN_BYTES:
             raise PromptError(
                 f"The messages are too long ({given} bytes).", f"The limit is {MAX_GIVEN_BYTES} bytes; shorten them."
             )
         moment = _moment(self._now()) if "strftime_now" in self.source else {}
-        return self._rendered(names, given, moment)
-
-    def _rendered(self, names: dict[str, Any], given: int, moment: dict[str, str]) -> str:
-        from edgeinfer.runtime.text.render_process import RenderProcessError
-        from edgeinfer.runtime.text.rendering import RenderError
-
         if self._process is None and self._rendering is None:
             self._make_ready()
+        if self._process is None:
+            assert self._rendering is not None
+            return self._rendering.render(attempts, given, moment, marks)
         try:
-            if self._process is None:
-                assert self._rendering is not None
-                return self._rendering.render(names, given, moment)
-            answer = self._process.ask({"names": names, "given": given, "moment": moment})
-        except RenderError as error:
-            raise _failure(error.what, error.reason) from error
+            return self._process.ask({"attempts": attempts, "given": given, "moment": moment, "marks": marks})
         except RenderProcessError as error:
             raise _failure("failed", str(error)) from error
-        if "text" not in answer:
-            raise _failure(answer["what"], answer["reason"])
-        text: str = answer["text"]
-        return text
 
 
 def _failure(what: str, reason: str) -> TemplateError:
@@ -264,22 +346,26 @@ def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     plain: dict[str, Any] = _plain(message, f"message {index}")
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = "".join(_part(part, index) for part in content)
+        for part in content:
+            _check_part(part, index)
     elif not isinstance(content, str) and not (content is None and plain.get("tool_calls")):
         raise PromptError(
             f"The content of message {index} is {type(content).__name__}, not text.",
             "Give a str or a list of text parts.",
         )
+    plain.setdefault("content", None)
+    calls = plain.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        hint = 'Calls look like {"type": "function", "function": {"name": ..., "arguments": {...}}}.'
+        raise PromptError(f"The tool_calls of message {index} are no list of calls.", hint)
     return plain
 
 
-def _part(part: object, index: int) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    raise PromptError(
-        f"Message {index} has a part that is not text.", 'Parts look like {"type": "text", "text": "..."}.'
-    )
+def _check_part(part: object, index: int) -> None:
+    if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+        raise PromptError(
+            f"Message {index} has a part that is not text.", 'Parts look like {"type": "text", "text": "..."}.'
+        )
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -96,6 +96,7 @@ class GgufVocabulary:
         add_bos: a text begins with the token bos.
         strips: ids of tokens that take the white space before them, and of those that take what is behind.
         chat_template: jinja text, not trusted.
+        tool_template: the same of conversations with tools, where they have a template of their own.
     """
 
     model: str
@@ -110,6 +111,7 @@ class GgufVocabulary:
     add_bos: bool
     strips: tuple[frozenset[int], frozenset[int]]
     chat_template: str | None
+    tool_template: str | None = None
 
     @property
     def size(self) -> int:
@@ -145,7 +147,8 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
     if model == _SENTENCE_PIECE and not _has_all_bytes(tokens):
         raise damaged(path, "its SentencePiece vocabulary has no token for some bytes")
     add_bos = data.flag(f"{_PREFIX}add_bos_token", model in _BOS_KINDS or (model in _BYTE_PAIRS and pre in _BOS_PRE))
-    template = "tokenizer.chat_template"
+    template, tool_template = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+    tool_use = data.text(tool_template) if tool_template in data else None
     return GgufVocabulary(
         model=model,
         pre=pre,
@@ -159,7 +162,8 @@ def read_vocabulary(gguf: GgufFile) -> GgufVocabulary:
         # llama.cpp overrules files of this kind that say otherwise.
         add_bos=add_bos or model == "gemma4",
         strips=(_stripping(gguf, STRIP_KEYS[0], tokens.count), _stripping(gguf, STRIP_KEYS[1], tokens.count)),
-        chat_template=data.text(template) if template in data else None,
+        chat_template=data.text(template) if template in data else tool_use,
+        tool_template=tool_use,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from edgeinfer.openai.tool_formats import ToolFormat
 from edgeinfer.openai.tools import ToolFunction
 
-__all__ = ["CLOCK", "WEATHER", "as_tools", "flat"]
+__all__ = ["CLOCK", "WEATHER", "as_tools", "flat", "written"]
 
 WEATHER = ToolFunction(
     "get_weather",
@@ -41,3 +44,9 @@ def as_tools(*functions: ToolFunction) -> list[dict[str, Any]]:
 def flat(*functions: ToolFunction) -> list[dict[str, Any]]:
     """As responses offer them."""
     return [{"type": "function", **tool["function"]} for tool in as_tools(*functions)]
+
+
+def written(form: ToolFormat, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The text of calls, each a name and arguments."""
+    texts = [form.head(name) + json.dumps(arguments, ensure_ascii=False) + form.tail for name, arguments in calls]
+    return form.prefix + form.between.join(texts) + form.suffix

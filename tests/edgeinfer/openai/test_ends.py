@@ -41,7 +41,7 @@ def test_what_is_complete_was_not_cut_off() -> None:
     """At each length a reply ends with "length" where something is missing, and with what completes it not."""
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
     calling = {"tools": as_tools(CLOCK), "tool_choice": "required", "parallel_tool_calls": False}
-    with edgeinfer.load(context=256, threads=1) as model:
+    with edgeinfer.load(context=1024, threads=1) as model:
         document, *shorter = cut(model, response_format=form)
         text = document["message"]["content"]
         # One way to write it: a blank behind colons and commas, and no more digits than readers of JSON take.

@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("messages[0].tool_calls[0]", [{"role": "assistant", "tool_calls": [{"id": "a"}]}]),
     (
         "messages[0].tool_calls[1].function.arguments",
-        [{"role": "assistant", "tool_calls": [CALL, {"function": {"name": "f", "arguments": "[1]"}}]}],
+        [{"role": "assistant", "tool_calls": [CALL, {"function": {"name": "f", "arguments": [1]}}]}],
     ),
 ]
 PARTS: list[Any] = [

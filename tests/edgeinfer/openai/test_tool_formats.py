@@ -15,7 +15,7 @@ from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader, Piec
 from edgeinfer.openai.tool_formats import FORMATS, ToolFormat, dialect_of
 from edgeinfer.openai.tools import ToolChoice, calls_grammar
 from edgeinfer.results import Chunk
-from tests.edgeinfer.openai.functions import CLOCK, WEATHER
+from tests.edgeinfer.openai.functions import CLOCK, WEATHER, written
 from tests.tables import each_row
 
 MARKER = 300  # a special token's id, where a marker is one
@@ -70,14 +70,14 @@ def test_calls_are_read_however_they_are_cut(form: ToolFormat, calls: list[Call]
     calls = calls[: None if form.several else 1]
     if calls and not form.anywhere:
         text = ""
-    reply = text + (form.written(calls) if calls else "")
+    reply = text + (written(form, calls) if calls else "")
     assert read(form, cut(reply, sizes)) == (text.rstrip() if calls else text, calls)
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=40))
 def test_a_marker_that_is_a_special_token(sizes: list[int]) -> None:
     form = FORMATS["mistral"]
-    rest = form.written([OSLO, ZONE]).removeprefix(form.marker)
+    rest = written(form, [OSLO, ZONE]).removeprefix(form.marker)
     assert read(form, ["Well. ", MARKER, *cut(rest, sizes)], MARKER) == ("Well.", [OSLO, ZONE])
     # The same text is no marker where a token is one.
     assert read(form, ["[TOOL_CALLS]"], None) == ("", [])
@@ -86,7 +86,7 @@ def test_a_marker_that_is_a_special_token(sizes: list[int]) -> None:
 @each_format
 def test_a_call_that_was_cut_short(form: ToolFormat) -> None:
     """What there is of the arguments is told, and nothing of what is around them."""
-    whole = form.written([OSLO])
+    whole = written(form, [OSLO])
     for length in range(len(whole)):
         reader = CallReader(form)
         pieces = [*reader.push(Chunk(whole[:length], ())), *reader.finish()]
@@ -100,7 +100,7 @@ def test_a_call_that_was_cut_short(form: ToolFormat) -> None:
 def test_what_is_no_call_is_text(form: ToolFormat) -> None:
     if form.prefix:
         assert read(form, [form.marker, "oops", " and more"]) == (f"{form.marker}oops and more", [])
-    assert read(form, [form.written([OSLO]), " and more"])[1] == [OSLO]
+    assert read(form, [written(form, [OSLO]), " and more"])[1] == [OSLO]
 
 
 class Bytes:
@@ -145,10 +145,10 @@ def test_auto_is_free_up_to_the_marker(form: ToolFormat) -> None:
         assert follows(source, text) == "end"
     for calls in ([OSLO], [ZONE], [OSLO, ZONE, OSLO]):
         expected = "end" if form.several or len(calls) == 1 else "no"
-        assert follows(source, form.written(calls)) == expected
-    assert follows(source, "Let me see.\n" + form.written([OSLO])) == "end"
+        assert follows(source, written(form, calls)) == expected
+    assert follows(source, "Let me see.\n" + written(form, [OSLO])) == "end"
     assert follows(source, form.marker) == "open"
-    assert follows(source, form.written([("rm_rf", {})])) == "no"
+    assert follows(source, written(form, [("rm_rf", {})])) == "no"
 
 
 @each_format
@@ -163,22 +163,22 @@ def test_arguments_are_what_the_schema_allows(form: ToolFormat, mode: str) -> No
         {"town": 5, "unit": "celsius"},
     ]
     for arguments in wrong:
-        assert follows(source, form.written([("get_weather", arguments)])) == "no"
-    assert follows(source, form.written([("get_weather", {**OSLO[1], "days": 9})])) == "end"
+        assert follows(source, written(form, [("get_weather", arguments)])) == "no"
+    assert follows(source, written(form, [("get_weather", {**OSLO[1], "days": 9})])) == "end"
 
 
 @each_format
 def test_required_is_a_call(form: ToolFormat) -> None:
     source = grammar(form, "required", several=False)
-    assert follows(source, form.written([ZONE])) == "end"
+    assert follows(source, written(form, [ZONE])) == "end"
     assert follows(source, "") == "open"
     assert follows(source, "Hello") == "no"
-    assert follows(source, form.written([OSLO, OSLO])) == "no"
+    assert follows(source, written(form, [OSLO, OSLO])) == "no"
 
 
 def test_special_tokens_are_not_text() -> None:
     form = FORMATS["mistral"]
-    rest = form.written([OSLO]).removeprefix(form.marker)
+    rest = written(form, [OSLO]).removeprefix(form.marker)
     for source in (grammar(form, "auto", marker_id=MARKER), grammar(form, "required", marker_id=MARKER)):
         assert follows(source, MARKER, rest) == "end"
         assert follows(source, MARKER, "x") == "no"
@@ -191,7 +191,7 @@ def test_a_reply_by_a_schema_or_a_call(form: ToolFormat) -> None:
     content = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"]}
     source = grammar(form, "auto", content=content)
     assert follows(source, '{"mood": "good"}') == "end"
-    assert follows(source, form.written([OSLO])) == "end"
+    assert follows(source, written(form, [OSLO])) == "end"
     assert follows(source, "Hello") == "no"
 
 

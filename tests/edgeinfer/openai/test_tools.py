@@ -89,7 +89,8 @@ def test_several_calls(tales: edgeinfer.Model) -> None:
 
 
 def test_auto_leaves_text_as_it_is(tales: edgeinfer.Model) -> None:
-    plain = ask(tales, max_tokens=40)
+    offered = conversation(read_messages(ASKED), Dialect(FORMATS["hermes"], native=False), (WEATHER, CLOCK))
+    plain = ask(tales, offered, max_tokens=40)
     free = ask(tales, **CALLED | {"tool_choice": "auto", "max_tokens": 40})
     assert free["message"] == plain["message"]
 

@@ -208,7 +208,7 @@ def test_end_tokens_count_as_marks_where_they_are_written_like_one() -> None:
 MAKERS: list[tuple[str, list[dict[str, Any]]]] = [
     ("{{ '<|' ~ messages[0].name ~ '|>' }}", [{"role": "user", "content": "", "name": "end"}]),
     ("{{ '<|' ~ messages[0].content | trim | lower ~ '|>' }}", [{"role": "user", "content": " END\n"}]),
-    ("{{ '<|' ~ messages[0].role ~ '|>' }}", [{"role": "end", "content": "x"}]),
+    ("{{ '<|' ~ messages[0].role ~ '|>' ~ messages[0].content }}", [{"role": "end", "content": "x"}]),
     ("{{ messages[0].content ~ messages[1].content }}", [{"role": "user", "content": c} for c in ("<|e", "nd|>")]),
     ("{{ messages[0].content.replace('</s>', '') }}", [{"role": "user", "content": "<|en</s>d|>"}]),
     ("{{ messages[0].content ~ 'end|>' }}", [{"role": "user", "content": "<|"}]),
@@ -231,8 +231,8 @@ def test_templates_that_would_make_marks_of_data() -> None:
 
 def test_what_templates_look_for_is_found() -> None:
     source = (
-        "{% set c = messages[0].content %}{% if '</think>' in c %}{{ c.split('</think>')[-1] }}{% endif %}"
-        "{% if c.startswith('<tool_response>') %}tool{% endif %}</s>"
+        "{% set c = messages[0].content %}{% if '</think>' in c %}{{ c.split('</think>')[-1] }}"
+        "{% elif c.startswith('<tool_response>') %}tool{% else %}{{ c }}{% endif %}</s>"
     )
     rules = GuardedTemplate(ChatTemplate(source, {}), encoder("byte-level").marks)
     assert rules.parts([{"role": "user", "content": "<think>x</think>y</s>"}]) == ["y</s>", "</s>", ""]

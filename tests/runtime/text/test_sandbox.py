@@ -21,11 +21,19 @@ MOMENT = {"Y": "2026"}
 MOST_BYTES = 64_000_000
 
 
+def rendered(source: str, names: dict[str, Any], given: int, moment: dict[str, str] = {}) -> str:  # noqa: B006
+    """The text."""
+    (only,) = Rendering(source).render([names], given, moment)
+    if only.text is None:
+        raise RenderError(*only.failure)
+    return only.text
+
+
 def outcome(source: str) -> tuple[str, int]:
     """The text or why there is none, and the most bytes that Python's own allocator held on the way."""
     tracemalloc.start()
     try:
-        result = Rendering(source).render(NAMES, 200, MOMENT)
+        result = rendered(source, NAMES, 200, MOMENT)
     except RenderError as error:
         assert "\n" not in error.reason and len(error.reason) <= 500
         result = f"refused: {error.reason}"
@@ -84,8 +92,8 @@ def test_a_template_that_works_on_and_on_fails_at_the_deadline(monkeypatch: pyte
 def test_the_allowance_grows_with_what_is_given() -> None:
     source = "{% for i in range(60000) %}{% endfor %}done"
     with pytest.raises(RenderError, match="too much work"):
-        Rendering(source).render(NAMES, 200, {})
-    assert Rendering(source).render(NAMES, 200_000, {}) == "done"
+        rendered(source, NAMES, 200)
+    assert rendered(source, NAMES, 200_000) == "done"
 
 
 def test_what_is_not_listed_is_refused_by_name() -> None:
@@ -102,15 +110,15 @@ def test_what_is_not_listed_is_refused_by_name() -> None:
     }
     for source, name in refused.items():
         with pytest.raises(RenderError, match=name):
-            Rendering(source).render(NAMES, 0, {})
+            rendered(source, NAMES, 0)
 
 
 def test_fields_are_as_wide_as_allowed_and_no_wider() -> None:
     for field in ("'{:%d}'.format(1)", "'%%%dd' %% 1", "'a\nb' | indent(%d, true)", "'{:.%df}'.format(1.5)"):
-        Rendering("{{ " + field % MAX_WIDTH + " }}").render(NAMES, 4000, {})
+        rendered("{{ " + field % MAX_WIDTH + " }}", NAMES, 4000)
         for width in (MAX_WIDTH + 1, 10 * MAX_WIDTH, 10_000 * MAX_WIDTH):
             with pytest.raises(RenderError, match=str(MAX_WIDTH)):
-                Rendering("{{ " + field % width + " }}").render(NAMES, 4000, {})
+                rendered("{{ " + field % width + " }}", NAMES, 4000)
 
 
 def test_what_is_listed_gives_what_jinja2_gives() -> None:
@@ -118,7 +126,7 @@ def test_what_is_listed_gives_what_jinja2_gives() -> None:
     plain = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     for expression in EXPRESSIONS:
         source = "{{ (" + expression + ") }}"
-        assert Rendering(source).render(VALUES, 1000, {}) == plain.from_string(source).render(VALUES), expression
+        assert rendered(source, VALUES, 1000) == plain.from_string(source).render(VALUES), expression
 
 
 VALUES: dict[str, Any] = {

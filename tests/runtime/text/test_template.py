@@ -134,15 +134,16 @@ def test_renders_as_transformers_does(
     except Exception:
         # The calls do not alternate, or have no content: the template must refuse them here too.
         with pytest.raises(TemplateError):
-            ChatTemplate(source, TOKENS).render(messages, generation, tools)
+            ChatTemplate(source, TOKENS).rendered(messages, generation, tools)
         return
     variables = {"enable_thinking": generation}
-    assert ChatTemplate(source, TOKENS).render(messages, generation, tools, variables) == expected
+    assert ChatTemplate(source, TOKENS).rendered(messages, generation, tools, variables) == expected
 
 
 def test_clock() -> None:
-    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2024, 7, 26))
-    assert template.render(PLAIN) == "26 Jul 2024"
+    source = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    template = ChatTemplate(source, {}, now=lambda: datetime(2024, 7, 26))
+    assert template.render([{"role": "user", "content": "today"}]) == "26 Jul 2024: today"
 
 
 def test_text_parts_are_joined() -> None:

@@ -1,0 +1,313 @@
+"""Puts conversations into a form that a chat template takes whole: which one is found by rendering marks.
+
+Templates differ in the roles they know, in the order of roles they insist on, and in whether content is text or a list
+of parts. What they do not know they refuse, or leave out without a word. So a conversation of the same shape, in which
+every text is a mark, is rendered in one form after the other, as it was given first, until no mark is missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from edgeinfer.records import dataclass
+
+__all__ = ["AS_GIVEN", "Form", "Marked", "call_text", "forms", "joined", "told"]
+
+Message = dict[str, Any]
+
+# Hermes' and Qwen's notation, which any model is told of calls in where its template does not know them.
+_CALL = "<tool_call>\n{call}\n</tool_call>"
+_ANSWER = "<tool_response>\n{content}\n</tool_response>"
+_BETWEEN = "\n\n"  # texts that become one message
+_SYSTEM = ("system", "developer")
+# What each change costs: forms are tried from the cheapest on, so that no more is changed than must be.
+_COSTS: Mapping[str, Mapping[Any, float]] = {
+    "content": {"as given": 0, "text": 0.5, "parts": 0.6, "parts but system": 0.7, "parts of users": 0.8},
+    "system": {"as given": 0, "renamed": 1, "first": 1.1, "none": 1.2},
+    "calls": {"as given": 0, "other arguments": 1, "told": 2.2},
+    "empty": {"as given": 0, "text": 0.4, "null": 0.8},
+    "merged": {False: 0, True: 1},
+    "led": {False: 0, True: 1.1},
+    "listed": {False: 0, True: 1.3},
+}
+_MOST_FORMS, _MOST_MESSAGES = 96, 4000  # that are tried, and of all those together
+_SHORT = 64  # characters of what stays as it is in a marked conversation
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is changed about a conversation.
+
+    Attributes:
+        content: contents as they were given, all as text, or as lists of parts.
+        system: which system messages are left: all, also those of developers by that name, the first, or none. The
+            text of others goes before that of the user message behind them.
+        calls: calls as they were given, their arguments as text instead of an object or the other way round, or told
+            in text, with answers as messages of the user's.
+        empty: a content that is empty beside calls is as it was given, "", or None.
+        merged: messages of one role in a row become one.
+        led: an empty user message stands before an assistant's that begins the conversation.
+        listed: where there are no tools, the template is given an empty list of them.
+    """
+
+    content: Literal["as given", "text", "parts", "parts but system", "parts of users"] = "as given"
+    system: Literal["as given", "renamed", "first", "none"] = "as given"
+    calls: Literal["as given", "other arguments", "told"] = "as given"
+    empty: Literal["as given", "text", "null"] = "as given"
+    merged: bool = False
+    led: bool = False
+    listed: bool = False
+
+    @property
+    def cost(self) -> float:
+        """By which forms are tried."""
+        return sum(costs[getattr(self, name)] for name, costs in _COSTS.items())
+
+    def of(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation in this form; messages that stay as they are may be the same objects."""
+        made = list(messages)
+        if self.calls == "told":
+            made = told(made)
+        elif self.calls == "other arguments":
+            made = [_turned(message) for message in made]
+        if self.system != "as given":
+            made = _without_system(made, self.system)
+        if self.merged:
+            made = _merged(made)
+        if self.led and (place := _unled(made)) is not None:
+            made.insert(place, {"role": "user", "content": ""})
+        return [self._filled(message) for message in made]
+
+    def _filled(self, message: Message) -> Message:
+        """The message with its content as text or parts."""
+        role, content = message["role"], message["content"]
+        if not content and message.get("tool_calls") and self.empty != "as given":
+            return {**message, "content": "" if self.empty == "text" else None}
+        if self.content == "as given":
+            return message
+        parts = self.content == "parts" or (self.content == "parts but system" and role not in _SYSTEM)
+        if not (parts or (self.content == "parts of users" and role == "user")):
+            return message if isinstance(content, str | None) else {**message, "content": joined(content)}
+        if isinstance(content, list) and content:
+            return message
+        return {**message, "content": [{"type": "text", "text": content or ""}]}
+
+
+AS_GIVEN = Form()
+
+
+def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[Form]:
+    """Other forms that a conversation can have, those that change least first.
+
+    Args:
+        parts: whether the template takes a user's content as a list of parts only.
+        lists: whether it may want a list of tools where there are none.
+    """
+    roles = [message["role"] for message in messages]
+    calls = any(message.get("tool_calls") for message in messages)
+    contents = [name for name in _COSTS["content"] if name.startswith("parts") == parts]
+    systems = ["as given", *(["renamed"] if "developer" in roles else [])]
+    if any(role in _SYSTEM for role in roles):
+        systems += (["first"] if any(role in _SYSTEM for role in roles[1:]) else []) + ["none"]
+    callings = ["as given", *(["other arguments"] if calls else []), *(["told"] if calls or "tool" in roles else [])]
+    empties = tuple(_COSTS["empty"]) if calls else ("as given",)
+    product = itertools.product(contents, systems, callings, empties, *[(False, True)] * 2, (False, lists))
+    seen = [(AS_GIVEN.of(messages), False)]
+    most = max(8, min(_MOST_FORMS, _MOST_MESSAGES // len(messages)))
+    for form in sorted((Form(*each) for each in product), key=lambda form: form.cost):
+        made = (form.of(messages), form.listed)
+        if made not in seen:
+            seen.append(made)
+            yield form
+        if len(seen) > most:
+            return
+
+
+def told(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls in their text and answers as messages of the user's, those of one turn in one."""
+    made: list[Message] = []
+    answering = False
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            text = _ANSWER.format(content=joined(content))
+            if answering:
+                made[-1]["content"] += f"\n{text}"
+            else:
+                made.append({"role": "user", "content": text})
+        elif calls := message.get("tool_calls"):
+            texts = [_CALL.format(call=call_text(call)) for call in calls]
+            kept = {name: value for name, value in message.items() if name not in ("tool_calls", "content")}
+            made.append({**kept, "content": "\n".join(filter(None, [joined(content), *texts]))})
+        else:
+            made.append(message)
+        answering = message["role"] == "tool"
+    return made
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    """A call as an object with its name and arguments; arguments that are no JSON stand in it as they are."""
+    function = _function(call)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {text}}}'
+
+
+def joined(content: Any) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = call.get("function")
+    return inner if isinstance(inner, Mapping) else call
+
+
+def _turned(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_turned_call(call) for call in calls]} if calls else message
+
+
+def _turned_call(call: Message) -> Message:
+    function = dict(_function(call))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        read = _object(arguments)
+        function["arguments"] = arguments if read is None else read
+    else:
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": function} if "function" in call else function
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _without_system(messages: Sequence[Message], kept: str) -> list[Message]:
+    """System messages by that name, or those that are not kept before the text of the user message behind them."""
+    made: list[Message] = []
+    waiting: list[Message] = []
+    for place, message in enumerate(messages):
+        if message["role"] in _SYSTEM:
+            if kept == "renamed" or (kept == "first" and place == 0):
+                made.append({**message, "role": "system"})
+            else:
+                waiting.append({**message, "role": "user"})
+        elif waiting and message["role"] == "user":
+            made.append(_one([*waiting, message]))
+            waiting = []
+        else:
+            made += [_one(waiting)] if waiting else []
+            made.append(message)
+            waiting = []
+    return made + ([_one(waiting)] if waiting else [])
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Messages of one role in a row as one, but answers of tools; a message with calls takes those before it."""
+    made: list[Message] = []
+    for message in messages:
+        before = made[-1] if made else None
+        if before and message["role"] == before["role"] != "tool" and not before.get("tool_calls"):
+            made[-1] = _one([before, message])
+        else:
+            made.append(message)
+    return made
+
+
+def _one(messages: Sequence[Message]) -> Message:
+    """Several messages as one: what the last one says besides content is kept."""
+    texts = [joined(message["content"]) for message in messages]
+    return {**messages[0], **messages[-1], "content": _BETWEEN.join(filter(None, texts))}
+
+
+def _unled(messages: Sequence[Message]) -> int | None:
+    """Where an assistant's message begins the conversation; None where a user's does."""
+    place = next((place for place, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
+    return place if place < len(messages) and messages[place]["role"] == "assistant" else None
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A conversation of the shape of another, with marks for its texts.
+
+    Attributes:
+        messages: with marks.
+        tools: with marks; None where there are none.
+        marks: what each stands for, such as "messages[0].content, of the role system".
+    """
+
+    messages: list[Message]
+    tools: list[Message] | None
+    marks: Mapping[str, str]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> Marked:
+        """That of a conversation."""
+        marker = _Marker({})
+        made = [marker.message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+        marked_tools = None if tools is None else [marker.tool(tool) for tool in tools[:1] if isinstance(tool, Mapping)]
+        return cls(made, marked_tools, marker.marks)
+
+    @property
+    def key(self) -> str:
+        """The same for all conversations of the shape."""
+        return json.dumps([self.messages, self.tools], sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class _Marker:
+    marks: dict[str, str]
+
+    def mark(self, where: str) -> str:
+        mark = f"zq{len(self.marks)}qz"
+        self.marks[mark] = where
+        return mark
+
+    def message(self, message: Message, where: str) -> Message:
+        made = {name: value if _is_short(value) else "text" for name, value in message.items()}
+        role, content = message["role"], message["content"]
+        if content:
+            what = f"{where}.content, of the role {role[:_SHORT]}"
+            parts = [{"type": "text", "text": self.mark(what)} for _ in content] if isinstance(content, list) else None
+            made["content"] = self.mark(what) if parts is None else parts
+        else:
+            made["content"] = content
+        if calls := message.get("tool_calls"):
+            made["tool_calls"] = [self.call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        return made
+
+    def call(self, call: Message, where: str) -> Message:
+        function = dict(_function(call))
+        arguments = function.get("arguments")
+        function["name"] = self.mark(f"{where}.function.name")
+        if arguments:
+            name = f"{where}.function.arguments"
+            read = _object(arguments) if isinstance(arguments, str) else arguments
+            if isinstance(read, dict):
+                marked = {self.mark(name): self.mark(name)} if read else {}
+                function["arguments"] = json.dumps(marked) if isinstance(arguments, str) else marked
+            else:
+                function["arguments"] = self.mark(name)
+        return {**call, "function": function} if "function" in call else function
+
+    def tool(self, tool: Mapping[str, Any]) -> Message:
+        name, description, parameter = (self.mark(f"a tool's {what}") for what in ("name", "description", "parameters"))
+        parameters = {
+            "type": "object",
+            "properties": {parameter: {"type": "string", "description": name}},
+            "required": [parameter],
+        }
+        function = {"name": name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function} if "function" in tool else function
+
+
+def _is_short(value: Any) -> bool:
+    return not isinstance(value, str | list | dict) or (isinstance(value, str) and len(value) <= _SHORT)
