@@ -72,7 +72,6 @@ class LlamaEndpoints:
             "total_slots": service.host.parallel,
             "default_generation_settings": _slot(0, model, processing=False),
             "chat_template": model.chat_template_text,
-            "chat_template_tool_use": model.tool_template_text,
             "bos_token": "".join(marks[: len(begin)]),
             "eos_token": next(iter(marks[len(begin) :]), ""),
             "eos_tokens": marks[len(begin) :],
@@ -80,6 +79,8 @@ class LlamaEndpoints:
             "build_info": f"edgeinfer-{edgeinfer.__version__}",
             "is_sleeping": not model.in_memory,
         }
+        if model.tool_template_text != model.chat_template_text:
+            data["chat_template_tool_use"] = model.tool_template_text
         return JSONResponse(data)
 
     async def slots(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Outcome, pack, unpack
+from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Rendered, pack, unpack
 
 __all__ = ["RenderProcess", "RenderProcessError", "can_start"]
 
@@ -67,7 +67,7 @@ class RenderProcess:
         """The id of the process that was started last; None where there is none."""
         return None if self._process is None else self._process.pid
 
-    def ask(self, request: Mapping[str, Any]) -> list[Outcome]:
+    def ask(self, request: Mapping[str, Any]) -> list[Rendered]:
         """What comes of a request, in a process that is started if need be.
 
         Args:
@@ -122,7 +122,7 @@ class RenderProcess:
             self._end()
         self._process = self._end = None
 
-    def _exchange(self, request: Mapping[str, Any], first: bool) -> list[Outcome]:
+    def _exchange(self, request: Mapping[str, Any], first: bool) -> list[Rendered]:
         process = self._process
         assert process is not None
         late = threading.Event()
@@ -134,7 +134,7 @@ class RenderProcess:
         timer = threading.Timer(KILL_AFTER_SECONDS, expire)
         timer.daemon = True
         timer.start()
-        outcomes: list[Outcome] = []
+        outcomes: list[Rendered] = []
         try:
             outcomes = self._converse(process, pack({**request, **({"source": self._source} if first else {})}))
         except (OSError, ValueError):
@@ -148,7 +148,7 @@ class RenderProcess:
                 self._forget()  # a process that took too much ends
         return outcomes
 
-    def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> list[Outcome]:
+    def _converse(self, process: subprocess.Popen[bytes], frame: bytes) -> list[Rendered]:
         """Writes a frame and reads the answer.
 
         Raises:
@@ -178,12 +178,12 @@ class RenderProcess:
         return outcomes
 
 
-def _outcome(text: object, missing: object, failure: object, spent: object) -> Outcome:
+def _outcome(text: object, missing: object, failure: object, spent: object) -> Rendered:
     """One that the process gives, which is trusted no more than its template."""
     if not isinstance(text, str | None) or not isinstance(missing, list) or not isinstance(failure, list):
         raise TypeError
     what, reason = map(str, failure)
-    return Outcome(text, tuple(map(str, missing)), (what, reason), bool(spent))
+    return Rendered(text, tuple(map(str, missing)), (what, reason), bool(spent))
 
 
 class _EndedError(RenderProcessError):

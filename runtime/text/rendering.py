@@ -32,8 +32,8 @@ __all__ = [
     "LENGTH",
     "MAX_FRAME_BYTES",
     "MAX_OUTPUT_CHARACTERS",
-    "Outcome",
     "RenderError",
+    "Rendered",
     "Rendering",
     "check_syntax",
     "main",
@@ -71,7 +71,7 @@ class RenderError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Rendered:
     """What came of rendering a conversation.
 
     Attributes:
@@ -149,7 +149,7 @@ class Rendering:
         given_bytes: int,
         moment: Mapping[str, str],
         marks: Sequence[str] = (),
-    ) -> list[Outcome]:
+    ) -> list[Rendered]:
         """What comes of each attempt up to the first whose text has all marks.
 
         Args:
@@ -160,14 +160,14 @@ class Rendering:
         """
         allowance = self._environment.allowance
         allowance.begin(units_for(given_bytes))
-        outcomes: list[Outcome] = []
+        outcomes: list[Rendered] = []
         for names in attempts:
             outcomes.append(self._outcome(names, output_limit(given_bytes), _Moment(moment), marks))
             if outcomes[-1].whole or outcomes[-1].spent:
                 break
         return outcomes
 
-    def _outcome(self, names: Mapping[str, Any], most: int, clock: _Moment, marks: Sequence[str]) -> Outcome:
+    def _outcome(self, names: Mapping[str, Any], most: int, clock: _Moment, marks: Sequence[str]) -> Rendered:
         strftime = TemplateFunction(self._strftime, clock)
         pieces: list[str] = []
         left = most
@@ -180,13 +180,13 @@ class Rendering:
                 pieces.append(piece)
         except Exception as error:  # whatever a template's code raises is the template's failure
             spent = isinstance(error, LimitError | MemoryError)
-            return Outcome(failure=("failed", _reason(error)), spent=spent)
+            return Rendered(failure=("failed", _reason(error)), spent=spent)
         text = "".join(pieces)
         if marks and _NOTHING.search(text) and any(message["content"] is None for message in names["messages"]):
-            return Outcome(text, marks)  # it may say so for the content that there is not
+            return Rendered(text, marks)  # it may say so for the content that there is not
         # A list of parts that was printed as it is shows the content, but not as any model was trained on it.
         folded = text.casefold() if marks else ""
-        return Outcome(
+        return Rendered(
             text, [mark for mark in marks if mark not in folded or _PRINTED.search(folded.partition(mark)[0])]
         )
 
@@ -252,9 +252,9 @@ def main() -> None:
                 rendering = Rendering(request["source"])
             outcomes = rendering.render(request["attempts"], request["given"], request["moment"], request["marks"])
         except RenderError as error:
-            outcomes = [Outcome(failure=(error.what, error.reason), spent=True)]
+            outcomes = [Rendered(failure=(error.what, error.reason), spent=True)]
         except MemoryError:
-            outcomes = [Outcome(failure=("failed", "it needs more memory than a render may take"), spent=True)]
+            outcomes = [Rendered(failure=("failed", "it needs more memory than a render may take"), spent=True)]
         request = None
         # The frame is made before any of it is written: where there is no memory for it, nothing has been said yet.
         frames_out.write(pack({"outcomes": [asdict(outcome) for outcome in outcomes]}))

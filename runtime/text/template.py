@@ -15,7 +15,7 @@ from edgeinfer.runtime.text.fitting import AS_GIVEN, Form, Marked, forms
 if TYPE_CHECKING:
     # They bring jinja2, which takes as long to import as a small model to load: who does not chat need not wait.
     from edgeinfer.runtime.text.render_process import RenderProcess
-    from edgeinfer.runtime.text.rendering import Outcome, Rendering
+    from edgeinfer.runtime.text.rendering import Rendered, Rendering
 
 __all__ = ["MAX_GIVEN_BYTES", "MAX_SOURCE_CHARACTERS", "ChatTemplate", "is_known"]
 
@@ -235,7 +235,7 @@ class ChatTemplate:
     def _form_of(
         self, marked: Marked, add_generation_prompt: bool, variables: Mapping[str, Any] | None
     ) -> Form | TemplateError:
-        def outcomes(tried: Sequence[Form]) -> list[Outcome]:
+        def outcomes(tried: Sequence[Form]) -> list[Rendered]:
             made = [(form.of(marked.messages), [] if form.listed else marked.tools) for form in tried]
             given = [self._names(each, add_generation_prompt, tools, variables) for each, tools in made]
             return self._outcomes(given, tuple(marked.marks))
@@ -280,7 +280,7 @@ class ChatTemplate:
             "add_generation_prompt": bool((variables or {}).get("add_generation_prompt", add_generation_prompt)),
         }
 
-    def _outcomes(self, attempts: Sequence[dict[str, Any]], marks: Sequence[str] = ()) -> list[Outcome]:
+    def _outcomes(self, attempts: Sequence[dict[str, Any]], marks: Sequence[str] = ()) -> list[Rendered]:
         """What comes of each attempt up to the first whose text has all marks."""
         from edgeinfer.runtime.text.render_process import RenderProcessError
 
