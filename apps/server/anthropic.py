@@ -21,7 +21,7 @@ from edgeinfer.openai.fields import Fields
 from edgeinfer.openai.messages import split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply
 from edgeinfer.openai.replies import ArgumentsPiece, Call, CallPiece, Piece, TextPiece
-from edgeinfer.openai.reply_fields import form, sampling, thinking
+from edgeinfer.openai.reply_fields import form, sampling, thinking, warnings
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolChoice, ToolUse, read_choice, read_functions
 from edgeinfer.results import Chunk, Result
@@ -107,7 +107,8 @@ class MessagesReply(OneReply):
         said = [{"type": "text", "text": text}] if text or not calls else []
         content, result = [*said, *calls] if self._told else [], self._reply.result
         assert result is not None, "the reply is not finished"
-        return {**self._head, "content": content, **self._ended(), "usage": self._usage(result)}
+        answer = {**self._head, "content": content, **self._ended(), "usage": self._usage(result)}
+        return answer | warnings(self.ignored)
 
     def _ended(self) -> Event:
         result = self._reply.result

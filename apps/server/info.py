@@ -73,14 +73,14 @@ class InfoEndpoints:
         return JSONResponse({"name": "edgeinfer", "version": edgeinfer.__version__, "endpoints": _SERVED})
 
     async def models(self, _: Request) -> Response:
-        """Lists the loaded model under each of its names, and those that requests may name besides."""
+        """Lists the loaded model, or the one that is loading, under each of its names, and the others of requests."""
         service, listed = self._service, await self._service.models()
         told: list[dict[str, Any]] = []
         for place, local in enumerate(listed):
             model = service.model() if place == 0 and service.host.state.status == "ready" else None
-            names = local.names if model is None or service.switch is not None else service.names(model)
-            names = names if model is None else [*names, *model.adapters]
-            told += [self._listed(name, local, model) for name in names]
+            names = [*local.names, *(service.aliases if service.switch is None else ())]
+            names += () if model is None else model.adapters
+            told += [self._listed(name, local, model) for name in dict.fromkeys(names)]
         return JSONResponse({"object": "list", "data": told})
 
     async def model(self, request: Request) -> Response:
@@ -168,7 +168,9 @@ class InfoEndpoints:
             "architecture": facts.architecture,
         }
         meta |= {} if model is None else {"n_ctx": model.context}
-        status = {"value": "unloaded" if model is None else "loaded"}
+        state = self._service.host.state
+        loading = state.status == "loading" and state.model == local.source
+        status = {"value": "loading" if loading else "unloaded" if model is None else "loaded"}
         told = {"id": name, "object": "model", "created": self._started, "owned_by": "edgeinfer"}
         return {**told, "meta": meta, "status": status}
 

@@ -22,7 +22,7 @@ from edgeinfer.openai.figures import entries, timings
 from edgeinfer.openai.messages import Message, read_messages, split_started
 from edgeinfer.openai.prompt import ChatPrompt, OneReply, TextPrompt
 from edgeinfer.openai.replies import Call, Piece, TextPiece
-from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, sampling, thinking
+from edgeinfer.openai.reply_fields import MOST_ALTERNATIVES, sampling, thinking, warnings
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import dialect_of
 from edgeinfer.openai.tools import ToolUse, read_choice, read_functions
@@ -118,7 +118,9 @@ class OllamaReply(OneReply):
             "eval_count": result.usage.completion_tokens,
             # Clients divide by it.
             "eval_duration": max(1, _nanoseconds(figures["predicted_ms"])),
-        } | ({"logprobs": told} if told else {})
+            **({"logprobs": told} if told else {}),
+            **warnings(self.ignored),
+        }
 
     def _head(self) -> Event:
         return {"model": self._name, "created_at": moment()}

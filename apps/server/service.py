@@ -144,13 +144,21 @@ class Service:
         return await asyncio.to_thread(self.local.of, self.host.state.model)
 
     async def models(self) -> list[NamedModel]:
-        """Returns the models that requests may name, the loaded one first."""
-        loaded = await self.loaded()
-        first = [] if loaded is None else [loaded]
-        if self.switch is None or not self.switch.opened:
+        """Returns the models that requests may name, the loaded one first; while the first is loading too, as clients
+        remember what they were given."""
+        first = [] if (known := await self.loaded() or await self._loading()) is None else [known]
+        if self.switch is None or not (self.switch.opened or first):
             return first
         listed = await asyncio.to_thread(self.local.listed)
-        return first + [model for model in listed if loaded is None or model.source != loaded.source]
+        return first + [model for model in listed if known is None or model.source != known.source]
+
+    async def _loading(self) -> NamedModel | None:
+        """What the files of the model that is being loaded say; None where none is, or they are not here yet."""
+        if self.host.state.status != "loading":
+            return None
+        with contextlib.suppress(EdgeInferError):
+            return await asyncio.to_thread(self.local.of, self.host.state.model)
+        return None
 
     async def find(self, name: str) -> NamedModel:
         """Returns the model of a name.
@@ -158,6 +166,13 @@ class Service:
         Raises:
             RequestError: there is none.
         """
+        if self.host.state.status == "loading" and not (self.switch is not None and self.switch.opened):
+            listed = await self.models()
+            meant = (model for model in listed if plain_name(name) in map(plain_name, [*model.names, *self.aliases]))
+            found = next(meant, None)
+            if found is None:
+                raise unknown_model(name, [name for model in listed for name in model.names])
+            return found
         if self.switch is None or not self.switch.opened:
             self._loaded(name)
             source = self.host.state.model

@@ -73,6 +73,7 @@ def test_ollama(server: Local, expected: str) -> None:
     assert whole["eval_count"] == 12 and min(whole["total_duration"], whole["eval_duration"]) > 0
     # A context that is too large cannot be had; what speaks of loading changes no text, and needs no word.
     assert answer.headers["warning"] == '299 - "ignored: options.mirostat, options.num_ctx"'
+    assert [line.split()[0] for line in whole["warnings"]] == ["options.mirostat", "options.num_ctx"]
     *parts, last = lines(server.post("/api/chat", chat))
     assert "".join(part["message"]["content"] for part in parts) == expected
     assert last["done"] and last["message"]["content"] == "" and last["prompt_eval_count"] > 0

@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("starlette", reason="the server extra is not installed")
+
+from starlette.testclient import TestClient
+
 from edgeinfer import hub
-from edgeinfer.apps.server.host import ModelHost
+from edgeinfer.apps.server.app import make_app
+from edgeinfer.apps.server.host import HostState, ModelHost
+from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.errors import BudgetError
 from edgeinfer.openai.errors import RequestError
@@ -115,6 +121,32 @@ def test_an_idle_model_leaves_memory_when_it_was_told_to() -> None:
         assert loads.names == ["a"] and switch.expires_in() is None
 
     switching(work)
+
+
+@needs_builtin
+def test_a_model_that_is_loading_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients ask once, when they start, and keep the list."""
+    for name in ("XDG_DATA_HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    hub.models_folder().mkdir(parents=True)
+    make_bigram_bundle(hub.models_folder() / "other", capacity=64)
+    for switched, names in ((False, ["tales", "small"]), (True, ["tales", "small", "other"])):
+        host = ModelHost()
+        host.state = HostState("loading")
+        switch = ModelSwitch(host, None, {}) if switched else None
+        app = make_app(host, Security(refusal_seconds=0.01), aliases=("small",), switch=switch)
+        with TestClient(app, base_url="http://localhost") as client:
+            listed = client.get("/v1/models").json()["data"]
+            assert [(model["id"], model["status"]["value"]) for model in listed][:2] == [
+                ("tales", "loading"),
+                ("small", "loading"),
+            ]
+            assert [model["id"] for model in listed] == names
+            assert len(client.get("/api/tags").json()["models"]) == len(names) - 1
+            assert client.get("/v1/models/small").json()["status"] == {"value": "loading"}
+            unknown = client.get("/v1/models/gpt-9")
+            assert unknown.status_code == 404 and str(tmp_path) not in unknown.text
+            assert client.post(CHAT, json=chat_body(model="small")).status_code == 503
 
 
 @pytest.mark.slow
