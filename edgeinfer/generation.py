@@ -25,6 +25,7 @@ from edgeinfer.runtime.backends.contract import PreemptedError
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy, Prefill, Step
 from edgeinfer.runtime.kv_cache.context_shift.policy import context_shift_summary
 from edgeinfer.runtime.system.allocation import allocating, name_refusal
+from edgeinfer.runtime.system.forks import keep_for_good
 from edgeinfer.runtime.system.memory import process_memory, proportional_bytes
 from edgeinfer.runtime.text import ReplyText
 from edgeinfer.turns import Turns
@@ -220,11 +221,20 @@ class TokenStream:
         finally:
             self._lock.release()
 
+    def disown(self) -> None:
+        """Leaves the reply to the process that this one is a fork of, where it goes on."""
+        keep_for_good(self._chunks)  # its end would wait for the other process's threads
+        keep_for_good(self._steps)
+        self._chunks = self._steps = None
+        self._lock, self._advancing, self._between, self._cancelled = threading.RLock(), False, True, True
+
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
         with self._lock:
+            if self._chunks is None and self._cancelled:
+                raise UsageError("The reply was begun before this process was forked.", "Ask for it again here.")
             if self._advancing or self._chunks is None:
                 raise UsageError("The reply is being made.", "Wait for its next chunk.")
             self._advancing = True

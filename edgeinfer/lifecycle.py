@@ -29,6 +29,7 @@ from edgeinfer.runtime.backends.adapting import adapters_of
 from edgeinfer.runtime.decoding.engine import Engine
 from edgeinfer.runtime.kv_cache.session_file import SessionFile, open_session, write_session
 from edgeinfer.runtime.planning.plan import MemoryPlan
+from edgeinfer.runtime.system.forks import finalize_here, keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import release_freed
 from edgeinfer.runtime.text import Tokenizer
 from edgeinfer.user_folders import user_cache
@@ -82,15 +83,28 @@ class ModelLifecycle:
     ) -> None:
         self._make = make
         self._idle_s = idle_s
+        self._closed = False
+        self._puts_aside = aside
+        self._parts: ModelParts | None = None
+        self._renew()
+        self._parts = make(started, None)
+        self._facts = _facts(self._parts)
+        renewed_in_children(self)
+
+    def _renew(self) -> None:
         self._lock = threading.RLock()
         self._holders = 0
         self._timer: threading.Timer | None = None
-        self._closed = False
         self._aside: Path | None = None
-        self._puts_aside = aside
         self._forget_aside: Callable[[], object] = lambda: None
-        self._parts: ModelParts | None = make(started, None)
-        self._facts = _facts(self._parts)
+
+    def renew(self) -> None:
+        """In the child of a fork the model is not in memory: its parts are nothing without their threads."""
+        if self._parts is not None:
+            self._facts = _facts(self._parts)
+            keep_for_good(self._parts)
+            self._parts = None
+        self._renew()
 
     @property
     def facts(self) -> Facts:
@@ -130,7 +144,7 @@ class ModelLifecycle:
     def leave(self) -> None:
         """Ends what `take` began; the last of a closed model's frees it."""
         with self._lock:
-            self._holders -= 1
+            self._holders = max(0, self._holders - 1)  # what was taken before a fork is left in its child, too
             if self._closed:
                 self._free_for_good()
             else:
@@ -227,7 +241,7 @@ class ModelLifecycle:
             return
         self._aside = path
         # Called when the program ends, unless it was called before.
-        self._forget_aside = weakref.finalize(self, _remove, path)
+        self._forget_aside = finalize_here(self, _remove, path)
 
     def _bring_back(self, parts: ModelParts) -> None:
         if self._aside is not None:

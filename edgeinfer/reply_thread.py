@@ -12,6 +12,7 @@ from edgeinfer.batching import ReplyBatch, Slot
 from edgeinfer.errors import EdgeInferError, UnshareableError
 from edgeinfer.generation import TokenStream
 from edgeinfer.results import Chunk
+from edgeinfer.runtime.system.forks import renewed_in_children
 
 if TYPE_CHECKING:
     # asyncio takes 4 MB, which a program without an event loop is spared: it is imported where there is one.
@@ -137,6 +138,11 @@ class ReplyThread:
 
     def __init__(self, open_batch: Callable[[], ReplyBatch | None]) -> None:
         self._open_batch = weakref.WeakMethod(open_batch)
+        self.renew()
+        renewed_in_children(self)
+
+    def renew(self) -> None:
+        """Has no thread and nothing to do: what it had is its parent's, in the child of a fork."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._waiting: deque[Production] = deque()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.system.forks import renewed_in_children
 
 __all__ = ["Turn", "Turns"]
 
@@ -22,11 +23,24 @@ class Turn(Protocol):
     def close(self) -> None:
         """Finishes it now; it leaves the list by that."""
 
+    def disown(self) -> None:
+        """Leaves it to the process that this one is a fork of."""
+
 
 class Turns:
     """Keeps the unfinished replies of a model, of which one runs at a time. Any thread may ask."""
 
     def __init__(self) -> None:
+        self._running: Turn | None = None
+        self._paused: list[Turn] = []
+        self.renew()
+        renewed_in_children(self)
+
+    def renew(self) -> None:
+        """Has no replies: they are its parent's, in the child of a fork."""
+        for turn in (self._running, *self._paused):
+            if turn is not None:
+                turn.disown()
         self._lock = threading.RLock()  # a signal's handler may ask while its thread is in here
         self._running: Turn | None = None
         self._paused: list[Turn] = []

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 from edgeinfer.records import dataclass
+from edgeinfer.runtime.system.forks import RenewedLock
 
 __all__ = [
     "MappedFile",
@@ -163,7 +163,7 @@ class _FreedBlocks:
     """How many want freed blocks kept now, and whether they are returned otherwise."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = RenewedLock()
         self._keepers = 0
         self.returned = False
 
@@ -246,7 +246,7 @@ class MappedFile:
     """
 
     _living: ClassVar[weakref.WeakSet[MappedFile]] = weakref.WeakSet()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[RenewedLock] = RenewedLock()
 
     def __init__(self, path: Path) -> None:
         self._path = path

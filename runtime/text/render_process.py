@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.runtime.system.forks import renewed_in_children
 from edgeinfer.runtime.text.rendering import LENGTH, MAX_FRAME_BYTES, Rendered, pack, unpack
 
 __all__ = ["RenderProcess", "RenderProcessError", "can_start"]
@@ -56,6 +57,11 @@ class RenderProcess:
 
     def __init__(self, source: str) -> None:
         self._source = source
+        renewed_in_children(self)
+        self.renew()
+
+    def renew(self) -> None:
+        """Forgets the process, without ending it: the next request starts one."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0

@@ -10,7 +10,6 @@ import functools
 import logging
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -22,6 +21,7 @@ from edgeinfer.bundle.writing import storage_errors
 from edgeinfer.errors import BundleError, NativeUnavailableError, StorageError, UsageError
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.native.library import native_kernel, switched_off
+from edgeinfer.runtime.system.forks import finalize_here
 from edgeinfer.runtime.weights.verification import FileCheck, accept_file, check_file
 from edgeinfer.runtime.weights.verified_files import VerifiedFiles
 from edgeinfer.user_folders import user_cache
@@ -53,7 +53,7 @@ class RunnableGraph:
 
     def __post_init__(self) -> None:
         if self.folder is not None:
-            finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            finalizer = finalize_here(self, functools.partial(shutil.rmtree, self.folder, ignore_errors=True))
             object.__setattr__(self, "_remove", finalizer)
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ _PACKAGE = "llama_cpp"
 # 300,000, and 0.38 s where they sleep at once. Beside two busy loops it is 0.3, 4.5 and 0.1 s.
 _SPINNING, _POLICY = ("GOMP_SPINCOUNT", "1000"), "OMP_WAIT_POLICY"
 _ERROR_LEVEL = 4  # ggml_log_level
+_PAUSE_HARD = 2  # omp_pause_resource_t
 _PREFIX = re.compile(r"^(?:\w+: )*(?:error loading model: )?(?:\w+: )*")
 # What llama.cpp's own defaults are: another layout of the structures would show other numbers here.
 _MODEL_DEFAULTS = {
@@ -144,7 +145,16 @@ def _tried() -> Any:
     fault = smoke_test(lib)
     if fault:
         raise _unsuitable(f"llama.cpp does not work here: {fault}")
+    _end_threads_before_forks(lib)
     return lib
+
+
+def _end_threads_before_forks(lib: Any) -> None:
+    """Has GNU's OpenMP end the threads of whoever forks, for which the child would wait in its first pass. In the parent
+    the next pass starts them again; other OpenMPs see to it themselves."""
+    pause = getattr(lib._lib, "omp_pause_resource_all", None)
+    if pause is not None and hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lambda: pause(_PAUSE_HARD))
 
 
 def _imported() -> Any:

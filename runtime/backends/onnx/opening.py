@@ -9,12 +9,12 @@ nothing is compared, and messages cannot be heard.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import onnxruntime as ort
 
+from edgeinfer.runtime.system.forks import RenewedLock
 from edgeinfer.runtime.system.memory import MappedFile, process_memory, releases_pages
 from edgeinfer.runtime.weights.layouts import RunnableGraph
 from edgeinfer.runtime.weights.streaming import READ_BETWEEN
@@ -27,7 +27,7 @@ _PYTHON_LEVELS = {_WARNING: logging.WARNING, 3: logging.ERROR, SILENT: logging.C
 _OURS = "edgeinfer"
 _log = logging.getLogger("onnxruntime")
 # There is one callback in a process.
-_lock = threading.Lock()
+_lock = RenewedLock()
 
 
 class _Copies:

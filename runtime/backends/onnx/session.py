@@ -18,6 +18,7 @@ from edgeinfer.runtime.devices.contract import CPU, CPU_MEMORY, Device
 from edgeinfer.runtime.devices.providers import add_provider, device_error
 from edgeinfer.runtime.native.library import NativeKernel
 from edgeinfer.runtime.system.allocation import is_refusal, refused, require_room
+from edgeinfer.runtime.system.forks import keep_for_good, renewed_in_children
 from edgeinfer.runtime.system.memory import stack_bytes
 
 __all__ = ["Binding", "OrtSession", "capabilities_on"]
@@ -139,6 +140,7 @@ class OrtSession:
         if device.provider not in self._session.get_providers():
             # A provider that cannot be made is left out, with a line in the log.
             raise device_error(device, "onnxruntime could not make its provider")
+        renewed_in_children(self)
         self.inputs = tuple(i.name for i in self._session.get_inputs())
         self.outputs = tuple(o.name for o in self._session.get_outputs())
         self._run_options = ort.RunOptions()
@@ -148,6 +150,10 @@ class OrtSession:
         self._run_options.add_run_config_entry("gpu_graph_id", "0")
         if threads > 1:
             self._rest()
+
+    def renew(self) -> None:
+        """Keeps the session, whose end waits for its threads (in `pthread_cond_destroy`)."""
+        keep_for_good(self._session)
 
     def _rest(self) -> None:
         # The threads of a new session spin for some 40 ms, on cores that loading wants, unless a run ends. One that

@@ -1,0 +1,66 @@
+"""What becomes of the parts of a program in the child of a fork, which has their memory but none of their threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["RenewedLock", "finalize_here", "keep_for_good", "renewed_in_children"]
+
+
+class Renewable(Protocol):
+    """What has locks or threads, or rests on those of others."""
+
+    def renew(self) -> None:
+        """Makes it as if nothing had been done with it, without waiting for anything: in the child of a fork, where
+        locks may be held by threads that do not exist."""
+
+
+_renewables: weakref.WeakSet[Renewable] = weakref.WeakSet()
+
+
+def renewed_in_children(thing: Renewable) -> None:
+    """Has a thing renewed in the child of a fork, if it is alive then."""
+    _renewables.add(thing)
+
+
+class RenewedLock:
+    """A lock that nothing holds in the child of a fork."""
+
+    def __init__(self) -> None:
+        self.renew()
+        renewed_in_children(self)
+
+    def renew(self) -> None:
+        """Has nothing hold it."""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def keep_for_good(thing: object) -> None:
+    """Never frees a thing: its end would wait for threads that do not exist."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def finalize_here(owner: object, call: Callable[..., object], *arguments: Any) -> weakref.finalize[..., Any]:
+    """As `weakref.finalize`, in this process alone: in a child it would take away what is its parent's."""
+    process = os.getpid()
+    return weakref.finalize(owner, lambda: call(*arguments) if os.getpid() == process else None)
+
+
+def _renew() -> None:
+    for thing in list(_renewables):
+        thing.renew()
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_renew)
