@@ -227,9 +227,9 @@ def _tool(tool: Any, place: int, fields: Fields) -> dict[str, Any]:
     kind = inner.text("type")
     if kind not in (None, "custom"):
         return {"type": kind}
-    function = {name: inner.any(name) for name in ("name", "description")}
+    function = {name: inner.any(name) for name in ("name", "description", "strict")}
     function["parameters"] = inner.any("input_schema")
-    inner.ignore("cache_control", "strict", "defer_loading", "eager_input_streaming", "allowed_callers")
+    inner.ignore("cache_control", "defer_loading", "eager_input_streaming", "allowed_callers")
     inner.end()
     return {"type": "function", "function": function}
 

@@ -75,6 +75,11 @@ class ChatPrompt:
     fields: tuple[str, str] = ("messages", "response_format")
     contexts: Sequence[Context] = ()
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What calls are not held to, once the form of the reply was made."""
+        return self.tools.left_out
+
     def check(self, model: ChatModel[Any]) -> None:
         """Finds out what is wrong with the form of the reply, which may take some seconds. Safe from any thread.
 
@@ -185,6 +190,7 @@ class TextPrompt:
     prompt: str | Sequence[int] | PromptTokens
     options: Mapping[str, Any]
     fields: tuple[str, str] = ("prompt", "response_format")
+    left_out: tuple[str, ...] = ()
 
     def check(self, model: ChatModel[Any]) -> None:
         """As `ChatPrompt.check`."""
@@ -216,7 +222,7 @@ class PromptReplies:
         prompt: that is replied to.
         n: replies.
         stream: whether the client wants the events, and not the whole.
-        ignored: fields that change nothing here.
+        ignored: what the request asks for and does not get.
     """
 
     def __init__(self, prompt: ChatPrompt | TextPrompt, *, n: int = 1, stream: bool, ignored: Sequence[str]) -> None:
@@ -229,6 +235,7 @@ class PromptReplies:
     def check(self, model: ChatModel[Any]) -> None:
         """Refuses a form of the reply that cannot be had."""
         self._prompt.check(model)
+        self._note()
 
     def prepare(self, model: ChatModel[Any]) -> None:
         """Makes tokens of the prompt."""
@@ -238,7 +245,12 @@ class PromptReplies:
         """Begins a reply."""
         stream, reader = self._prompt.start(model, index, ended)
         self._replies[index] = Reply(reader)
+        self._note()
         return stream
+
+    def _note(self) -> None:
+        """Adds what replies are not held to, which shows when their form is made."""
+        self.ignored = tuple(dict.fromkeys((*self.ignored, *self._prompt.left_out)))
 
 
 class OneReply(PromptReplies):

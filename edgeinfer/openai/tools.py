@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from edgeinfer.errors import GrammarError
@@ -15,6 +16,7 @@ from edgeinfer.openai.messages import Message
 from edgeinfer.openai.replies import CallReader, PlainReader, ReplyReader
 from edgeinfer.openai.schemas import closed
 from edgeinfer.openai.tool_formats import Dialect, ToolFormat
+from edgeinfer.openai.tool_schemas import ArgumentRules, argument_rules
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
 from edgeinfer.runtime.text.fitting import told
@@ -56,11 +58,13 @@ class ToolFunction:
 
     Attributes:
         parameters: JSON Schema of its arguments, an object's.
+        strict: whether all of that has to be followed.
     """
 
     name: str
     description: str
     parameters: Mapping[str, Any]
+    strict: bool = False
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -120,10 +124,10 @@ def _function(tool: Any, where: str, flat: bool) -> ToolFunction:
     parameters = inner.take("parameters", dict, "a JSON Schema, an object") or {"type": "object", "properties": {}}
     if parameters.get("type", "object") != "object":
         raise inner.wrong("parameters", parameters, "Its type must be object.")
-    # Arguments are always what the schema allows, whether `strict` or not.
-    inner.ignore("strict", "defer_loading", "allowed_callers")
+    strict = inner.flag("strict")
+    inner.ignore("defer_loading", "allowed_callers")
     parameters = parameters if "type" in parameters else {"type": "object", **parameters}
-    return ToolFunction(name, inner.text("description") or "", parameters)
+    return ToolFunction(name, inner.text("description") or "", parameters, strict)
 
 
 _HINT = 'Give none, auto, required or {"type": "function", "function": {"name": ...}}.'
@@ -142,6 +146,11 @@ class ToolChoice:
     mode: Literal["none", "auto", "required"]
     functions: tuple[ToolFunction, ...]
     several: bool
+
+    @cached_property
+    def arguments(self) -> ArgumentRules:
+        """What calls are held to. Finding it out may take seconds; errors as `argument_rules`."""
+        return argument_rules((each.name, each.strict, each.arguments) for each in self.functions)
 
 
 def read_choice(value: Any, functions: Sequence[ToolFunction], several: bool) -> ToolChoice:
@@ -199,7 +208,7 @@ def calls_grammar(
         content: schema of a reply without calls; None leaves it free.
 
     Raises:
-        GrammarError: a schema is too large, too deep or not JSON.
+        GrammarError: the schema of a strict function or of the content cannot be followed.
     """
     marker = json.dumps(form.marker) if marker_id is None else f"<[{marker_id}]>"
     more = f" ({json.dumps(form.between)} call)*" if choice.several and form.several else ""
@@ -224,8 +233,7 @@ def _call_rules(form: ToolFormat, choice: ToolChoice) -> list[str]:
     behind = len(form.marker)
     firsts = _alternatives([(form.prefix + form.head(name))[behind:] for name in names], form.tail)
     calls = _alternatives([form.head(name) for name in names], form.tail)
-    rules = [json_rule(function.arguments) for function in choice.functions]
-    arguments = [f"args_{i}: {rule}" for i, rule in enumerate(rules)]
+    arguments = [f"args_{i}: {rule}" for i, rule in enumerate(choice.arguments.rules)]
     return [f"first: {firsts}", f"call: {calls}", *arguments]
 
 
@@ -280,6 +288,11 @@ class ToolUse:
     def calls(self) -> bool:
         """Whether a reply may hold calls."""
         return self.choice.mode != "none"
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What calls are not held to, once `options` was asked."""
+        return self.choice.arguments.left_out if self.calls else ()
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:

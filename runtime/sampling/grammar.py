@@ -19,9 +19,9 @@ from edgeinfer.runtime.sampling.constraint import ConstraintPlaces, TextPlaces
 from edgeinfer.runtime.sampling.grammar_numbers import NumberLimit
 from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words
 from edgeinfer.runtime.sampling.grammar_tokens import GrammarVocabulary, engine
-from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried
+from edgeinfer.runtime.sampling.grammar_trial import ENGINE_LIMITS, needs_trial, tried, wrong
 
-__all__ = ["GrammarConstraint", "GrammarCosts", "check_grammar"]
+__all__ = ["GrammarConstraint", "GrammarCosts", "check_grammar", "fault"]
 
 
 @dataclass
@@ -181,15 +181,22 @@ def check_grammar(config: GenerationConfig) -> None:
         _try(source)
 
 
+def fault(source: str) -> str:
+    """What is wrong with a grammar in the engine's words, empty where nothing is. Safe from any thread.
+
+    Raises:
+        BackendError: it was not found out in time, and may be another time.
+    """
+    try:
+        return _tried(source)
+    except TimeoutError as error:  # which is not kept, other than what is wrong with it
+        message = "Whether the schema or grammar can be used was not found out in time."
+        raise BackendError(message, "The machine was busy or asleep: ask again.") from error
+
+
 def _try(source: str) -> None:
-    if needs_trial(source):
-        try:
-            wrong = _tried(source)
-        except TimeoutError as error:  # which is not kept, other than what is wrong with it
-            message = "Whether the schema or grammar can be used was not found out in time."
-            raise BackendError(message, "The machine was busy or asleep: ask again.") from error
-        if wrong:
-            raise _unusable(in_words(wrong))
+    if needs_trial(source) and (found := fault(source)):
+        raise _unusable(in_words(found))
 
 
 def _compiled(tokens: Any, source: str) -> Any:
@@ -207,7 +214,8 @@ def _compiled(tokens: Any, source: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _tried(source: str) -> str:
-    return tried(source, engine())
+    library = engine()
+    return tried(source, library) if needs_trial(source) else wrong(source)
 
 
 def _unusable(reason: str) -> GrammarError:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from edgeinfer.errors import GrammarError
 
-__all__ = ["FORMATS", "translated"]
+__all__ = ["FORMATS", "translated", "without_assertions"]
 
 # By Unicode's categories: Zl and Zp are one line end each. No four digits stand side by side here and below, which
 # would look like a large number to the trial.
@@ -25,6 +25,8 @@ _UNITS = re.compile(r"u\{([0-9A-Fa-f]{1,6})\}|u([0-9A-Fa-f]{4})|x([0-9A-Fa-f]{2}
 _NAMED = re.compile(r"\?<[A-Za-z_$][\w$]*>")
 _DIGITS = ("[0-9]", "[[0-9]]")  # as \d and [0-9], and [\d], are written here
 _MOST_DIGITS = 40
+_LOOKING = ("(?=", "(?!", "(?<=", "(?<!")
+_PIECE = re.compile(r"\\.|\((?:\?<?[=!]|\?:)?|.", re.DOTALL)
 _HIGH, _LOW, _LAST = range(0xD800, 0xDC00), range(0xDC00, 0xE000), 0x10FFFF
 
 _DAYS = (
@@ -132,6 +134,28 @@ def translated(pattern: str, keyword: str) -> str:
         GrammarError: it is no such expression, or has what cannot be followed.
     """
     return _Translation(pattern, keyword).whole()
+
+
+def without_assertions(pattern: str) -> str:
+    """An expression without what looks ahead or behind and without borders of words: its texts and perhaps others."""
+    kept: list[str] = []
+    begins: list[int | None] = []  # of each open group, where one that is left out begins
+    inside = False  # brackets
+    for found in _PIECE.finditer(pattern):
+        piece = found[0]
+        if inside:
+            inside = piece != "]"
+        elif piece == "[":
+            inside = True
+        elif piece in ("\\b", "\\B"):
+            continue
+        elif piece.startswith("("):
+            begins.append(len(kept) if piece in _LOOKING else None)
+        elif piece == ")" and begins and (begin := begins.pop()) is not None:
+            del kept[begin:]
+            continue
+        kept.append(piece)
+    return "".join(kept)
 
 
 class _Translation:

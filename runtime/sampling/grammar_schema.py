@@ -9,18 +9,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NoReturn, TypeGuard
+from typing import Any
 from urllib.parse import unquote
 
 from edgeinfer.errors import GrammarError
+from edgeinfer.runtime.sampling.grammar_bounds import (
+    EXACT,
+    LOWER,
+    UPPER,
+    add_short_decimals,
+    bound_integers,
+    is_number,
+    mend_numbers,
+    names_larger,
+    refuse,
+)
 from edgeinfer.runtime.sampling.grammar_drafts import NEWEST, SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
 from edgeinfer.runtime.sampling.grammar_neutral import Neutral
-from edgeinfer.runtime.sampling.grammar_numbers import NEXT_TO_ZERO
-from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated
+from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated, without_assertions
 
 __all__ = ["has_open_escapes", "mended"]
 
@@ -39,42 +48,49 @@ _SCHEMAS = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
 _OF_NAMES = ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 # What of a schema the engine must read together; it reads one part before `allOf` and its like, another behind.
 _TOGETHER: tuple[tuple[str, ...], ...] = (
     ("properties", "patternProperties", "additionalProperties"),
     ("prefixItems", "items", "additionalItems"),
-    _LOWER,
-    _UPPER,
+    LOWER,
+    UPPER,
 )
-_OUTERMOST = 10**18  # bounds of 64-bit integers are taken for this, up to which the engine writes ranges
-_WIDEST = 2**63 + 192  # the bound of such integers, also as JavaScript writes it
 _BESIDE = "By this draft nothing else counts there: put what it means under definitions."
-_DIGITS, _PLACES = 15, 22
-_SPACING = 128  # at most, between doubles below 10**18
-# Integers without a bound are kept within this, which every reader of JSON takes: small models do not stop writing
-# digits. Not where a schema speaks of larger ones.
-_MOST_INTEGER = 10**15
-_LARGER = re.compile(r"\d{16}|\d[eE]\+?\d")
-_EXACT = 2**53  # up to which the engine's numbers have all integers
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
+# Demands that the engine refuses, by its own words, where nothing above rewrites them.
+_LACKING = ("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else")
+_LACKING += ("if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems")
+_LACKING += ("unevaluatedProperties", "uniqueItems")
+_AT_FAULT = re.compile(r"json_schema cannot be used: (\$?\w+):")
 # What JSON writes only by \u.
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
-def mended(schema: Mapping[str, Any]) -> dict[str, Any]:
+def mended(schema: Mapping[str, Any], left_out: set[str] | None = None) -> dict[str, Any]:
     """A schema of the same documents that the engine follows.
 
     Args:
         schema: plain values of JSON, of bounded depth.
+        left_out: is given keywords that cannot be followed; the documents are more then. None refuses them.
 
     Raises:
         GrammarError: a part of it cannot be followed.
     """
     # Through its text, so that what stands in several places is mended in each, once.
     text = json.dumps(schema, allow_nan=False)
-    return _Document(json.loads(text), bounds_integers=_LARGER.search(text) is None).mended()
+    root = json.loads(text)
+    if left_out is not None and not _names_known_draft(root):
+        left_out.add("$schema")
+        del root["$schema"]
+    return _Document(root, bounds_integers=not names_larger(text), left_out=left_out).mended()
+
+
+def _names_known_draft(root: dict[str, Any]) -> bool:
+    try:
+        draft_of(root)
+    except GrammarError:
+        return False
+    return True
 
 
 def has_open_escapes(schema: Mapping[str, Any]) -> bool:
@@ -98,9 +114,10 @@ def has_open_escapes(schema: Mapping[str, Any]) -> bool:
 class _Document:
     """One schema, mended in place, each part once and only if it is of use."""
 
-    def __init__(self, root: dict[str, Any], *, bounds_integers: bool) -> None:
+    def __init__(self, root: dict[str, Any], *, bounds_integers: bool, left_out: set[str] | None) -> None:
         self._root = root
         self._bounds_integers = bounds_integers
+        self._left_out = left_out
         self._seen: set[int] = set()
         self._waiting: list[Any] = [root]
         self._multiple = Fraction(0)
@@ -118,28 +135,57 @@ class _Document:
                     del schema[keyword]
                 self._neutral.drop(schema)
                 decide_alternatives(schema)
+                self._loosen(schema, [each for each in _LACKING if each in schema])
                 self._waiting.extend(_inner(schema))
-                self._mend(schema)
+                self._mend_or_loosen(schema)
         if self._refers and self._moves_base:
-            _refuse("$ref: references beside $id inside of the schema", "Leave the inner $id out.")
+            refuse("$ref: references beside $id inside of the schema", "Leave the inner $id out.")
         return self._root
+
+    def _loosen(self, schema: dict[str, Any], keywords: Iterable[str]) -> None:
+        """Leaves out keywords that cannot be followed, where that is wished."""
+        if self._left_out is None:
+            return
+        for keyword in keywords:
+            value = schema.pop(keyword)
+            self._left_out.add(keyword)
+            if keyword == "pattern" and isinstance(value, str) and (rest := without_assertions(value)) != value:
+                schema["pattern"] = rest
+            if keyword == "patternProperties":  # whose names would not be allowed
+                schema.pop("additionalProperties", None)
+
+    def _mend_or_loosen(self, schema: dict[str, Any]) -> None:
+        """Mends a schema; without what cannot be followed, where that is wished."""
+        for _ in range(len(schema) + 2):
+            before = {keyword: list(value) if isinstance(value, list) else value for keyword, value in schema.items()}
+            try:
+                self._mend(schema)
+                return
+            except GrammarError as error:
+                found = _AT_FAULT.match(error.message)
+                if self._left_out is None or found is None or found[1] not in before:
+                    raise
+                schema.clear()
+                schema.update(before)
+                self._loosen(schema, [found[1]])
+        self._mend(schema)
 
     def _mend(self, schema: dict[str, Any]) -> None:
         self._check_base(schema)
         if isinstance(schema.get("$ref"), str):
             self._follow(schema["$ref"])
         if "additionalItems" in schema and "prefixItems" in schema:
-            _refuse("additionalItems: it stands beside prefixItems", "Write items for what follows those.")
+            refuse("additionalItems: it stands beside prefixItems", "Write items for what follows those.")
         for keyword in ("const", "enum"):
             if keyword in schema:
                 _check_data(keyword, schema[keyword])
-        _mend_numbers(schema)
+        mend_numbers(schema)
         if self._bounds_integers:
-            _bound_integers(schema)
+            bound_integers(schema)
         self._check_multiple(schema.get("multipleOf"))
         _check_properties(schema)
         _mend_texts(schema, self._draft)
-        _add_short_decimals(schema)
+        add_short_decimals(schema)
         names = schema.get("patternProperties")
         if isinstance(names, dict):
             schema["patternProperties"] = _mended_names(names)
@@ -158,7 +204,7 @@ class _Document:
         bases = [schema.get(name) for name in self._draft.ids if not self._draft.overrides(schema, name)]
         self._moves_base = self._moves_base or any(isinstance(b, str) and not b.startswith("#") for b in bases)
         if names_draft and self._names_draft and draft is not self._draft:
-            _refuse("$schema: there is a second one", "Write all of the schema by one draft.")
+            refuse("$schema: there is a second one", "Write all of the schema by one draft.")
 
     def _follow(self, reference: str) -> None:
         """Mends what a reference leads to, wherever that is."""
@@ -166,7 +212,7 @@ class _Document:
         self._refers = self._refers or bool(fragment)
         own = next((str(self._root[name]) for name in self._draft.ids if name in self._root), "")
         if base and base != own.partition("#")[0]:
-            _refuse(f"$ref: {reference[:80]!r} is elsewhere", "Put that under $defs, and refer to '#/$defs/...'.")
+            refuse(f"$ref: {reference[:80]!r} is elsewhere", "Put that under $defs, and refer to '#/$defs/...'.")
         if not fragment.startswith("/"):
             self._waiting.extend(_called(self._root, fragment, self._draft))
             return
@@ -176,39 +222,32 @@ class _Document:
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict) and not is_map:
                 if name in (*_DATA, "patternProperties"):
-                    _refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
+                    refuse(f"$ref: {reference[:80]!r} leads through {name}", "Put what it means under $defs.")
                 if self._draft.overrides(value, name):
-                    _refuse(f"$ref: {reference[:80]!r} leads through {name} beside another $ref", _BESIDE)
+                    refuse(f"$ref: {reference[:80]!r} leads through {name} beside another $ref", _BESIDE)
             if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
                 value = value[int(name)]
             elif isinstance(value, dict) and name in value:
                 value = value[name]
             else:
-                _refuse(f"$ref: {reference[:80]!r} is not there", "Refer to a part of the schema.")
+                refuse(f"$ref: {reference[:80]!r} is not there", "Refer to a part of the schema.")
             is_map = name in _MAPS and not is_map
             if isinstance(value, dict) and not is_map:
                 self._check_base(value)
         self._waiting.append(value)
 
     def _check_multiple(self, value: Any) -> None:
-        if not _is_number(value) or not value:
+        if not is_number(value) or not value:
             return
         step = Fraction(str(abs(value)))
         both = Fraction(
             math.lcm(step.numerator * self._multiple.denominator, self._multiple.numerator * step.denominator),
             step.denominator * self._multiple.denominator,
         )
-        self._multiple = both if self._multiple else step
-        if self._multiple.numerator * 10 ** len(str(self._multiple.denominator)) >= _MOST_MULTIPLE:
-            _refuse("multipleOf: the least common multiple of all is too large", "Take numbers of fewer digits.")
-
-
-def _refuse(what: str, hint: str) -> NoReturn:
-    raise GrammarError(f"json_schema cannot be used: {what}.", hint)
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        both = both if self._multiple else step
+        if both.numerator * 10 ** len(str(both.denominator)) >= _MOST_MULTIPLE:
+            refuse("multipleOf: the least common multiple of all is too large", "Take numbers of fewer digits.")
+        self._multiple = both
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[Any]:
@@ -237,73 +276,6 @@ def _called(root: Any, name: str, draft: SchemaDraft) -> Iterator[Any]:
             waiting.extend((each, False) for each in value)
 
 
-def _mend_numbers(schema: dict[str, Any]) -> None:
-    """Writes numbers as the engine reads them, bounds not wider than they are."""
-    for keyword in _COUNTS:
-        value = schema.get(keyword)
-        if isinstance(value, float) and value.is_integer():
-            schema[keyword] = int(value)
-    for (including, excluding), inward in ((_LOWER, 1), (_UPPER, -1)):
-        value, without = schema.get(including), schema.get(excluding)
-        bounds = [_bound(including, value, inward)]
-        bounds.append(_bound(excluding, value if without is True else without, inward, excluded=True))
-        known = [bound for bound in bounds if bound is not None]
-        if known:
-            schema.pop(excluding, None)
-            bound = max(known, key=lambda bound: bound * inward)
-            schema[including] = int(bound) if bound == int(bound) else float(bound)
-
-
-def _add_short_decimals(schema: dict[str, Any]) -> None:
-    """Allows decimals with which a bound begins: the engine's range up to 1.55 has 1.50, but not 1.5."""
-    if "number" not in schema.get("type", "number") or "const" in schema or "enum" in schema:
-        return
-    for keyword, far in (("maximum", 1), ("minimum", -1)):
-        bound = schema.get(keyword)
-        if not isinstance(bound, float) or bound * far <= 0 or not isinstance(schema.get("allOf", []), list):
-            continue
-        whole, _, decimals = format(Decimal(repr(bound)), "f").partition(".")
-        beginnings = [
-            float(f"{whole}.{decimals[:size]}") for size in range(1, len(decimals)) if decimals[size - 1] != "0"
-        ]
-        if beginnings:
-            del schema[keyword]
-            schema.setdefault("allOf", []).append({"anyOf": [{keyword: bound}, {"enum": beginnings}]})
-
-
-def _bound_integers(schema: dict[str, Any]) -> None:
-    """Bounds integers on the sides where nothing does."""
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "integer" not in kinds or "number" in kinds or "const" in schema or "enum" in schema:
-        return
-    schema.setdefault("minimum", -_MOST_INTEGER)
-    schema.setdefault("maximum", _MOST_INTEGER)
-
-
-def _bound(keyword: str, value: Any, inward: int, *, excluded: bool = False) -> Decimal | None:
-    """A bound as the engine reads it without error, no further out; None where there is none.
-
-    It reads decimals of up to `_DIGITS` digits, and integers that a double has; its ranges without their ends are not
-    always without them, so that one that is excluded becomes the next one.
-    """
-    if not _is_number(value):
-        return None
-    outer = -_OUTERMOST * inward
-    if value * inward >= _OUTERMOST or abs(value) > _WIDEST:
-        _refuse(f"{keyword}: {value} is beyond 10**18", "Leave it out, or take a smaller number.")
-    if value * inward < outer * inward:
-        return Decimal(outer)
-    exact = Decimal(str(value))
-    if not exact:
-        return exact if not excluded else NEXT_TO_ZERO * inward
-    step = Decimal(_SPACING)
-    if abs(exact) < _EXACT:
-        step = Decimal((0, (1,), min(0, max(exact.adjusted() - _DIGITS + 1, -_PLACES))))
-    near = (exact / step).to_integral_value(ROUND_CEILING if inward > 0 else ROUND_FLOOR) * step
-    return near + step * inward if excluded and near == exact else near
-
-
 def _check_data(keyword: str, value: Any) -> None:
     waiting = [value]
     while waiting:
@@ -313,9 +285,9 @@ def _check_data(keyword: str, value: Any) -> None:
         elif isinstance(part, list):
             waiting.extend(part)
         elif isinstance(part, str) and (found := _UNWRITTEN.search(part)):
-            _refuse(f"{keyword}: the character U+{ord(found[0]):04X} is not written in replies", "Leave it out.")
-        elif _is_number(part) and abs(part) > _EXACT:
-            _refuse(f"{keyword}: {part} is beyond 2**53, where numbers are not exact", "Write it as a text.")
+            refuse(f"{keyword}: the character U+{ord(found[0]):04X} is not written in replies", "Leave it out.")
+        elif is_number(part) and abs(part) > EXACT:
+            refuse(f"{keyword}: {part} is beyond 2**53, where numbers are not exact", "Write it as a text.")
 
 
 def _check_properties(schema: dict[str, Any]) -> None:
@@ -324,9 +296,9 @@ def _check_properties(schema: dict[str, Any]) -> None:
     required = schema.get("required")
     certain = len(set(map(str, required))) if isinstance(required, list) else 0
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if _is_number(least) and least - certain > 1 and not closed:
+    if is_number(least) and least - certain > 1 and not closed:
         hint = "Name the properties, require them, and set additionalProperties to false; or ask for an array."
-        _refuse(f"minProperties: {least} of names that are open cannot be told apart", hint)
+        refuse(f"minProperties: {least} of names that are open cannot be told apart", hint)
 
 
 def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:
@@ -339,7 +311,7 @@ def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:
     if isinstance(kind, str) and kind not in _FOLLOWED:
         del schema["format"]
         if kind in _FORMATS and kind not in FORMATS:
-            _refuse(f"format: {kind} is not supported", "Leave it out, or give a pattern.")
+            refuse(f"format: {kind} is not supported", "Leave it out, or give a pattern.")
         further.extend(FORMATS.get(kind, ()))
     if further and "pattern" not in schema:
         schema["pattern"] = further.pop(0)
@@ -350,7 +322,7 @@ def _mend_texts(schema: dict[str, Any], draft: SchemaDraft) -> None:
 def _mended_names(names: dict[str, Any]) -> dict[str, Any]:
     made = {translated(name, "patternProperties"): value for name, value in names.items()}
     if len(made) < len(names):
-        _refuse("patternProperties: two of its expressions are the same", "Put what they say into one, by allOf.")
+        refuse("patternProperties: two of its expressions are the same", "Put what they say into one, by allOf.")
     return made
 
 

@@ -75,8 +75,11 @@ def _as_lark(grammar: str) -> str:
         raise GrammarError(message, "Correct it, or write it in Lark's notation.") from error
 
 
-def json_rule(schema: Mapping[str, Any] | str) -> str:
+def json_rule(schema: Mapping[str, Any] | str, left_out: set[str] | None = None) -> str:
     """What stands for a document of a JSON Schema in a grammar's rule; its blanks are those of json.dumps.
+
+    Args:
+        left_out: is given keywords that cannot be followed; the rule has more documents then. None refuses them.
 
     Raises:
         GrammarError: it is too large or too deep, or not JSON.
@@ -91,7 +94,7 @@ def json_rule(schema: Mapping[str, Any] | str) -> str:
         raise GrammarError("json_schema is not an object.", "Give a JSON Schema such as {'type': 'object'}.")
     _check_depth(schema)
     try:
-        whole = mended(schema)
+        whole = mended(schema, left_out)
         options = _SCHEMA_OPTIONS | ({"json_allowed_escapes": _ALL_ESCAPES} if has_open_escapes(whole) else {})
         text = json.dumps({**whole, "x-guidance": options}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ENGINE_LIMITS", "needs_trial", "tried"]
+__all__ = ["ENGINE_LIMITS", "needs_trial", "tried", "wrong"]
 
 # What the engine may take. Its other defaults bound a mask to some tens of milliseconds; a state of its lexer takes up
 # to 2 kB, and nothing in jsonschemabench needs more than a tenth of these.
@@ -89,7 +89,8 @@ class _Bytes:
         return []
 
 
-def _wrong(grammar: str) -> str:
+def wrong(grammar: str) -> str:
+    """What is wrong with a grammar that takes little, empty where nothing is."""
     import llguidance
 
     vocabulary: Any = _Bytes()
@@ -106,7 +107,7 @@ def _main() -> None:
     grammar = sys.stdin.buffer.read().decode("utf-8")
     found: list[str] = []
     threading.stack_size(_STACK)
-    thread = threading.Thread(target=lambda: found.append(_wrong(grammar)))
+    thread = threading.Thread(target=lambda: found.append(wrong(grammar)))
     thread.start()
     thread.join()
     if not found:

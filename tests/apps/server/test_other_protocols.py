@@ -111,6 +111,40 @@ def test_ollama_s_calls_are_answered(server: Local) -> None:
     assert ok(server.post("/api/chat", body))["message"]["content"]
 
 
+def test_a_tool_beyond_the_engine_is_loosened_in_every_protocol(server: Local) -> None:
+    """One of several tools, whole and streamed; a strict one is refused by name."""
+    tags = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    asked = {"model": "small", "messages": MESSAGES}
+
+    def flat(extra: dict[str, Any]) -> list[dict[str, Any]]:
+        named = [{"name": "weather", "parameters": WEATHER}, {"name": "set_tags", "parameters": tags, **extra}]
+        return [{"type": "function", **each} for each in named]
+
+    def nested(extra: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {**each, "type": None}} for each in flat(extra)]
+
+    def anthropic(extra: dict[str, Any]) -> list[dict[str, Any]]:
+        named = [{"name": "weather", "input_schema": WEATHER}, {"name": "set_tags", "input_schema": tags, **extra}]
+        return [{**each, "type": "custom"} for each in named]
+
+    protocols = (
+        ("/v1/chat/completions", {**asked, "max_tokens": 2}, nested),
+        ("/v1/chat/completions", {**asked, "max_tokens": 2, "tool_choice": "required"}, nested),
+        ("/v1/responses", {"model": "small", "input": "Hi", "max_output_tokens": 2}, flat),
+        ("/v1/messages", {**asked, "max_tokens": 2}, anthropic),
+        ("/v1/messages", {**asked, "max_tokens": 2, "tool_choice": {"type": "any"}}, anthropic),
+        ("/api/chat", {**asked, "options": {"num_predict": 2}}, nested),
+    )
+    for path, body, tools in protocols:
+        for extra in ({}, {"strict": False}):
+            for stream in (False, True):
+                answer = server.post(path, {**body, "tools": tools(extra), "stream": stream})
+                assert answer.status_code == 200, (path, answer.text)
+                assert answer.headers["warning"] == '299 - "ignored: uniqueItems of the tool set_tags"', path
+        refused = server.post(path, {**body, "tools": tools({"strict": True}), "stream": False})
+        assert refused.status_code == 400 and "uniqueItems" in refused.text and "set_tags" in refused.text, path
+
+
 def test_llama(server: Local) -> None:
     asked = {"prompt": "Once upon", "n_predict": 12, "cache_prompt": True, "dry_multiplier": 0.8, "n_keep": 0}
     answer = server.post("/completion", asked)

@@ -199,9 +199,8 @@ def test_hopeless_schemas() -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(200):
         deep = {"type": "object", "properties": {"a": deep}}
-    function = type(WEATHER)("f", "", deep)
     with pytest.raises(GrammarError, match="deep"):
-        calls_grammar(FORMATS["hermes"], ToolChoice("auto", (function,), True), None)
+        calls_grammar(FORMATS["hermes"], ToolChoice("auto", (type(WEATHER)("f", "", deep, strict=True),), True), None)
 
 
 TEMPLATES = {

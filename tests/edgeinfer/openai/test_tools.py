@@ -151,12 +151,22 @@ def test_refused(tales: edgeinfer.Model, param: str, request_: dict[str, Any]) -
     assert caught.value.param == param
 
 
-def test_an_unsupported_schema_names_the_tools(tales: edgeinfer.Model) -> None:
+def test_a_schema_that_cannot_be_followed_is_loosened_or_refused(tales: edgeinfer.Model) -> None:
     parameters = {"type": "object", "properties": {"a": {"not": {"pattern": "a+"}}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    with pytest.raises(RequestError, match="not") as caught:
-        ask(tales, tools=[tool])
+    function: dict[str, Any] = {"name": "f", "parameters": parameters}
+    for strict, choice in (
+        (None, "auto"),
+        (False, "required"),
+        (False, {"type": "function", "function": {"name": "f"}}),
+    ):
+        tools = [*as_tools(WEATHER), {"type": "function", "function": {**function, "strict": strict}}]
+        answer = tales.create_chat_completion(ASKED, tools=tools, tool_choice=choice, max_tokens=8)
+        assert answer["warnings"] == ["not of the tool f is not supported and was ignored."]
+    with pytest.raises(RequestError, match=r"strict tool f .*not") as caught:
+        ask(tales, tools=[{"type": "function", "function": {**function, "strict": True}}])
     assert (caught.value.param, caught.value.code) == ("tools", "unsupported_schema")
+    # What is never called is held to nothing.
+    ask(tales, tools=[{"type": "function", "function": {**function, "strict": True}}], tool_choice="none", max_tokens=2)
 
 
 def test_a_schema_or_a_call(tales: edgeinfer.Model) -> None:

@@ -1,0 +1,142 @@
+"""Schemas of functions that cannot be followed: loosened with a warning, or refused where a function is strict."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from edgeinfer.config import GenerationConfig
+from edgeinfer.errors import GrammarError
+from edgeinfer.openai.tool_schemas import argument_rules
+from edgeinfer.runtime.sampling.grammar import GrammarConstraint
+from edgeinfer.runtime.sampling.grammar_source import grammar_source
+from tests.runtime.sampling.json_texts import END, Schema, accepts, vocabulary
+from tests.runtime.sampling.test_schemas import PATTERNS
+from tests.runtime.sampling.test_schemas import REFUSED as ALL_REFUSED
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+TAGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+DEEP: Schema = {"type": "object"}
+for _ in range(200):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+# Without multiples of six digits, for which the engine takes seconds.
+REFUSED = [(schema, word) for schema, word in ALL_REFUSED if "allOf" not in schema]
+# What one of two alternatives is cannot be told here, nor what several demands of the engine leave together.
+ENGINES: list[tuple[Schema, str]] = [
+    ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]}, "oneOf"),
+    ({"properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False, "minProperties": 2}, "minProperties"),
+    ({"patternProperties": {"^a": {"type": "null"}, "b$": {"type": "string"}}}, "patternProperties"),
+    ({"type": "string", "enum": 5}, "the schema"),
+    ({"anyOf": 5}, "the schema"),
+    (DEEP, "the schema"),
+    ({"type": "nothing"}, "the schema"),
+    ({"$schema": "http://json-schema.org/schema#", "type": "null"}, "$schema"),
+]  # fmt: skip
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    3,
+    1.5,
+    "",
+    "a",
+    "ab",
+    "a@b.cd",
+    [],
+    ["a"],
+    ["a", "a"],
+    {},
+    {"a": 1},
+    {"a": 1, "b": 2},
+]
+
+
+def constraint(rule: str) -> GrammarConstraint:
+    source = grammar_source(GenerationConfig(grammar=f"start: {rule}"))
+    assert source is not None
+    return GrammarConstraint(vocabulary(), source, [END])
+
+
+def parameter(schema: Schema) -> Schema:
+    return {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+
+
+def test_one_schema_beyond_the_engine_takes_nothing_from_other_functions() -> None:
+    inner = [({"$ref": "#/$defs/y"}, {"y": TAGS}), ({"type": "array", "items": TAGS}, {}), ({"anyOf": [TAGS, {}]}, {})]
+    inner += [({"type": "object", "additionalProperties": TAGS}, {}), ({"allOf": [TAGS]}, {}), (TAGS, {})]
+    good = parameter({"enum": ["celsius"]})
+    for schema, definitions in inner:
+        bad = {**parameter(schema), "$defs": definitions}
+        others = 30 if definitions else 3
+        held = argument_rules([*((f"f{n}", n % 2 > 0, good) for n in range(others)), ("set_tags", False, bad)])
+        assert held.left_out == ("uniqueItems of the tool set_tags",)
+        for rule in held.rules[:2]:
+            assert accepts(constraint(rule), '{"x": "celsius"}') and not accepts(constraint(rule), '{"x": "kelvin"}')
+        with pytest.raises(GrammarError, match=r"strict tool set_tags .*uniqueItems") as caught:
+            argument_rules([("f", False, good), ("set_tags", True, bad)])
+        assert caught.value.hint
+
+
+def test_what_is_refused_of_a_strict_function_is_loosened_of_another() -> None:
+    mended = [*REFUSED, *(({"type": "string", "pattern": each}, "pattern") for each in PATTERNS[::8])]
+    mended += [({"patternProperties": {each: {}}, "additionalProperties": False}, "patternP") for each in PATTERNS[::8]]
+    for schema, _ in mended:
+        if "$ref" in schema or "$schema" in schema:  # which speak of the root
+            continue
+        held = argument_rules([("f", False, parameter(schema))])
+        assert held.left_out and all(each.endswith(" of the tool f") for each in held.left_out), schema
+        assert not any(each.startswith("the schema") for each in held.left_out), schema
+        with pytest.raises(GrammarError, match=r"strict tool f\b"):
+            argument_rules([("f", True, parameter(schema))])
+
+
+def test_no_document_of_a_loosened_schema_is_lost() -> None:
+    """Leaving out a demand must not turn another into more."""
+    for schema in (
+        *(each for each, _ in REFUSED if '"$' not in json.dumps(each)),
+        *(each for each, word in ENGINES if word != "the schema" and "$schema" not in each),
+        {"patternProperties": {"(?=a)": {"type": "integer"}}, "additionalProperties": False},
+        {"not": {"uniqueItems": True}}, {"oneOf": [{"uniqueItems": True}, {"type": "string", "pattern": "b"}]},
+        {"if": {"type": "string"}, "then": {"minLength": 1}, "else": {"not": {"const": 3}}},
+        {"contains": {"const": "a"}, "minContains": 2}, {"type": "string", "format": "email", "pattern": EMAIL},
+        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
+    ):  # fmt: skip
+        rule = argument_rules([("f", False, parameter(schema))]).rules[0]
+        held, validator = constraint(rule), jsonschema.Draft202012Validator(schema)
+        for value in VALUES:
+            if validator.is_valid(value):
+                assert accepts(held, json.dumps({"x": value})), (schema, value)
+
+
+def test_most_of_a_loosened_schema_is_kept() -> None:
+    (rule,) = argument_rules([("f", False, parameter({"type": "string", "format": "email", "pattern": EMAIL}))]).rules
+    assert accepts(constraint(rule), '{"x": "ann@example.org"}') and not accepts(constraint(rule), '{"x": "ann"}')
+    (rule,) = argument_rules([("f", False, parameter({**TAGS, "maxItems": 1, "minItems": 1}))]).rules
+    assert not accepts(constraint(rule), '{"x": []}') and not accepts(constraint(rule), '{"x": [1]}')
+
+
+def test_what_only_the_engine_finds_is_loosened_too() -> None:
+    for schema, word in ENGINES:
+        own = "$schema" in schema or schema is DEEP
+        given = {"type": "object", "$schema": schema["$schema"]} if own and schema is not DEEP else parameter(schema)
+        held = argument_rules([("f", False, given), ("g", True, parameter({"type": "null"}))])
+        assert f"{word} of the tool f" in held.left_out, (schema, held.left_out)
+        assert (
+            accepts(constraint(held.rules[0]), "{}" if own and schema is not DEEP else '{"x": null}')
+            or word != "the schema"
+        )
+        with pytest.raises(GrammarError, match="strict tool f"):
+            argument_rules([("f", True, given)])
+
+
+def test_functions_that_are_too_much_together_are_held_to_objects() -> None:
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "string", "maxLength": 3000} for n in range(8)}}
+    functions = [(f"f{n}", n == 0, {**wide, "title": str(n)}) for n in range(40)]
+    held = argument_rules(functions)
+    loose = [f"the schema of the tool f{n}" for n in range(1, 40)]
+    assert held.left_out in ((), tuple(loose))
