@@ -1,4 +1,4 @@
-"""What arguments of functions are held to: their schemas, without what cannot be followed where a function need not be
+"""What arguments of functions must be: their schemas, without what cannot be followed where a function need not be
 strict."""
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def argument_rules(functions: Iterable[tuple[str, bool, Mapping[str, Any]]]) -> 
     Raises:
         GrammarError: the schema of a strict function cannot be followed.
     """
-    held = [_Arguments(*function) for function in functions]
-    if fault(_grammar(held)):
-        for each in held:
+    every = [_Arguments(*function) for function in functions]
+    if fault(_grammar(every)):
+        for each in every:
             each.loosen_while_faulty()
-    if fault(_grammar(held)):  # all of them are too much
-        for each in held:
+    if fault(_grammar(every)):  # all of them are too much
+        for each in every:
             each.free()
-    named = [f"{word} of the tool {each.name}" for each in held for word in sorted(each.left_out)]
-    return ArgumentRules(tuple(each.rule for each in held), tuple(named))
+    named = [f"{word} of the tool {each.name}" for each in every for word in sorted(each.left_out)]
+    return ArgumentRules(tuple(each.rule for each in every), tuple(named))
 
 
 class _Arguments:
@@ -98,10 +98,10 @@ class _Arguments:
         self._loosen(_coarse(self._schema, words, found), found)
 
 
-def _grammar(held: Sequence[_Arguments]) -> str:
+def _grammar(every: Sequence[_Arguments]) -> str:
     """A grammar of the arguments of one of some functions."""
-    start = " | ".join(f'"{place} " args_{place}' for place in range(len(held)))
-    rules = [f"start: {start}", *(f"args_{place}: {each.rule}" for place, each in enumerate(held))]
+    start = " | ".join(f'"{place} " args_{place}' for place in range(len(every)))
+    rules = [f"start: {start}", *(f"args_{place}: {each.rule}" for place, each in enumerate(every))]
     return grammar_source(GenerationConfig(grammar="\n".join(rules))) or ""
 
 

@@ -248,7 +248,7 @@ def test_a_form_can_be_checked_before_the_reply(model: edgeinfer.Model) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("response_format", {"response_format": form}),
-        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep, "strict": True}}]}),
         ("regex", {"regex": "a" * 5000}),
     ]
     for param, request in requests:
