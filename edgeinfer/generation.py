@@ -76,7 +76,8 @@ class TokenStream:
         parts.engine.use_adapter(config.adapter, self._contexts)
         self._counts = None if parts.watched is None else parts.watched.counts
         self._stop_ids = frozenset(config.stop_token_ids) | (frozenset() if config.ignore_eos else parts.eos_ids)
-        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, prompt if self._request.continues else ())
+        before = prompt if self._request.continues else ()
+        self._text = ReplyText(parts.tokenizer, config.stop, self._stop_ids, before, self._request.calls)
         constraint, self._grammar_costs = make_constraint(parts, prompt, config, self._stop_ids)
         self._sampler = make_sampler(parts, prompt, config, constraint, self._stop_ids)
         asked = config.logprobs is not None

@@ -18,6 +18,7 @@ from edgeinfer.results import Result
 from edgeinfer.runtime.decoding.strategy import DecodingStrategy
 from edgeinfer.runtime.kv_cache.contexts.joined import JoinedContexts
 from edgeinfer.runtime.sampling import ChoiceConstraint, Constraint, LogitsProcessor, Sampler, TextCheck
+from edgeinfer.runtime.text import CallMark
 from edgeinfer.wording import Setting
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class GenerationRequest:
         draft: what may follow them.
         contexts: that the prompt begins with, where these were evaluated apart.
         lame: tokens of the worse prompt of a chat; elsewhere the text of the option is it.
+        calls: what calls of functions begin with in it.
         on_finish: called once with the result.
     """
 
@@ -59,6 +61,7 @@ class GenerationRequest:
     draft: tuple[int, ...] = ()
     contexts: JoinedContexts | None = None
     lame: tuple[int, ...] = ()
+    calls: CallMark | None = None
     on_finish: Callable[[Result], None] | None = None
 
 

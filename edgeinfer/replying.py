@@ -29,6 +29,7 @@ from edgeinfer.option_types import (
 from edgeinfer.reply_decoding import GenerationRequest
 from edgeinfer.reply_thread import ReplyThread
 from edgeinfer.results import Result
+from edgeinfer.runtime.text import CallMark
 from edgeinfer.runtime.text.template import ChatTemplate
 from edgeinfer.tokenizing import token_ids
 
@@ -175,6 +176,7 @@ class Replying(LoadedModel):
         variables: Mapping[str, Any] | None = None,
         begun: str = "",
         tokens: Sequence[int] | None = None,
+        calls: CallMark | None = None,
         on_finish: Callable[[Result], None] | None = None,
         **options: Unpack[GenerationOptions],
     ) -> TokenStream:
@@ -186,6 +188,7 @@ class Replying(LoadedModel):
             variables: further names for the template, such as enable_thinking.
             begun: what the reply already says; the stream goes on behind it.
             tokens: what `tokenize_chat` gives for all that, where it was asked before.
+            calls: what calls of functions begin with in the reply; stop strings are looked for in the text before them.
             on_finish: called once with the result, also when the reply is cut short.
             options: as `generate` takes them: max_tokens, temperature, ... Sampling options that are left out are those
                 that the model's makers recommend (`Model.sampling`).
@@ -208,6 +211,7 @@ class Replying(LoadedModel):
                 started=started,
                 continues=bool(begun),
                 lame=tuple(lame),
+                calls=calls,
                 on_finish=on_finish,
             )
         )

@@ -48,7 +48,15 @@ _SOURCE = "source.json"
 _BUNDLE = re.compile(r"(2|4|8|32)-bit-([0-9a-z]{1,12})")
 _REVISION_LETTERS = 12
 # What says that a checkpoint's directory is another one than before.
-_TELLING = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_TELLING = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/tool_use.jinja",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)

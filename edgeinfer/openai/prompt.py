@@ -151,6 +151,7 @@ class ChatPrompt:
                 variables=prepared.variables,
                 begun=self.begun,
                 tokens=prepared.tokens.of(model),
+                calls=self.tools.mark(model),
                 **reply_options(self.tools.options(model, self.options), index),
             )
         return stream, self.tools.reader(model)

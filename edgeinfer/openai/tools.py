@@ -19,6 +19,7 @@ from edgeinfer.openai.tool_formats import Dialect, ToolFormat
 from edgeinfer.openai.tool_schemas import ArgumentRules, argument_rules
 from edgeinfer.records import dataclass
 from edgeinfer.runtime.sampling.grammar_source import json_rule
+from edgeinfer.runtime.text import CallMark
 from edgeinfer.runtime.text.fitting import told
 
 __all__ = [
@@ -331,6 +332,11 @@ class ToolUse:
     def reader(self, model: ChatModel[Any]) -> ReplyReader:
         """Takes one reply apart."""
         return CallReader(self.dialect.format, self._marker_id(model)) if self.calls else PlainReader()
+
+    def mark(self, model: ChatModel[Any]) -> CallMark | None:
+        """What calls begin with in the reply; None where it holds none."""
+        form = self.dialect.format
+        return CallMark(form.marker, self._marker_id(model), form.anywhere) if self.calls else None
 
     def _marker_id(self, model: ChatModel[Any]) -> int | None:
         """The marker's id where it is a special token, which has no text; None where text spells it."""

@@ -139,7 +139,9 @@ def _templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]
         given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
     named = given if isinstance(given, dict) else {"default": given}
     found = {str(name): template for name, template in named.items() if isinstance(template, str)}
-    paths = {path.stem: path for path in (folder / _MORE_TEMPLATES).glob("*.jinja")} | {"default": folder / _TEMPLATE}
+    paths = {path.stem: path for path in (folder / _MORE_TEMPLATES).glob("*.jinja")}
+    paths |= {"default": folder / _TEMPLATE}
+    paths |= {"tool_use": folder / _TOOL_TEMPLATE} if (folder / _TOOL_TEMPLATE).is_file() else {}  # as bundles have it
     return found | {name: _text(path) for name, path in paths.items() if path.is_file()}
 
 

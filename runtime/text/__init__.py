@@ -6,11 +6,13 @@ from __future__ import annotations
 from edgeinfer.runtime.text.contract import TokenizerLike, bytes_of, longest_token, surely_longer, vocabulary_digest
 from edgeinfer.runtime.text.control_marks import LiteralEncoder
 from edgeinfer.runtime.text.mapped import MappedTokenizer
-from edgeinfer.runtime.text.streaming import ReplyText, StopMatcher, StreamDecoder
+from edgeinfer.runtime.text.stopping import CallMark, StopMatcher
+from edgeinfer.runtime.text.streaming import ReplyText, StreamDecoder
 from edgeinfer.runtime.text.tokenizer import Tokenizer
 from edgeinfer.runtime.text.transient import TransientTokenizer, tokenizer_facts
 
 __all__ = [
+    "CallMark",
     "LiteralEncoder",
     "MappedTokenizer",
     "ReplyText",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Sequence
 
 from edgeinfer.runtime.text.contract import BYTE_LEVEL, BYTE_TOKEN, TokenizerLike, token_bytes
 from edgeinfer.runtime.text.control_marks import ControlMarks
+from edgeinfer.runtime.text.stopping import CallMark, CallStops, StopMatcher
 
-__all__ = ["ReplyText", "StopMatcher", "StreamDecoder"]
+__all__ = ["ReplyText", "StreamDecoder"]
 
 # Enough tokens to hold a character cut by the end of the prompt and one token with text before it.
 _CONTEXT_TOKENS = 32
@@ -31,6 +31,7 @@ class ReplyText:
         stops: stop strings; special tokens that they spell are found where the token is drawn.
         stop_ids: stop tokens, which have no text.
         context_ids: as `StreamDecoder` takes them.
+        calls: what calls of functions begin with, in which no stop strings are looked for; None where there are none.
 
     Attributes:
         tokens: so far, a stop token included.
@@ -44,11 +45,15 @@ class ReplyText:
         stops: tuple[str, ...],
         stop_ids: frozenset[int],
         context_ids: Sequence[int] = (),
+        calls: CallMark | None = None,
     ) -> None:
         self._stop_ids = stop_ids
         self._decoder = StreamDecoder(tokenizer, context_ids)
         self._marks = _MarksInStops(tokenizer, stops, stop_ids) if stops else None
-        self._stops = StopMatcher(self._marks.stops) if self._marks is not None else None
+        matcher = StopMatcher(self._marks.stops) if self._marks is not None else None
+        self._calls = CallStops(matcher, calls) if matcher is not None and calls is not None else None
+        self._call_token = None if calls is None else calls.token
+        self._stops = matcher if self._calls is None else self._calls
         self._shown: list[str] = []
         self._late = ""  # shown with a stop token
         self.tokens: list[int] = []
@@ -72,7 +77,9 @@ class ReplyText:
         self.tokens.append(token)
         is_end = token in self._stop_ids
         self.decoded = text = "" if is_end else self._decoder.push(token)
-        if self._stops is not None and self._marks is not None:
+        if self._calls is not None and token == self._call_token:
+            text, self.ended = self._calls.begin()
+        elif self._stops is not None and self._marks is not None:
             text, self.ended = self._stops.push(text + self._marks.stand(token))
             text = self._marks.visible(text)
         if is_end:
@@ -258,93 +265,3 @@ def _is_utf8_prefix(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-class StopMatcher:
-    """Knuth, Morris and Pratt's search for each of the stop strings, fed with text in pieces of any size.
-
-    The match that ends first wins, and of several that end together the longest, so the outcome never depends on
-    how the text was cut into pieces. Takes time that grows with the text times the number of stop strings, and four
-    bytes of memory for each of their characters.
-
-    Args:
-        stops: non-empty strings; with none, all text passes at once.
-
-    Attributes:
-        found: the one that was found; None while none was.
-    """
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        assert all(stops), "an empty stop string matches everywhere"
-        # The longest first, so that of several that end together it is the first found.
-        self._searches = [_Search(stop) for stop in sorted(set(stops), key=lambda stop: (-len(stop), stop))]
-        self._withheld = ""
-        self.found: str | None = None
-
-    @property
-    def matched(self) -> bool:
-        """Whether a stop string was found; all later text is swallowed."""
-        return self.found is not None
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string has been found (then: only what precedes it)."""
-        if self.matched:
-            return "", True
-        # The end of the first match, and where the longest that ends there begins.
-        found = min(
-            ((end, -len(search.stop)) for search in self._searches if (end := search.push(text)) is not None),
-            default=None,
-        )
-        whole = self._withheld + text
-        if found is not None:
-            end = len(self._withheld) + found[0]
-            shown, self.found = whole[: end + found[1]], whole[end + found[1] : end]
-            self._withheld = ""
-            return shown, True
-        safe = len(whole) - max((search.length for search in self._searches), default=0)
-        self._withheld = whole[safe:]
-        return whole[:safe], False
-
-    def flush(self) -> str:
-        """The withheld text, at the end of the stream; empty after a match."""
-        withheld, self._withheld = self._withheld, ""
-        for search in self._searches:
-            search.length = 0
-        return withheld
-
-
-class _Search:
-    """Finds one string.
-
-    Attributes:
-        length: of the longest beginning of the string that the text so far ends with.
-    """
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        self._shorter = _borders(stop)
-
-    def push(self, text: str) -> int | None:
-        """Where in the text the string first ends, None where it does not."""
-        stop, shorter, length = self.stop, self._shorter, self.length
-        for index, character in enumerate(text):
-            while length and stop[length] != character:
-                length = shorter[length]
-            length += stop[length] == character
-            if length == len(stop):
-                return index + 1
-        self.length = length
-        return None
-
-
-def _borders(stop: str) -> array[int]:
-    """For each length of a beginning of the string, the length of the longest shorter one that it ends with."""
-    borders = array("I", [0, 0])
-    length = 0
-    for character in stop[1:]:
-        while length and stop[length] != character:
-            length = borders[length]
-        length += stop[length] == character
-        borders.append(length)
-    return borders

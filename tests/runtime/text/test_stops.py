@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgeinfer.runtime.text import ReplyText, StopMatcher, Tokenizer
+from edgeinfer.runtime.text import CallMark, ReplyText, StopMatcher, Tokenizer
+from edgeinfer.runtime.text.stopping import CallStops
 from tests.marked_tokenizers import tokenizer
 
 ALPHABET = st.sampled_from("abé😀")
@@ -148,3 +149,46 @@ def test_an_end_that_is_a_stop_string_is_named() -> None:
         reply = ReplyText(used, stops, frozenset({end}))
         shown = "".join(map(reply.push, [*used.encode("a b", False), end])) + reply.finish()
         assert (shown, reply.stop_string, reply.ended) == ("a " if name == "b<|im_end|>" else "a b", name, True)
+
+
+def shown(matcher: StopMatcher | CallStops, pieces: list[str]) -> str:
+    """All that is shown of a text that comes in pieces."""
+    found = ""
+    for piece in pieces:
+        text, matched = matcher.push(piece)
+        found += text
+        if matched:
+            return found
+    return found + matcher.flush()
+
+
+@settings(max_examples=200, deadline=None)
+@given(STOPS, st.text("abé😀 \n"), st.text("ab <{"), st.booleans(), st.lists(st.integers(0, 5), max_size=9))
+def test_nothing_is_looked_for_in_calls(
+    stops: tuple[str, ...], content: str, call: str, anywhere: bool, sizes: list[int]
+) -> None:
+    text = (content if anywhere else "") + "<a b>" + call
+    pieces, rest = [], text
+    for size in sizes:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    matcher = CallStops(StopMatcher((*stops, "\n", "<", "b>", "<a b>")), CallMark("<a b>", None, anywhere))
+    before = oracle(text[: text.index("<a b>")].rstrip(), (*stops, "\n", "<", "b>", "<a b>"))
+    assert shown(matcher, [*pieces, rest]) == (text if before is None else before)
+
+
+def test_text_that_only_looks_like_calls_is_looked_through() -> None:
+    for stop, text, expected in (("<a", "x <a", "x "), ("\n", "x\n", "x"), ("\n", "x\ny", "x"), (" b", "<a b", "<a")):
+        matcher = CallStops(StopMatcher((stop,)), CallMark("<a b>", None, True))
+        assert shown(matcher, list(text)) == expected and matcher.found == stop
+    at_first = CallStops(StopMatcher(("b",)), CallMark("<a b>", None, False))
+    assert shown(at_first, list("x <a b> b")) == "x <a "
+
+
+def test_calls_that_begin_with_a_special_token() -> None:
+    vocabulary = tokenizer("byte-level")
+    mark = vocabulary.control_texts["<|end|>"]
+    ids = vocabulary.encode("ab \n<|end|>a\nb", add_special_tokens=False)
+    reply = ReplyText(vocabulary, ("\n",), frozenset(), calls=CallMark("<|end|>", mark, True))
+    pieces = [reply.push(id_) for id_ in ids]
+    assert "".join(pieces) + reply.finish() == "ab \na\nb" and reply.stop_string is None
