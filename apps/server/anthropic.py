@@ -201,7 +201,8 @@ def _read_prompt(fields: Fields, model: ChatModel[Any], options: dict[str, Any])
         options |= form(config, "format")
         effort = config.text("effort")
         config.end()
-    variables = thinking(fields, options) | ({"reasoning_effort": effort} if effort else {})
+    variables = thinking(fields, options, calls=choice.mode != "none")
+    variables |= {"reasoning_effort": effort} if effort else {}
     use = ToolUse(dialect_of(model.tool_template_text), choice)
     return ChatPrompt(messages, use, options, variables or None, begun, fields=("messages", "output_config.format"))
 

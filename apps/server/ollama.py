@@ -147,7 +147,7 @@ class OllamaChat(OllamaReply):
         use = ToolUse(dialect_of(model.tool_template_text), read_choice(None, functions, True))
 
         def prompt(options: dict[str, Any]) -> ChatPrompt:
-            variables = thinking(fields, options) or None
+            variables = thinking(fields, options, calls=use.calls) or None
             made = ChatPrompt(messages, use, options, variables, begun, fields=("messages", "format"))
             made.require_whole()
             return made

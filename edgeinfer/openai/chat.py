@@ -171,7 +171,7 @@ def _prompt(
     wanted = fields.any("tool_choice")
     choice = read_choice(chosen if wanted is None else wanted, functions, several is not False and not older)
     variables = dict(fields.take("chat_template_kwargs", dict, "an object") or {})
-    variables |= thinking(fields, options)
+    variables |= thinking(fields, options, calls=choice.mode != "none")
     if documents := fields.items("documents"):  # which some templates write into the prompt, as vLLM has it
         variables["documents"] = documents
     begun, introduced = "", fields.take("add_generation_prompt", bool, "true or false") is not False

@@ -143,21 +143,22 @@ def _form(inner: Fields) -> dict[str, Any]:
     return {"json_schema": closed(schema)}
 
 
-def thinking(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
+def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) -> dict[str, Any]:
     """What the chat template is given of the fields that say whether and how much to think.
 
     Args:
-        options: of the reply; how many tokens it may think is added, unless it has a form, which leaves no thought.
+        options: of the reply; how many tokens it may think is added, unless a grammar holds it, which leaves no thought.
+        calls: whether the reply may hold calls, to which a grammar holds it.
     """
     variables: dict[str, Any] = {}
-    budget: dict[str, Any] = {}
-    for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budget)):
+    budgets: dict[str, dict[str, Any]] = {}
+    for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budgets)):
         variables |= {"reasoning_effort": effort} if effort else {}
     for name in ("enable_thinking", "think", "thinking"):
         value = fields.take(name, (bool, str, dict), "true or false")
         if isinstance(value, dict):
             inner = Fields(value, f"{name}.", fields.ignored)
-            budget |= inner.option("budget_tokens", "thinking_budget")
+            budgets[f"{name}.budget_tokens"] = inner.option("budget_tokens", "thinking_budget")
             value = {"disabled": False, "enabled": True, "adaptive": True}.get(inner.text("type") or "")
             inner.ignore("display")
             inner.end()
@@ -167,12 +168,15 @@ def thinking(fields: Fields, options: dict[str, Any]) -> dict[str, Any]:
             variables["reasoning_effort"] = value
     if variables.get("reasoning_effort") == "none":  # OpenAI's word, which few templates know
         variables.setdefault("enable_thinking", False)
-    if not any(name in options for name in FORMS):
-        options |= budget
+    for name, budget in budgets.items():
+        if not (calls or any(form in options for form in FORMS)):
+            options |= budget
+        elif budget:
+            fields.leave_out(name)
     return variables
 
 
-def _reasoning(fields: Fields, variables: dict[str, Any], budget: dict[str, Any]) -> list[str | None]:
+def _reasoning(fields: Fields, variables: dict[str, Any], budgets: dict[str, dict[str, Any]]) -> list[str | None]:
     """OpenRouter's field, and that of /v1/responses."""
     inner = fields.inner("reasoning")
     if inner is None:
@@ -180,7 +184,7 @@ def _reasoning(fields: Fields, variables: dict[str, Any], budget: dict[str, Any]
     enabled = inner.take("enabled", bool, "true or false")
     if enabled is not None:
         variables["enable_thinking"] = enabled
-    budget |= inner.option("max_tokens", "thinking_budget")
+    budgets["reasoning.max_tokens"] = inner.option("max_tokens", "thinking_budget")
     effort = inner.text("effort")
     inner.ignore("summary", "generate_summary", "exclude", "context")
     inner.end()

@@ -155,7 +155,7 @@ def read_request(body: Mapping[str, Any], model: ChatModel[Any]) -> ResponseRequ
     options |= sampling(fields) | _text(fields)
     if logprobs:
         options["logprobs"] = alternatives or 0
-    variables = thinking(fields, options)
+    variables = thinking(fields, options, calls=choice.mode != "none")
     effort = variables.get("reasoning_effort")
     metadata = fields.take("metadata", dict, "an object") or {}
     fields.ignore(*_IGNORED)

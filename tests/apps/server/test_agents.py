@@ -1,0 +1,151 @@
+"""Requests of agents are answered, and what they rely on is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+
+from tests.apps.server.agents import AGENTS
+from tests.apps.server.served import MESSAGES, Local
+from tests.apps.server.test_other_protocols import ok
+from tests.speculation import needs_builtin
+from tests.tables import each_row
+
+pytestmark = needs_builtin
+
+CHAT, MESSAGE = "/v1/chat/completions", "/v1/messages"
+# By path, the field that says how long the reply may be.
+LENGTHS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"max_output_tokens": 1},
+    "/completion": {"n_predict": 1},
+    CHAT: {"max_completion_tokens": 1},
+}
+
+
+@each_row("agent", AGENTS)
+def test_requests_of_agents(server: Local, agent: str) -> None:
+    path, body = AGENTS[agent]
+    short: dict[str, Any] = LENGTHS.get(path, {"max_tokens": 1})
+    if path == "/api/chat":
+        short = {"options": {**body["options"], "num_predict": 1}}
+    answer = server.post(path, body | short)
+    assert answer.status_code == 200, answer.text
+    assert '"error": {' not in answer.text and '"error":{' not in answer.text, answer.text
+
+
+def test_what_another_server_could_do_is_left_out_and_named(server: Local) -> None:
+    path, body = AGENTS["Codex"]
+    answer = server.post(path, body | {"max_output_tokens": 1, "stream": False})
+    named = {line.removesuffix(" is not supported and was ignored.") for line in ok(answer)["warnings"]}
+    tools = {"tools[2] (custom)", "tools[3] (web_search)", "tools[4] (local_shell)"}
+    assert named == tools | {"client_metadata", "input[9] (web_search_call)"}
+    assert all(name in answer.headers["warning"] for name in named)
+
+
+def test_fields_of_tomorrow(server: Local) -> None:
+    """Whatever their names and however many; nearly a field's name is a mistake, and some cannot be done without."""
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    odd = {"foo_bar": 1, 'a"b\r\nX: y': 1, "é": [1], "stream_options": {"foo": 1}, "empty": [], "off": False}
+    answer = server.post(CHAT, body | odd)
+    assert answer.headers["warning"] == '299 - "ignored: ?, a?b??X? y, foo_bar, stream_options.foo"'
+    assert len(ok(answer)["warnings"]) == 4
+    assert len(ok(server.post(CHAT, body | {f"k{place}": 1 for place in range(5000)}))["warnings"]) == 32
+    for wrong, said in (
+        ({"maxTokens": 5}, "Did you mean 'max_tokens'?"),
+        ({"stream_options": {"include_usages": True}}, "Did you mean 'include_usage'?"),
+        ({"logits_processors": ["x"]}, "No code that a request names is run here."),
+        ({"modalities": ["text", "audio"]}, "This model writes text only."),
+        ({"structured_outputs": {"structural_tag": "x"}}, "Give json, regex, choice or grammar."),
+    ):
+        refused = server.post(CHAT, body | wrong)
+        assert refused.status_code == 400 and said in refused.json()["error"]["message"], refused.text
+
+
+def test_other_words_for_options(server: Local) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 8}
+    plain = ok(server.post(CHAT, body))["choices"][0]["message"]["content"]
+    likeliest = {"temperature": 1, "top_p": 0, "top_k": -1, "stop": ["", ""], "seed": 3.0, "max_tokens": 8.0}
+    assert ok(server.post(CHAT, body | likeliest))["choices"][0]["message"]["content"] == plain
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    for form, expected in (
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        ({"structured_outputs": {"regex": "a{3}", "json": None}}, {"aaa"}),
+        ({"guided_json": schema}, {'{"a": 1}'}),
+        ({"guided_grammar": 'root ::= "x"'}, {"x"}),
+        ({"response_format": {"type": "regex", "value": "b{2}"}}, {"bb"}),
+    ):
+        assert ok(server.post(CHAT, body | form))["choices"][0]["message"]["content"] in expected, form
+    older = {"messages": MESSAGES, "max_tokens": 8, "output_format": {"type": "json_schema", "schema": schema}}
+    assert ok(server.post(MESSAGE, older))["content"] == [{"type": "text", "text": '{"a": 1}'}]
+
+
+def test_functions_of_before_tools(server: Local) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    body = {"messages": MESSAGES, "functions": [{"name": "weather", "parameters": schema}], "max_tokens": 60}
+    body |= {"function_call": {"name": "weather"}}
+    (choice,) = ok(server.post(CHAT, body))["choices"]
+    called = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert (choice["message"]["function_call"], choice["finish_reason"]) == (called, "function_call")
+    assert "tool_calls" not in choice["message"]
+    parts = [event["choices"][0] for event in streamed(server, CHAT, body)]
+    pieces = [part["delta"]["function_call"] for part in parts if "function_call" in part["delta"]]
+    assert pieces[0] == {"name": "weather", "arguments": ""} and parts[-1]["finish_reason"] == "function_call"
+    assert "".join(piece["arguments"] for piece in pieces) == called["arguments"]
+    talk = [*MESSAGES, choice["message"], {"role": "function", "name": "weather", "content": "sunny"}]
+    assert ok(server.post(CHAT, body | {"messages": talk, "function_call": "none", "max_tokens": 4}))
+
+
+def test_tokens_of_the_prompt_and_too_many(server: Local) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
+    start, *_, last, _ = streamed(server, MESSAGE, body)
+    counted = ok(server.post(f"{MESSAGE}/count_tokens", {"messages": MESSAGES, "betas": ["x"]}))["input_tokens"]
+    assert start["message"]["usage"]["input_tokens"] == counted > 0
+    assert last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"] == counted
+    cached = ok(server.post(MESSAGE, body | {"max_tokens": 0}))
+    assert (cached["content"], cached["stop_reason"], cached["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    for words in (2000, 300_000):
+        long = {"messages": [{"role": "user", "content": "word " * words}], "max_tokens": 2}
+        for more in ({}, {"stream": True}):
+            refused = server.post(MESSAGE, long | more)
+            said = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", refused.json()["error"]["message"])
+            assert said and int(said[1]) > int(said[2]) == server.host.require_model().context
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
+    """Text wherever Anthropic's reference lets it stand is read; a refusal names the block itself."""
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    text = {"type": "text", "text": "sunny", "citations": [], "cache_control": None}
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+
+    def tokens(*blocks: Any) -> Any:
+        turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": list(blocks)}]}
+        talk = [*MESSAGES, {"role": "assistant", "content": [use]}, turn]
+        answer = server.post(f"{MESSAGE}/count_tokens", {"messages": talk}).json()
+        return answer.get("input_tokens") or answer["error"]["message"]
+
+    none, plain = tokens(), tokens(text)
+    assert none < plain
+    for block in (
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "sunny"}, "title": None},
+        {"type": "document", "source": {"type": "content", "content": [text]}},
+        {"type": "search_result", "source": "a", "title": "b", "content": [text], "citations": {"enabled": True}},
+    ):
+        assert tokens(block) >= plain, block
+    assert "messages[2].content[0].content[1] is of type 'image'" in tokens(text, image)
+    inner = {"type": "document", "source": {"type": "content", "content": [text, image]}}
+    assert "messages[2].content[0].content[0].source.content[1] is of type 'image'" in tokens(inner)
+
+
+def streamed(server: Local, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of an answer."""
+    return events_of(server.post(path, body | {"stream": True}))
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    """What a stream says, without the word of its end."""
+    found = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in found if line != "[DONE]"]
