@@ -124,8 +124,8 @@ class CallStops:
 
     def __init__(self, matcher: StopMatcher, mark: CallMark) -> None:
         self._matcher, self._mark = matcher, mark
-        self._held = ""  # what may belong to calls
-        self._begun = self._calls = False  # whether there was text before calls; whether calls have begun
+        self._pending = ""  # what may belong to calls
+        self._started = self._calls = False  # whether there was text before calls; whether calls have started
 
     @property
     def found(self) -> str | None:
@@ -136,30 +136,32 @@ class CallStops:
         """As of `StopMatcher`."""
         if self._calls:
             return text, False
-        self._held += text
-        place = -1 if self._mark.token is not None else self._held.find(self._mark.text)
-        if place >= 0 and (self._mark.anywhere or (place == 0 and not self._begun)):
+        self._pending += text
+        place = -1 if self._mark.token is not None else self._pending.find(self._mark.text)
+        if place >= 0 and (self._mark.anywhere or (place == 0 and not self._started)):
             return self.begin(place)
-        held = self._held
-        kept = next((size for size in range(len(self._mark.text), 0, -1) if held.endswith(self._mark.text[:size])), 0)
-        content = held[: len(held) - kept].rstrip() if self._mark.token is None else held.rstrip()
+        pending = self._pending
+        kept = next(
+            (size for size in range(len(self._mark.text), 0, -1) if pending.endswith(self._mark.text[:size])), 0
+        )
+        content = pending[: len(pending) - kept].rstrip() if self._mark.token is None else pending.rstrip()
         if not self._mark.anywhere:
-            content = "" if not self._begun and self._mark.text.startswith(held) else held
-        self._held, self._begun = held[len(content) :], self._begun or bool(content)
+            content = "" if not self._started and self._mark.text.startswith(pending) else pending
+        self._pending, self._started = pending[len(content) :], self._started or bool(content)
         return self._matcher.push(content)
 
     def begin(self, place: int | None = None) -> tuple[str, bool]:
-        """The same where calls begin, at this place of the text that is held back, or behind it."""
-        held, self._held = self._held, ""
-        content = held[:place].rstrip()
+        """The same where calls begin, at this place of the pending text, or behind it."""
+        pending, self._pending = self._pending, ""
+        content = pending[:place].rstrip()
         shown, matched = self._matcher.push(content)
         if matched:
             return shown, True
         self._calls = True
-        return shown + self._matcher.flush() + held[len(content) :], False
+        return shown + self._matcher.flush() + pending[len(content) :], False
 
     def flush(self) -> str:
         """As of `StopMatcher`."""
-        held, self._held = self._held, ""
-        shown, matched = (held, False) if self._calls else self._matcher.push(held)
+        pending, self._pending = self._pending, ""
+        shown, matched = (pending, False) if self._calls else self._matcher.push(pending)
         return shown if matched else shown + self._matcher.flush()

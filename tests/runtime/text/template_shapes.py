@@ -185,6 +185,7 @@ def _expected(source: str, messages: Sequence[Any], tools: Any) -> str | None:
         except Exception:
             continue
         text = str(rendered[0])
-        if not (any(message["content"] is None for message in given) and _NOTHING.search(text)):
+        said = text.replace("null", "") if "'null'" in f"{messages}" else text  # as arguments
+        if not (any(message["content"] is None for message in given) and _NOTHING.search(said)):
             return text
     return None
