@@ -392,6 +392,7 @@ class TokenStream:
             stop_string=self._text.stop_string,
             contexts=None if self._contexts is None else self._contexts.use,
             logprobs=() if self._logprobs is None else tuple(self._logprobs.given),
+            schema_class=getattr(self._config.json_schema, "schema_class", None),
         )
         parts.speculator.finished(strategy, self._beside_ms)
         self._turns.leave(self)

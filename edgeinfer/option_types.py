@@ -15,6 +15,7 @@ from edgeinfer.config import Cache, CountedPages, KvType, OverflowPolicy, Weight
 from edgeinfer.drafting import Speculation, VerificationRule
 from edgeinfer.remote_options import RemoteApi, RemoteLoss
 from edgeinfer.reply_options import Sampling
+from edgeinfer.schema_classes import SchemaClass
 from edgeinfer.searching import Answer, Search, SearchMethod
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 Prompt: TypeAlias = str | Sequence[int]
-JsonSchema: TypeAlias = Mapping[str, Any] | str
+JsonSchema: TypeAlias = Mapping[str, Any] | str | type[SchemaClass]
 
 
 class _RareSampling(TypedDict, total=False):

@@ -10,6 +10,7 @@ from edgeinfer.errors import UsageError
 from edgeinfer.option_groups import OptionGroup
 from edgeinfer.options import LARGEST_COUNT, Range, option, require, require_alone, require_few
 from edgeinfer.records import dataclass
+from edgeinfer.schema_classes import ClassSchema
 from edgeinfer.wording import Setting
 
 __all__ = ["FORMS", "ReplyOptions", "Sampling", "SamplingOptions"]
@@ -266,8 +267,14 @@ class ReplyOptions(SamplingOptions):
             raise UsageError(message, "Leave one of them out.")
 
     def _check_texts(self) -> None:
-        schema = self.json_schema
-        require(isinstance(schema, Mapping | str | None), "json_schema", schema, "a JSON Schema: an object or its text")
+        schema = ClassSchema.of(self.json_schema)
+        object.__setattr__(self, "json_schema", schema)
+        require(
+            isinstance(schema, Mapping | str | None),
+            "json_schema",
+            schema,
+            "a JSON Schema: an object, its text or a class",
+        )
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, texts, rule, most in (
             ("choices", self.choices, "several texts", MOST_CHOICES),

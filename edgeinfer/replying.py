@@ -82,7 +82,8 @@ class Replying(LoadedModel):
             seed: the same seed gives the same text.
             stop: end the reply before this text, or before any of several.
             choices: the reply must be one of these texts.
-            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
+            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it. A class of pydantic's
+                gives an instance.
             regex: the reply must match this regular expression from end to end.
             grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.
@@ -131,7 +132,8 @@ class Replying(LoadedModel):
             seed: the same seed gives the same text.
             stop: end the reply before this text, or before any of several.
             choices: the reply must be one of these texts.
-            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it.
+            json_schema: the reply must be JSON that this schema allows; `Result.parsed` reads it. A class of pydantic's
+                gives an instance.
             regex: the reply must match this regular expression from end to end.
             grammar: the reply must be a text of this grammar, in Lark's notation or GBNF.
             logprobs: give log-probabilities (True), and those of this many of the likeliest tokens at each place.

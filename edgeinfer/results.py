@@ -4,16 +4,15 @@ Field names are those of `edgeinfer run --json` (DESIGN section 6)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, field
 from typing import Any, Literal
 
 from edgeinfer.adaptive import ComputeUse
 from edgeinfer.contexts import ContextUse
-from edgeinfer.errors import UsageError
 from edgeinfer.records import dataclass, listed
 from edgeinfer.remote_options import RemoteUse
+from edgeinfer.schema_classes import SchemaClass, read_reply
 from edgeinfer.searching import SearchUse
 from edgeinfer.version import SAMPLING
 
@@ -356,6 +355,7 @@ class Result:
         contexts: that were evaluated apart from the prompt; None where there were none.
         logprobs: of the text's tokens, where they were asked for.
         sampling: version of how a seed makes text: the same seed gives the same text by the same version.
+        schema_class: that `json_schema` was; None where it was none.
     """
 
     text: str
@@ -375,24 +375,21 @@ class Result:
     contexts: ContextUse | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     sampling: int = SAMPLING
+    schema_class: type[SchemaClass] | None = field(default=None, repr=False)
 
     @property
     def parsed(self) -> Any:
-        """What the reply says where it was asked for as JSON (`json_schema`): dictionaries, lists, texts and numbers.
+        """What the reply says where it was asked for as JSON (`json_schema`): dictionaries, lists, texts and numbers,
+        or an instance where a class was given.
 
         Raises:
-            UsageError: the reply ended before its JSON did, or is none.
+            UsageError: the reply ended before its JSON did, is none, or is refused by the class.
         """
-        try:
-            return json.loads(self.text)
-        except (ValueError, RecursionError) as error:
-            if self.finish_reason != "stop":
-                message = f"The reply ended ({self.finish_reason}) before its JSON did."
-                raise UsageError(message, "Give it more tokens with max_tokens, or a larger context.") from error
-            raise UsageError("The reply is not JSON.", "Ask for JSON with json_schema.") from error
+        return read_reply(self.text, self.finish_reason, self.schema_class)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object that `edgeinfer run --json` prints."""
         data: dict[str, Any] = listed(asdict(self))
+        del data["schema_class"]
         data["usage"]["total_tokens"] = self.usage.total_tokens
         return data if self.logprobs else {name: value for name, value in data.items() if name != "logprobs"}

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
+CHECKED |= {"edgeinfer.schema_classes"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
     *("edgeinfer.device_options", "edgeinfer.remote_options", "edgeinfer.reply_options"),
@@ -31,6 +32,7 @@ CORE = {
     "edgeinfer.errors",
     "edgeinfer.options",
     "edgeinfer.option_groups",
+    "edgeinfer.schema_classes",
     "edgeinfer.config",
     "edgeinfer.option_types",
     "edgeinfer.results",
@@ -47,6 +49,7 @@ ALLOWED = {
     "edgeinfer.options": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors"},
     "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
+    "edgeinfer.schema_classes": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.adapting": CHECKED,
     "edgeinfer.device_options": CHECKED,
@@ -56,7 +59,7 @@ ALLOWED = {
     "edgeinfer.reply_options": CHECKED,
     "edgeinfer.config": CHECKED | ASKED,
     "edgeinfer.option_types": CHECKED | ASKED | {"edgeinfer.config"},
-    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.errors", "edgeinfer.version"} | ASKED,
+    "edgeinfer.results": {"edgeinfer.records", "edgeinfer.schema_classes", "edgeinfer.version"} | ASKED,
     "edgeinfer.bundle": CORE,
     "edgeinfer.quant": CORE | {"edgeinfer.quant"},
     "edgeinfer.export": CORE | {"edgeinfer.quant", "edgeinfer.export"},
