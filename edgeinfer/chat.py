@@ -67,7 +67,8 @@ class Chat:
     Args:
         model: answers.
         system: text of the system message, if any.
-        history: what was said before, as messages with "role" and "content". A system message may come first.
+        history: what was said before, as messages with "role" and "content", a str or a list of text parts. A system
+            message may come first.
 
     Raises:
         UsageError: a message of the history or the system message is malformed, or there are two system messages.
@@ -244,12 +245,22 @@ def _read_history(history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     turns = []
     for index, message in enumerate(history):
         given = message if isinstance(message, Mapping) else {}
-        role, content = given.get("role"), given.get("content")
-        if role not in _ROLES or not isinstance(content, str) or (role == "system" and index):
+        role = "system" if given.get("role") == "developer" else given.get("role")
+        content = _joined(given.get("content"))
+        if role not in _ROLES or content is None or (role == "system" and index):
             hint = 'Write {"role": "user" or "assistant", "content": "..."}; a "system" message may come first.'
             raise UsageError(f"history[{index}] is {shown(message)}.", hint)
         turns.append({"role": str(role), "content": content})
     return turns
+
+
+def _joined(content: Any) -> str | None:
+    """The text of a content, which is one or a list of text parts; None where it is neither."""
+    if not isinstance(content, list | tuple):
+        return content if isinstance(content, str) else None
+    parts = [part if isinstance(part, Mapping) and part.get("type") == "text" else {} for part in content]
+    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(parts) else None
 
 
 def _text_of(source: Path) -> str:

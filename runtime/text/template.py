@@ -205,6 +205,8 @@ class ChatTemplate:
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
         """Messages and tools in the form that the template takes whole, which changes least; arguments and errors as
         `render`."""
+        if (variables or {}).get("documents") and "documents" not in self.source:
+            raise TemplateError("The chat template takes no documents.", "Put their texts into a message.")
         conversation = _conversation(messages)
         marked = Marked.of(conversation, tools)
         key = hashlib.sha256(f"{marked.key} {add_generation_prompt} {variables!r}".encode("utf-8", "surrogatepass"))

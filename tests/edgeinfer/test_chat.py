@@ -46,6 +46,15 @@ def test_earlier_turns_are_not_evaluated_again(model: edgeinfer.Model) -> None:
     assert second.timings.cached_prompt_tokens >= first_turn
 
 
+def test_a_history_may_have_parts_and_a_developer(model: edgeinfer.Model) -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    chat = model.chat(history=[{"role": "developer", "content": parts}, {"role": "user", "content": parts}])
+    assert chat.messages == [{"role": role, "content": "Be brief."} for role in ("system", "user")]
+    for wrong in ([{"type": "image_url"}], ["x"], [{"type": "text"}], None, 5):
+        with pytest.raises(UsageError, match=r"history\[0\]"):
+            model.chat(history=[{"role": "user", "content": wrong}])
+
+
 def test_messages_are_a_copy(model: edgeinfer.Model) -> None:
     chat = model.chat()
     chat.send("Hello", **OPTIONS)

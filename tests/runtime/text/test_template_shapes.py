@@ -119,6 +119,15 @@ def test_what_no_form_tells_is_refused_by_name(name: str, messages: list[dict[st
         assert caught.value.hint
 
 
+@pytest.mark.usefixtures("here")
+def test_documents_reach_a_template_that_takes_them() -> None:
+    given: dict[str, Any] = {"documents": [{"title": "A", "text": "B"}]}
+    source = "{% for d in documents or [] %}{{ d.title ~ d.text }} {% endfor %}" + DIALECTS["turns"]
+    assert ChatTemplate(source, TOKENS).render(said("user: Hi"), variables=given).startswith("AB <|user|>")
+    with pytest.raises(TemplateError, match="takes no documents"):
+        ChatTemplate(DIALECTS["turns"], TOKENS).render(said("user: Hi"), variables=given)
+
+
 def test_data_changes_nothing_about_the_form() -> None:
     """Only what kinds of messages there are counts, so that a conversation that goes on keeps its beginning."""
     template = ChatTemplate(DIALECTS["gemma"], TOKENS)
