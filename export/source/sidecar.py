@@ -15,6 +15,12 @@ from edgeinfer.export.source.hf_config import HFConfig
 __all__ = ["Sidecar", "read_sidecar"]
 
 _TOKENIZER = "tokenizer.json"
+_OLDER_TOKENIZERS = {
+    "tokenizer.model": "a SentencePiece",
+    "vocab.json": "byte pairs in",
+    "tekken.json": "Mistral's",
+    "vocab.txt": "word pieces in",
+}
 _TEMPLATE = "chat_template.jinja"
 _TOOL_TEMPLATE = "chat_template.tool_use.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -71,9 +77,10 @@ def _tokenizer(folder: Path, tokenizer_config: dict[str, Any]) -> bytes:
         data = read_bytes(path)
         tokenizer = parse_object(data, str(path))
         return _lean(_completed(data, tokenizer, tokenizer_config), tokenizer)
-    if (folder / "tokenizer.model").is_file():
-        hint = "Convert it once: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
-        raise CheckpointError(f"{folder} has a SentencePiece tokenizer.model but no {_TOKENIZER}.", hint)
+    for older, what in _OLDER_TOKENIZERS.items():
+        if (folder / older).is_file():
+            hint = "Convert it once: transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+            raise CheckpointError(f"{folder} has {what} {older} but no {_TOKENIZER}.", hint)
     hint = "Copy the tokenizer files of the model into the checkpoint's folder."
     raise CheckpointError(f"{folder} has no {_TOKENIZER}.", hint)
 

@@ -279,6 +279,8 @@ def test_a_gguf_file_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_missing_tokenizer(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     refused(checkpoint, CheckpointError, r"no tokenizer\.json")
+    (checkpoint / "vocab.json").write_bytes(b"{}")
+    assert "AutoTokenizer" in refused(checkpoint, CheckpointError, r"vocab\.json").hint
     (checkpoint / "tokenizer.model").write_bytes(b"")
     assert "AutoTokenizer" in refused(checkpoint, CheckpointError, "SentencePiece").hint
 
