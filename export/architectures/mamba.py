@@ -162,7 +162,9 @@ def _read_bamba(config: HFConfig, tied: bool) -> DecoderSpec:
     if not isinstance(indices, list) or not all(each in range(layers) for each in indices):
         raise CheckpointError(f"config.json: attn_layer_indices={indices!r} is not a list of layers.", _HINT)
     mixers = _mixers(["attention" if layer in indices else "mamba" for layer in range(layers)], layers)
-    recurrent = {"mixers": mixers, "mamba2": _scan(config, _expanded(config))} if "mamba2" in mixers else {}
+    recurrent: dict[str, Any] = {}
+    if "mamba2" in mixers:
+        recurrent = {"mixers": mixers, "mamba2": _scan(config, _expanded(config))}
     return common_spec(
         config,
         tied,

@@ -177,7 +177,7 @@ class Checkpoint:
                     file = self._open(tensor.file)
                     file.seek(tensor.stored.offset + start)
                     read_into(file, piece)
-            if not np.array_equal(*pieces):
+            if not np.array_equal(pieces[0], pieces[1]):
                 return False
         return True
 

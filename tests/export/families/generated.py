@@ -73,7 +73,7 @@ _LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types")
 # Families whose layers share caches with each other, in an order of their own.
 _ORDERED = ("Gemma3n",)
 # Those whose code takes the width of a head for granted, whose rotations are the table's, and that have no groups.
-_DERIVED = ("Helium", "Lfm2")
+_DERIVED = ("Helium",)
 _ROTATED = ("Phi3", "Phimoe")
 _UNGROUPED = ("Mistral4",)
 
@@ -165,8 +165,10 @@ def _attention(draw: Draw, family: Family, settings: dict[str, Any]) -> dict[str
     per_group, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     size, heads = _one(draw, 8, 16, 24, 32), per_group * groups
     found = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": heads * size}
-    if "head_dim" in _class_fields(family) and family.name not in _DERIVED:
-        found |= {"head_dim": size, "hidden_size": heads * _one(draw, 8, 16, 20)}
+    if "head_dim" in _class_fields(family):
+        found["head_dim"] = size
+        if family.name not in _DERIVED:
+            found["hidden_size"] = heads * _one(draw, 8, 16, 20)
     return found
 
 
