@@ -14,6 +14,7 @@ _OPENING = (
     "additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf",
     "$ref",
 )  # fmt: skip
+_IDLE: Mapping[str, Any] = {"minProperties": 0, "allOf": [], "patternProperties": {}}
 _MAPS = ("properties", "$defs", "definitions")
 # What may stand beside a reference that is followed here.
 _BESIDE = frozenset({"$ref", "title", "description", "default", "examples"})
@@ -43,8 +44,14 @@ def _combines(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
     several = isinstance(value.get("allOf"), list) and len(value["allOf"]) > 1
-    beside = "properties" in value and any(keyword in value for keyword in ("allOf", "anyOf", "oneOf", "$ref"))
+    beside = _says(value, "properties") and any(_says(value, word) for word in ("allOf", "anyOf", "oneOf", "$ref"))
     return several or beside or any(map(_combines, value.values()))
+
+
+def _says(schema: Mapping[str, Any], keyword: str) -> bool:
+    """Whether a schema has a keyword with a value that could demand or allow something."""
+    value = schema.get(keyword)
+    return value is not None and not (keyword in _IDLE and value == _IDLE[keyword])
 
 
 def _closed(schema: Any) -> Any:
@@ -58,8 +65,12 @@ def _closed(schema: Any) -> Any:
             made[keyword] = list(map(_closed, value))
         else:
             made[keyword] = _closed(value) if keyword == "items" else value
-    named, required = made.get("properties"), made.get("required", [])
-    if not isinstance(named, dict) or not isinstance(required, list) or any(keyword in made for keyword in _OPENING):
+    named, required = made.get("properties"), made.get("required") or []
+    if (
+        not isinstance(named, dict)
+        or not isinstance(required, list)
+        or any(_says(made, keyword) for keyword in _OPENING)
+    ):
         return made
     if all(name in named for name in required if isinstance(name, str)):
         made["additionalProperties"] = False

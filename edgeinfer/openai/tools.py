@@ -123,11 +123,13 @@ def _function(tool: Any, where: str, flat: bool) -> ToolFunction:
     if name is None or not _NAME.fullmatch(name):
         raise inner.wrong("name", name, "A name has up to 128 letters, digits, dots, slashes, colons, - and _.")
     parameters = inner.take("parameters", dict, "a JSON Schema, an object") or {"type": "object", "properties": {}}
-    if parameters.get("type", "object") != "object":
+    kind = parameters.get("type")
+    if kind not in (None, "object") and not (isinstance(kind, list) and "object" in kind):
         raise inner.wrong("parameters", parameters, "Its type must be object.")
     strict = inner.flag("strict")
     inner.ignore("defer_loading", "allowed_callers")
-    parameters = parameters if "type" in parameters else {"type": "object", **parameters}
+    if kind != "object":
+        parameters = {"type": "object"} | {word: value for word, value in parameters.items() if word != "type"}
     return ToolFunction(name, inner.text("description") or "", parameters, strict)
 
 

@@ -23,6 +23,7 @@ _TEXT_DIGITS = 40  # side by side in a text, of which 128 bits have 39
 _OTHER, _LINE, _QUOTE = 255, 254, 253
 _BEHIND = frozenset(b".eE,]} \t")
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+_REPEATED = re.compile(r"\{(\d{1,3})(?:,(\d{1,3}))?\}")  # in an expression, which may count digits itself
 _WRITTEN = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 # Not of a text: what a string or a name has before its digits is no beginning of a number.
 _LAST = re.compile(rb"(?<![\w.\"+-])-?(\d+)(?:\.(\d+))?(?:[eE][+-]?(\d+))?\Z")
@@ -60,6 +61,8 @@ class NumberLimit:
     def __init__(self, source: str, ahead: NDArray[np.uint8], text_of: Callable[[int], bytes]) -> None:
         written = [_size(found) for found in _WRITTEN.finditer(_TEXT.sub("", source))]
         self._whole, self._fraction = (_most(sizes) for sizes in zip(*written, (0, 0), strict=True))
+        repeated = (int(count) for found in _REPEATED.findall(source) for count in found if count)
+        self._text_digits = min(max(_TEXT_DIGITS, *repeated, 0), _MOST)
         self._ahead = ahead
         self._text_of = text_of
 
@@ -75,7 +78,7 @@ class NumberLimit:
         """
         if not reply or not self._text_of(reply[-1])[-1:].isdigit():
             return ids
-        longest = max(self._whole + self._fraction + 2 * _EXPONENT, _TEXT_DIGITS + 1)
+        longest = max(self._whole + self._fraction + 2 * _EXPONENT, self._text_digits + 1)
         tail = b"".join(map(self._text_of, reply[-longest:]))[-longest:]
         digits, number = len(tail) - len(tail.rstrip(b"0123456789")), _LAST.search(tail)
         if number is not None and not number.start() and len(tail) == longest:
@@ -83,12 +86,10 @@ class NumberLimit:
         if number is None and digits < _DIGITS:
             return ids
         ahead = np.where(np.isin(ids, ends), 0, self._ahead[ids])  # (A,)
-        if (ahead == _OTHER).any():
+        if number is None or (ahead == _OTHER).any():
             # A text, which is JSON's where it may end by a quote and has no line ends.
-            many = digits >= _DIGITS and (ahead == _QUOTE).any() and not (ahead == _LINE).any()
-            return ids[(ahead >= _QUOTE) | (ahead <= max(0, _TEXT_DIGITS - digits))] if many else ids
-        if number is None:
-            return ids
+            many = (ahead == _QUOTE).any() and not (ahead == _LINE).any()
+            return ids[(ahead >= _QUOTE) | (ahead <= max(0, self._text_digits - digits))] if many else ids
         part = number.lastindex or 1
         most = (self._whole, self._fraction, _EXPONENT)[part - 1]
         kept = ids[(ahead == _LINE) | (ahead <= max(0, most - len(number[part])))]

@@ -79,8 +79,8 @@ def _times() -> tuple[str, str]:
 
 def _email() -> str:
     """A mailbox by RFC 5321, section 4.1.2: its local part may be quoted, its domain an address."""
-    atom, word = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]+", "[0-9A-Za-z](?:[0-9A-Za-z-]*[0-9A-Za-z])?"
-    quoted = r'"(?:[ !#-\[\]-~]|\\[ -~])*"'
+    atom, word = "[0-9A-Za-z!#$%&'*+/=?^_`{|}~-]{1,64}", "[0-9A-Za-z](?:[0-9A-Za-z-]*[0-9A-Za-z])?"
+    quoted = r'"(?:[ !#-\[\]-~]|\\[ -~]){0,64}"'
     address = rf"\[(?:(?:{_BYTE}\.){{3}}{_BYTE}|[Ii][Pp][Vv]6:(?:{_ipv6(2)}))\]"
     return rf"(?:{atom}(?:\.{atom})*|{quoted})@(?:{word}(?:\.{word})*|{address})"
 

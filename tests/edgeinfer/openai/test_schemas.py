@@ -25,8 +25,18 @@ def test_objects_have_the_properties_that_they_name() -> None:
         ({"anyOf": [NAMED, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
     ):
         assert closed(schema) == expected
+    # Words that say nothing.
+    for idle in (
+        {"minProperties": 0},
+        {"allOf": []},
+        {"patternProperties": {}},
+        {"additionalProperties": None},
+        {"$ref": None},
+    ):
+        assert closed({**NAMED, **idle}) == {**NAMED, **idle, **CLOSED}
     for schema in (
         {**NAMED, "additionalProperties": {"type": "string"}},
+        {**NAMED, "unevaluatedProperties": {}},
         {**NAMED, "required": ["a", "b"]},
         {**NAMED, "anyOf": [{"properties": {"b": {}}}]},
         {"allOf": [NAMED, {"properties": {"b": {}}}]},

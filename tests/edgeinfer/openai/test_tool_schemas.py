@@ -9,7 +9,9 @@ import pytest
 
 from edgeinfer.config import GenerationConfig
 from edgeinfer.errors import GrammarError
+from edgeinfer.openai import RequestError
 from edgeinfer.openai.tool_schemas import argument_rules
+from edgeinfer.openai.tools import read_functions
 from edgeinfer.runtime.sampling.grammar import GrammarConstraint
 from edgeinfer.runtime.sampling.grammar_source import grammar_source
 from tests.runtime.sampling.json_texts import END, Schema, accepts, vocabulary
@@ -140,3 +142,14 @@ def test_functions_that_are_too_much_together_are_held_to_objects() -> None:
     held = argument_rules(functions)
     loose = [f"the schema of the tool f{n}" for n in range(1, 40)]
     assert held.left_out in ((), tuple(loose))
+
+
+def test_parameters_need_not_say_that_they_are_an_object() -> None:
+    for given in (None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}, "required": None}):
+        (function,) = read_functions([{"type": "function", "function": {"name": "f", "parameters": given}}])
+        assert next(iter(function.parameters.items())) == ("type", "object")
+        rules = argument_rules([("f", True, function.arguments)])
+        assert accepts(constraint(rules.rules[0]), "{}") and not rules.left_out
+    for wrong in ({"type": "string"}, {"type": ["array"]}, {"type": 5}):
+        with pytest.raises(RequestError, match="object"):
+            read_functions([{"type": "function", "function": {"name": "f", "parameters": wrong}}])
