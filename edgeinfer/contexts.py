@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError, StorageError
 from edgeinfer.options import require
 from edgeinfer.records import dataclass
@@ -142,10 +143,9 @@ class Context:
         if len(data) > _MOST_BYTES:
             raise UnreadContextError(path, f"{path} is far too large for a context.", "Cut it into several.")
         try:
-            return data.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            hint = "Convert it, for example with iconv -t UTF-8."
-            raise UnreadContextError(path, f"{path} is not UTF-8 text (byte {error.start}).", hint) from error
+            return decode_text(data, path).strip()
+        except PromptError as error:
+            raise UnreadContextError(path, error.message, error.hint) from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("export", "quant", "runtime", "apps")
 
 CHECKED = {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options", "edgeinfer.option_groups"}
-CHECKED |= {"edgeinfer.schema_classes"}
+CHECKED |= {"edgeinfer.schema_classes", "edgeinfer.encodings"}
 ASKED = {
     *("edgeinfer.adaptive", "edgeinfer.adapting", "edgeinfer.contexts", "edgeinfer.drafting", "edgeinfer.searching"),
     *("edgeinfer.device_options", "edgeinfer.remote_options", "edgeinfer.reply_options"),
@@ -39,6 +39,7 @@ CORE = {
     "edgeinfer.bundle",
     "edgeinfer.version",
     "edgeinfer.user_folders",
+    "edgeinfer.encodings",
 } | ASKED
 # What each part may import of edgeinfer, by longest matching prefix. Modules of edgeinfer/ not named here are the face.
 ALLOWED = {
@@ -50,6 +51,7 @@ ALLOWED = {
     "edgeinfer.option_groups": {"edgeinfer.records", "edgeinfer.wording", "edgeinfer.errors", "edgeinfer.options"},
     "edgeinfer.user_folders": {"edgeinfer.errors"},
     "edgeinfer.schema_classes": {"edgeinfer.errors"},
+    "edgeinfer.encodings": {"edgeinfer.errors"},
     "edgeinfer.adaptive": CHECKED,
     "edgeinfer.adapting": CHECKED,
     "edgeinfer.device_options": CHECKED,

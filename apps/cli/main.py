@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from edgeinfer.apps.cli.output import print_error
+from edgeinfer.apps.cli.output import abandon_stdout, print_error
 from edgeinfer.apps.cli.process import (
     address_limit,
     begin_start,
@@ -174,13 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(arguments, error)
     except BrokenPipeError:
         # The reader has what it wanted (`| head`).
-        _abandon_stdout()
+        abandon_stdout()
         return 0
     finally:
         end_start()
 
 
 def _prepare_streams() -> None:
+    _fill_places()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller, as `>&-` does: what is said goes nowhere
@@ -191,9 +192,13 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _abandon_stdout() -> None:
-    """Drops what stdout did not take, or Python would complain again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _fill_places() -> None:
+    """Opens the standard streams that were closed: a file in their place would get what libraries print."""
+    for place in range(3):
+        try:
+            os.fstat(place)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
 
 
 def _execute(arguments: list[str]) -> int:
@@ -226,7 +231,7 @@ def _report(arguments: list[str], error: Exception) -> int:
     """Prints what went wrong in one line and returns the exit code."""
     if isinstance(error, OSError) and error.errno in _FULL:
         # Files are written under `storage_errors`, so it was stdout that did not take all of its text.
-        _abandon_stdout()
+        abandon_stdout()
         print_error(f"The output cannot be written: {error.strerror}. Free some space or send it to another place.")
         return StorageError.exit_code
     _show_traceback(arguments)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["Progress", "print_error", "print_json", "print_note", "print_table", "progress_bar"]
+__all__ = ["Progress", "abandon_stdout", "print_error", "print_json", "print_note", "print_table", "progress_bar"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -44,9 +45,19 @@ def print_note(text: str) -> None:
         sys.stderr.write(text + "\n")
 
 
+def abandon_stdout() -> None:
+    """Drops what stdout did not take, or Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_json(data: Mapping[str, Any]) -> None:
-    """Prints one JSON object on stdout."""
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    """Prints one JSON object on stdout, whose text is escaped where the encoding of stdout has no characters for it."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=2)
+    sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from edgeinfer.apps.cli.fetching import prepared
 from edgeinfer.apps.cli.options import add_load_options, load_options
+from edgeinfer.apps.cli.output import abandon_stdout
 from edgeinfer.apps.cli.parser import add_command, add_json_option, missing_extra
 from edgeinfer.apps.cli.text_files import read_text
 from edgeinfer.config import LoadConfig, format_size, parse_size
@@ -169,5 +170,8 @@ class _Announcement:
         else:
             size = format_size(model.plan.planned_bytes)
             line = f"{model.info.name} is served at {url} (context {model.context}, {size} planned)"
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:  # who started it reads no more; clients may come all the same
+            abandon_stdout()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 from edgeinfer.apps.cli.output import print_note
 from edgeinfer.config import format_size
+from edgeinfer.encodings import decode_text
 from edgeinfer.errors import PromptError
 
 __all__ = ["is_piped", "read_paragraphs", "read_stdin", "read_stream", "read_text", "utf8"]
@@ -23,7 +25,8 @@ _PATIENCE_SECONDS = 3.0
 
 
 def utf8(text: str, source: str) -> str:
-    """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates.
+    """Returns `text` if the bytes it came from were UTF-8; Python hides others in surrogates, and in the C locale all
+    that are not ASCII.
 
     Raises:
         PromptError: they were not.
@@ -31,15 +34,17 @@ def utf8(text: str, source: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
+        with contextlib.suppress(UnicodeError):
+            return os.fsencode(text).decode("utf-8")
         raise PromptError(f"{source} is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error
     return text
 
 
 def read_text(path: Path) -> str:
-    """Reads a UTF-8 file, without a byte order mark and without the newline that editors put at its end.
+    """Reads a file of UTF-8, or what its byte order mark tells, without the newline that editors put at its end.
 
     Raises:
-        PromptError: it cannot be read, or is not UTF-8.
+        PromptError: it cannot be read, or is in another encoding.
     """
     try:
         # A pipe without a writer is empty; opening it as usual would wait for one.
@@ -104,8 +109,4 @@ def read_stream(file: BinaryIO, source: str) -> str:
     data = file.read(_MOST_PROMPT_BYTES + 1)
     if len(data) > _MOST_PROMPT_BYTES:
         raise PromptError(f"{source} is larger than {format_size(_MOST_PROMPT_BYTES)}.", "Shorten the prompt.")
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        hint = "Convert it, for example with iconv -t UTF-8."
-        raise PromptError(f"{source} is not UTF-8 text (byte {error.start}).", hint) from error
+    return decode_text(data, source).removesuffix("\n").removesuffix("\r")

@@ -28,11 +28,12 @@ __all__ = ["Server", "ServerProtocol", "serve"]
 
 # Seconds for open streams to end by themselves once the server stops.
 _GRACE = 5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP comes when the terminal goes; Windows has none.
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def serve(app: ASGIApp, host: str, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serves until SIGINT, SIGTERM, or a call of `Server.stop`; arguments and errors as of `Server`."""
+    """Serves until SIGINT, SIGTERM, SIGHUP, or a call of `Server.stop`; arguments and errors as of `Server`."""
     Server(app, host, port, ready=ready).run()
 
 
@@ -152,7 +153,9 @@ class _Uvicorn(uvicorn.Server):
             self.force_exit = self.should_exit
             self.should_exit = True
 
-        previous = {number: signal.signal(number, stop) for number in _SIGNALS}
+        # What was started by nohup stays when the terminal goes.
+        heard = [number for number in _SIGNALS if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+        previous = {number: signal.signal(number, stop) for number in heard}
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 from collections import Counter
@@ -16,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from edgeinfer.bundle.writing import new_file, storage_errors
 from edgeinfer.config import format_size
+from edgeinfer.encodings import decode_text, marked_encoding
 from edgeinfer.errors import PromptError, UsageError
 from edgeinfer.openai.batch import read_id, read_object, read_request
 from edgeinfer.openai.errors import RequestError
@@ -52,37 +54,49 @@ class BatchInput:
 
     Attributes:
         sha256: of the file.
+        text: what the file says in UTF-8, where that is not what its bytes are.
     """
 
     path: Path
     lines: tuple[BatchLine, ...]
     sha256: str
+    text: bytes | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Looks at a file.
 
         Raises:
-            PromptError: it cannot be read, or holds no line.
+            PromptError: it cannot be read, is in no encoding that it says, or holds no line.
             UsageError: two lines have one custom_id.
         """
         digest = hashlib.sha256()
         try:
-            with path.open("rb") as file:
+            text = _converted(path)
+            with path.open("rb") if text is None else io.BytesIO(text) as file:
                 lines = tuple(_lines(file, digest.update))
         except OSError as error:
             raise PromptError(f"Cannot read {path}: {error.strerror}.", "Name a file of requests.") from error
         if not lines:
             raise PromptError(f"{path} has no requests.", "Write one JSON object a line.")
         _refuse_twins(lines)
-        return cls(path, lines, digest.hexdigest())
+        return cls(path, lines, digest.hexdigest(), text)
 
     def read(self, lines: Iterable[BatchLine]) -> Iterator[dict[str, Any]]:
         """The objects of lines that hold requests, one after the other."""
-        with self.path.open("rb") as file:
+        with self.path.open("rb") if self.text is None else io.BytesIO(self.text) as file:
             for line in lines:
                 file.seek(line.offset)
                 yield read_object(file.read(line.size))
+
+
+def _converted(path: Path) -> bytes | None:
+    """A file of UTF-16 or UTF-32, as its mark tells, in UTF-8; None where it is no such file."""
+    with path.open("rb") as file:
+        if marked_encoding(file.read(4)) in (None, "utf-8-sig"):
+            return None
+        file.seek(0)
+        return decode_text(file.read(), path).encode("utf-8", "surrogatepass")
 
 
 def _lines(file: BinaryIO, update: Any) -> Iterator[BatchLine]:

@@ -150,8 +150,10 @@ def _tried() -> Any:
 
 
 def _end_threads_before_forks(lib: Any) -> None:
-    """Has GNU's OpenMP end the threads of whoever forks, for which the child would wait in its first pass. In the parent
-    the next pass starts them again; other OpenMPs see to it themselves."""
+    """Has GNU's OpenMP end its threads before a fork, as the child would wait for them in its first pass.
+
+    In the parent the next pass starts them again. Other OpenMPs see to it themselves.
+    """
     pause = getattr(lib._lib, "omp_pause_resource_all", None)
     if pause is not None and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lambda: pause(_PAUSE_HARD))

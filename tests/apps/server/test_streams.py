@@ -183,7 +183,7 @@ def test_the_server_ends_well_with_open_streams() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_with_open_streams(number: int) -> None:
     with served_process("--overflow", "window", "--parallel", "1") as server:
         text = asyncio.run(until_cancelled(server, lambda: server.process.send_signal(number)))
