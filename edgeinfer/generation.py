@@ -235,7 +235,7 @@ class TokenStream:
     def __next__(self) -> Chunk:
         with self._lock:
             if self._chunks is None and self._cancelled:
-                raise UsageError("The reply was begun before this process was forked.", "Ask for it again here.")
+                raise UsageError("The reply started before this process was forked.", "Ask for it again here.")
             if self._advancing or self._chunks is None:
                 raise UsageError("The reply is being made.", "Wait for its next chunk.")
             self._advancing = True
