@@ -111,12 +111,10 @@ class Tokenizing:
             parse_special: special tokens spelled out in the text become those tokens; False takes it as plain text.
 
         Raises:
-            PromptError: the text is empty, no string or no valid Unicode.
+            PromptError: the text is no string, or no valid Unicode.
         """
         if not isinstance(text, str):
             raise PromptError(f"The text is {shown(text)}, which is not a string.", "Pass a string.")
-        if not text:
-            raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
             if parse_special:
                 return parts.tokenizer.encode(text, add_special)
@@ -138,7 +136,10 @@ class Tokenizing:
             return parts.literal_encoder.literal(text)
 
     def tokenize_prompt(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """The same for a text to go on with; raises ContextLengthError for one that is far too long for the context."""
+        """The same for a text to go on with; one that is empty raises PromptError, and one that is far too long for the
+        context ContextLengthError."""
+        if isinstance(text, str) and not text:
+            raise PromptError("The prompt is empty.", "Give some text to continue.")
         with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_text(parts, text)
             return self.tokenize(text, add_special=add_special, parse_special=parse_special)

@@ -179,8 +179,6 @@ def _ids(model: Model, text: str, special: bool, parse: bool) -> list[int]:
     most = _MOST_CONTEXTS * _CHARACTERS * model.context
     if len(text) > most:
         raise RequestError(f"content has {len(text)} characters.", f"The limit is {most}.", param="content")
-    if not text:
-        return model.prefix_ids if special else []
     return model.tokenize(text, add_special=special, parse_special=parse)
 
 
