@@ -28,7 +28,7 @@ _COSTS: Mapping[str, Mapping[Any, float]] = {
     "content": {"as given": 0, "text": 0.5, "parts": 0.6, "parts but system": 0.7, "parts of users": 0.8},
     "system": {"as given": 0, "renamed": 1, "first": 1.1, "none": 1.2},
     "calls": {"as given": 0, "other arguments": 1, "told": 2.2},
-    "empty": {"as given": 0, "text": 0.4, "null": 0.8},
+    "empty": {"as given": 0, "text": 0.4, "null": 0.8, "left out": 0.9},
     "merged": {False: 0, True: 1},
     "led": {False: 0, True: 1.1},
     "listed": {False: 0, True: 1.3},
@@ -47,7 +47,8 @@ class Form:
             text of others goes before that of the user message behind them.
         calls: calls as they were given, their arguments as text instead of an object or the other way round, or told
             in text, with answers as messages of the user's.
-        empty: a content that is empty beside calls is as it was given, "", or None.
+        empty: a content that is empty beside calls is as it was given, "", or None; or a reply that says nothing at all
+            is left out.
         merged: messages of one role in a row become one.
         led: an empty user message stands before an assistant's that begins the conversation.
         listed: where there are no tools, the template is given an empty list of them.
@@ -56,7 +57,7 @@ class Form:
     content: Literal["as given", "text", "parts", "parts but system", "parts of users"] = "as given"
     system: Literal["as given", "renamed", "first", "none"] = "as given"
     calls: Literal["as given", "other arguments", "told"] = "as given"
-    empty: Literal["as given", "text", "null"] = "as given"
+    empty: Literal["as given", "text", "null", "left out"] = "as given"
     merged: bool = False
     led: bool = False
     listed: bool = False
@@ -68,7 +69,7 @@ class Form:
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
         """The conversation in this form; messages that stay as they are may be the same objects."""
-        made = list(messages)
+        made = [message for message in messages if self.empty != "left out" or not _says_nothing(message)]
         if self.calls == "told":
             made = told(made)
         elif self.calls == "other arguments":
@@ -84,7 +85,7 @@ class Form:
     def _filled(self, message: Message) -> Message:
         """The message with its content as text or parts."""
         role, content = message["role"], message["content"]
-        if not content and message.get("tool_calls") and self.empty != "as given":
+        if not content and message.get("tool_calls") and self.empty in ("text", "null"):
             return {**message, "content": "" if self.empty == "text" else None}
         if self.content == "as given":
             return message
@@ -113,11 +114,13 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
     if any(role in _SYSTEM for role in roles):
         systems += (["first"] if any(role in _SYSTEM for role in roles[1:]) else []) + ["none"]
     callings = ["as given", *(["other arguments"] if calls else []), *(["told"] if calls or "tool" in roles else [])]
-    empties = tuple(_COSTS["empty"]) if calls else ("as given",)
+    empties = ["as given", *(["text", "null"] if calls else [])]
+    empties += ["left out"] if any(map(_says_nothing, messages)) else []
     product = itertools.product(contents, systems, callings, empties, *[(False, True)] * 2, (False, lists))
     seen = [(AS_GIVEN.of(messages), False)]
     most = max(8, min(_MOST_FORMS, _MOST_MESSAGES // len(messages)))
-    for form in sorted((Form(*each) for each in product), key=lambda form: form.cost):
+    cheapest = sorted((Form(*each) for each in product), key=lambda form: form.cost)
+    for form in cheapest[: 4 * most]:  # many of them give the same
         made = (form.of(messages), form.listed)
         if made not in seen:
             seen.append(made)
@@ -159,6 +162,10 @@ def call_text(call: Mapping[str, Any]) -> str:
 def joined(content: Any) -> str:
     """The text of a content."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def _says_nothing(message: Message) -> bool:
+    return message["role"] == "assistant" and not (message["content"] or message.get("tool_calls"))
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:

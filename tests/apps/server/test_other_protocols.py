@@ -141,7 +141,9 @@ def test_a_tool_beyond_the_engine_is_loosened_in_every_protocol(server: Local) -
                 answer = server.post(path, {**body, "tools": tools(extra), "stream": stream})
                 assert answer.status_code == 200, (path, answer.text)
                 assert answer.headers["warning"] == '299 - "ignored: uniqueItems of the tool set_tags"', path
-                assert stream or any("uniqueItems of the tool set_tags" in each for each in ok(answer)["warnings"]), path
+                assert stream or any("uniqueItems of the tool set_tags" in each for each in ok(answer)["warnings"]), (
+                    path
+                )
         refused = server.post(path, {**body, "tools": tools({"strict": True}), "stream": False})
         assert refused.status_code == 400 and "uniqueItems" in refused.text and "set_tags" in refused.text, path
 

@@ -37,11 +37,12 @@ _GEMMA3 = _joined(r"""
     {% endfor %}{% else %}{{ raise_exception('Invalid content type') }}{% endif %}{% endfor %}
     {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """)
-# Users and assistants by turns, nothing else: early Mistral.
+# Users and assistants by turns, nothing else, and nothing empty: early Mistral, Ministral.
 _MISTRAL = _joined("""
     {{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
     {{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}
     {% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.role == 'assistant' %}
+    {% if not m.content %}{{ raise_exception('Assistant message must have content') }}{% endif %}
     {{ m.content + eos_token }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}
     {% endif %}{% endfor %}
 """)

@@ -73,6 +73,7 @@ RENDERED = [
     ("gemma", said("user: A", "user: B"), "<s><start_of_turn>user\nA\n\nB<end_of_turn>\n"),
     ("gemma", said("assistant: Welcome", "user: Hi"), f"<s><start_of_turn>{LED}"),
     ("gemma", [*ANSWERED, *said("user: So?")], f"<s><start_of_turn>{CALLED}<end_of_turn>\n"),
+    ("mistral", said("user: A", "assistant: ", "user: B"), "<s>[INST] A\n\nB [/INST]"),
     ("phi3", said("system: A", "user: Hi"), "<|user|>\nA\n\nHi<|end|>\n"),
     ("system first", LATER, "<|system|>A<|user|>Hi<|assistant|>Yes?<|user|>B\n\nGo"),
     ("smolvlm", said("user: Hi"), "<|im_start|>User: Hi<end_of_utterance>\n"),
