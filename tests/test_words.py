@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.test_imports import MODULES
+from tests.test_imports import MODULES, ROOT
 
 # What the field says instead is in CONTRIBUTING.md.
 BANNED = {
@@ -40,6 +40,21 @@ BANNED = {
     "nobody": "none",
     "whom": "which",
 }
+# What the chat app's window must not say, and does not say in another form either.
+WINDOW = ROOT / "apps" / "desktop" / "static"
+NEVER_SHOWN = re.compile(
+    r"\bguess\w*|\bcache of the conversation|\binterpreter\b|\bsequences?\b|\bpass(?:es)? per\b"
+    r"|\b(?:beside|told|earnest|affords?|lends?|company)\b",
+    re.IGNORECASE,
+)
+# Names of a plan's terms, which the window has its own words for.
+TERMS = {"interpreter", "sequences"}
+# Strings, templates and the text of pages; comments are for developers.
+TEXTS = re.compile(
+    r"/\*.*?\*/|//[^\n]*|(?P<q>[\"'`])(?P<js>(?:\\.|(?!(?P=q)).)*)(?P=q)|<!--.*?-->|>(?P<html>[^<>{}]+)<|"
+    r"\b(?:aria-label|title|placeholder)=\"(?P<attribute>[^\"]*)",
+    re.DOTALL,
+)
 PHRASES = re.compile(r"\b(?:take|takes|taken|taking) in (?:a|the) (?:prompt|text)\b", re.IGNORECASE)
 # Values, fields, parameters and files that have had these names since before; and held-out text is the field's.
 DOCUMENTED = {"elastic", "matchness", "laws", "laws.bin", "laws.json", "begun", "settled"}
@@ -94,4 +109,31 @@ def offences(module: str, path: Path) -> Iterator[str]:
 
 def test_the_fields_words() -> None:
     wrong = [line for module, path in MODULES.items() for line in offences(module, path)]
+    assert wrong == [], "\n".join(wrong)
+
+
+def shown_texts(text: str) -> Iterator[str]:
+    """What a script or page of the window may show: strings, and text between tags."""
+    for found in TEXTS.finditer(text):
+        yield from filter(None, (found["js"], found["html"], found["attribute"]))
+
+
+def test_the_window_says_it_in_the_fields_words() -> None:
+    files = [*WINDOW.glob("js/*.js"), *WINDOW.glob("*.html")]
+    said = [(path.name, text) for path in files for text in shown_texts(path.read_text("utf-8")) if text not in TERMS]
+    assert len(said) > 1_000 and ("thread.js", "Explain in three sentences how a rainbow forms.") in said
+    for module, path in MODULES.items():
+        if module.startswith("edgeinfer.apps.desktop"):
+            # What may be a sentence: names of fields have no spaces.
+            texts = (
+                text for _, text, identifier in names_and_texts(ast.parse(path.read_text("utf-8"))) if not identifier
+            )
+            said += [(module, text) for text in texts if " " in text]
+    wrong = [f"{where}: {text[:80]!r}" for where, text in said if NEVER_SHOWN.search(text) or PHRASES.search(text)]
+    wrong += [
+        f"{where}: {text!r} says {word}"
+        for where, text in said
+        for word in words(text)
+        if word in BANNED and " " in text
+    ]
     assert wrong == [], "\n".join(wrong)

@@ -16,8 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from edgeinfer.apps.desktop.checks import NotFoundError, check_name
-from edgeinfer.apps.desktop.reading import context_of, files_apart, messages_for
+from edgeinfer.apps.desktop.reading import context_of, tokens_for
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Message
+from edgeinfer.apps.desktop.replies import count_on
 from edgeinfer.apps.desktop.requests import Endpoint, answered, attachment_ids, fields
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.apps.server.errors import ClientGoneError
@@ -129,18 +130,12 @@ class _Attachments:
 
         def count(model: Any) -> tuple[int, dict[str, int]]:
             each = {file.id: len(model.tokenize(file.content, parse_special=False)) for file in files}
-            apart = files_apart(model, whole, reply.parent, kept)
-            # Each ends with an empty line there.
-            before = sum(len(model.tokenize(f"{file.quoted}\n\n", parse_special=False)) for file in apart)
             try:
-                return before + len(model.tokenize_chat(messages_for(whole, reply, apart))), each
+                return tokens_for(model, whole, reply, kept), each
             except TemplateError:  # it takes no such messages, which the reply will say
                 return sum(each.values()), each
 
-        if model.tokenizes_beside:
-            total, each = await asyncio.to_thread(count, model)
-        else:
-            total, each = await self._services.host.ask(count)
+        total, each = await count_on(self._services.host, model, count)
         return JSONResponse({"tokens": total, "context": model.context, "each": each})
 
     def _conversation(self, id: str | None) -> Conversation:

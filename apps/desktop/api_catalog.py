@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.apps.desktop.checks import ConflictError
-from edgeinfer.apps.desktop.offers import importable
+from edgeinfer.apps.desktop.offers import folder_view, importable
 from edgeinfer.apps.desktop.requests import Endpoint, answered, fields, search_text
 from edgeinfer.apps.desktop.services import Services
 from edgeinfer.errors import UsageError
@@ -30,6 +30,7 @@ def catalog_routes(services: Services) -> list[BaseRoute]:
         ("GET", "/offers", api.offers),
         ("POST", "/downloads", api.download),
         ("DELETE", "/downloads/{key}", api.cancel),
+        ("GET", "/folders", api.folder),
         ("POST", "/models/import", api.import_model),
         ("POST", "/models/remove", api.remove),
     )
@@ -59,6 +60,10 @@ class _Catalog:
 
     async def cancel(self, request: Request) -> Response:
         return JSONResponse(asdict(await self._services.downloads.cancel(request.path_params["key"])))
+
+    async def folder(self, request: Request) -> Response:
+        """What of a folder of this machine may be imported; the user's own where none is named."""
+        return JSONResponse(await asyncio.to_thread(folder_view, request.query_params.get("path", "")))
 
     async def import_model(self, request: Request) -> Response:
         """Lists a model that is somewhere on this machine; a checkpoint is converted first."""

@@ -188,7 +188,7 @@ class _Conversations:
             async for content in running.contents():
                 started = time.monotonic()
                 html = await asyncio.to_thread(render_reply, content)
-                yield Event({"id": shown, "html": html, "content": content}, "text")
+                yield Event({"id": shown, "html": html, "content": content, "live": running.live}, "text")
                 took = time.monotonic() - started
                 await running.wait_over(max(_EVERY_S, took / _SHARE))
         whole = await asyncio.to_thread(self._history.conversation, id)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from edgeinfer.apps.desktop.library import Library, Planner, canonical, id_of
+from edgeinfer.apps.desktop.library import Kind, Library, Planner, canonical, file_of, id_of, kind_of
 from edgeinfer.apps.desktop.reading import why_not_apart
 from edgeinfer.apps.desktop.records import ModelChoice
 from edgeinfer.apps.desktop.settings import CONVERSATIONAL, SettingsFile
@@ -59,6 +59,7 @@ class ModelControl:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sampling: Mapping[str, Any] = {}
         self._most_context: int | None = None
+        self._kind: Kind | None = None
         self._not_apart: str | None = None
         # Loads are numbered, so that one which was cancelled before it began does not begin.
         self._number = 0
@@ -129,6 +130,7 @@ class ModelControl:
             "name": shown_name(state.model) if known else None,
             "choice": choice_view(self.choice),
             "most_context": self._most_context if state.status == "ready" else None,
+            "kind": self._kind if state.status == "ready" else None,
             "not_apart": self._not_apart if state.status == "ready" else None,
             "process_bytes": psutil.Process().memory_info().rss,
             "budget_bytes": self._settings.now.memory,
@@ -184,6 +186,7 @@ class ModelControl:
                 self._planner.loaded(loaded.plan)
                 self._sampling = {} if facts is None else facts.sampling
                 self._not_apart = why_not_apart(loaded)
+                self._kind = None if facts is None else kind_of(facts)
                 self._most_context = None if facts is None else facts.context
                 await asyncio.to_thread(self._settings.used, model, default=default)
         except EdgeInferError as error:
@@ -200,7 +203,8 @@ def choice_view(choice: ModelChoice | None) -> dict[str, Any] | None:
     """A choice as the app's API shows it, with the model's id and a name for it."""
     if choice is None:
         return None
-    return dataclasses.asdict(choice) | {"model": id_of(choice.model), "name": shown_name(choice.model)}
+    names = {"name": shown_name(choice.model), "file": file_of(choice.model)}
+    return dataclasses.asdict(choice) | {"model": id_of(choice.model), **names}
 
 
 def _warning() -> str | None:

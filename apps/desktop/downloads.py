@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import edgeinfer
+from edgeinfer import hub
 from edgeinfer.apps.desktop.checks import ConflictError, NotFoundError
 from edgeinfer.apps.desktop.words import error_view
 from edgeinfer.errors import EdgeInferError, StorageError
@@ -46,6 +47,7 @@ class Download:
     Attributes:
         key: of this download.
         id: of the model: a name of the hub or the catalog, or the folder of a checkpoint.
+        name: what people call it.
         stage: what is being done.
         done, total: bytes or steps of the stage; total is 0 before it is known.
         error: what went wrong and what to do, where it failed.
@@ -54,6 +56,7 @@ class Download:
 
     key: str
     id: str
+    name: str = ""
     stage: str = ""
     done: int = 0
     total: int = 0
@@ -87,7 +90,7 @@ class Downloads:
         self._stops: dict[str, threading.Event] = {}
         self._workers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="download")
         for id in unfinished:
-            state = Download(uuid.uuid4().hex, id, status="cancelled")
+            state = Download(uuid.uuid4().hex, id, hub.shown_name(id), status="cancelled")
             self._states[state.key] = state
 
     def publish(self) -> None:
@@ -106,7 +109,7 @@ class Downloads:
                 raise ConflictError(f"{id} is already being downloaded.", "Wait for it, or cancel it.")
             if state.id == id:
                 self._set(dataclasses.replace(state, status="dismissed"))
-        state = Download(uuid.uuid4().hex, id)
+        state = Download(uuid.uuid4().hex, id, hub.shown_name(id))
         self._stops[state.key] = threading.Event()
         self._set(state)
         task = self._tasks[state.key] = asyncio.create_task(self._run(state.key))

@@ -8,6 +8,7 @@ another after it, by what the model takes; plans are corrected by as much."""
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,8 +23,24 @@ from edgeinfer import hub
 from edgeinfer.apps.server.room import with_room
 from edgeinfer.errors import EdgeInferError
 
-__all__ = ["BUILT_IN", "Library", "ListedModel", "Planner", "Source", "canonical", "id_of", "model_of"]
+__all__ = [
+    "BUILT_IN",
+    "Kind",
+    "Library",
+    "ListedModel",
+    "Planner",
+    "Source",
+    "canonical",
+    "file_of",
+    "id_of",
+    "kind_of",
+    "model_of",
+]
 
+# What a model is for, by which the window suggests what to ask it.
+Kind = Literal["stories", "code", "chat", "base"]
+_STORIES = re.compile(r"tales|stor(?:y|ies)", re.IGNORECASE)
+_CODE = re.compile(r"code|coding|devstral|starcoder", re.IGNORECASE)
 Source = Literal["built-in", "bundle", "gguf", "hub", "converted", "imported"]
 
 # How the window names the model that needs no name.
@@ -73,6 +90,23 @@ def canonical(model: str | None) -> str | None:
         if model is not None and path is not None and (path.is_file() or path.is_relative_to(hub.models_folder())):
             return str(path)
     return model
+
+
+def kind_of(facts: edgeinfer.ModelFacts) -> Kind:
+    """What a model is for: by its name, as Qwen's chat models have the tokens of a coding model too, and by whether it
+    was made for conversations."""
+    if _STORIES.search(facts.name) or facts.name == hub.BUILTIN:
+        return "stories"
+    if not facts.chats:
+        return "base"
+    return "code" if _CODE.search(facts.name) else "chat"
+
+
+def file_of(model: str | None) -> str:
+    """What tells a model from others of its name: its file or folder, or the bits of a conversion."""
+    path = Path(model or "")
+    converted = path.parent.parent == hub.models_folder() and re.match(r"(\d+)-bit-", path.name)
+    return f"{converted[1]} bits" if converted else path.name
 
 
 def id_of(model: str | None) -> str:

@@ -15,8 +15,9 @@ import psutil
 import edgeinfer
 from edgeinfer import hub
 from edgeinfer.errors import EdgeInferError, ModelError
+from edgeinfer.hub.ids import first_part, is_gguf_model
 
-__all__ = ["Catalog", "importable"]
+__all__ = ["Catalog", "folder_view", "importable"]
 
 Fit = Literal["yes", "tight", "no"]
 
@@ -28,6 +29,7 @@ _RECOMMENDED = 3
 # Nobody waits an hour for a first impression.
 _MOST_DOWNLOAD = 9_000_000_000
 _CHAT = "chat"
+_MOST_ENTRIES = 500
 _GGUF = ".gguf"
 
 
@@ -108,6 +110,48 @@ def importable(path: str) -> Path:
         hint = "Choose the folder that has config.json and model.safetensors, or a .gguf file."
         raise ModelError(f"{found} contains no model that can be imported.", hint)
     return found
+
+
+def folder_view(path: str) -> dict[str, Any]:
+    """A folder of this machine with what in it may be or hold a model: folders and GGUF files, by name.
+
+    Args:
+        path: of the folder; empty is the user's own.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+    """
+    folder = Path(path).expanduser() if path else Path.home()
+    try:
+        found = sorted(folder.resolve(strict=True).iterdir(), key=lambda entry: entry.name.lower())
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{folder} cannot be opened: {reason}.", "Choose another folder.") from error
+    folder, entries = folder.resolve(), []
+    for entry in found:
+        kind = None if entry.name.startswith(".") else _kind(entry)
+        if kind is not None:
+            entries.append({"name": entry.name, "path": str(entry), "kind": kind, "bytes": _size(entry)})
+    parent = None if folder.parent == folder else str(folder.parent)
+    shown = {"path": str(folder), "name": folder.name or str(folder), "parent": parent, "model": _holds_model(folder)}
+    return shown | {"entries": entries[:_MOST_ENTRIES], "more": max(0, len(entries) - _MOST_ENTRIES)}
+
+
+def _kind(entry: Path) -> Literal["model", "folder"] | None:
+    try:
+        if entry.is_dir():
+            return "model" if _holds_model(entry) else "folder"
+        return "model" if is_gguf_model(entry.name) and first_part(entry.name) else None
+    except OSError:  # one that may not be looked at
+        return None
+
+
+def _holds_model(folder: Path) -> bool:
+    return hub.is_bundle(folder) or hub.is_checkpoint(folder)
+
+
+def _size(entry: Path) -> int | None:
+    return entry.stat().st_size if entry.is_file() else None
 
 
 def _entry(model: edgeinfer.CatalogModel, room: Room) -> dict[str, Any]:

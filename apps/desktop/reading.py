@@ -23,6 +23,7 @@ __all__ = [
     "files_apart",
     "messages_for",
     "stream_behind",
+    "tokens_for",
     "why_not_apart",
     "without_oldest",
 ]
@@ -81,6 +82,21 @@ def messages_for(conversation: Conversation, reply: Message, apart: Sequence[Att
         if (prompt := message.prompt(named)) and not failed:
             turns.append({"role": message.role, "content": prompt})
     return turns
+
+
+def tokens_for(model: Model, conversation: Conversation, reply: Message, kept: Collection[str]) -> int:
+    """Tokens that a model reads before a reply, whether or not the context holds them.
+
+    Args:
+        kept: ids of the files that are kept now.
+
+    Raises:
+        TemplateError: the model takes no such messages.
+    """
+    apart = files_apart(model, conversation, reply.parent, kept)
+    # Each ends with an empty line there.
+    before = sum(len(model.tokenize(f"{file.quoted}\n\n", parse_special=False)) for file in apart)
+    return before + len(model.tokenize_chat(messages_for(conversation, reply, apart), begun=reply.content))
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,14 @@ class ReplyFailure:
     Attributes:
         code: for programs, such as "context_full".
         minimum_bytes: the smallest budget that would do, where memory was short.
+        tokens: of the conversation, where the context does not hold it.
     """
 
     message: str
     hint: str = ""
     code: str = "error"
     minimum_bytes: int | None = None
+    tokens: int | None = None
 
     @classmethod
     def of(cls, data: object) -> Self:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgeinfer.apps.desktop.checks import ConflictError, NoModelError
 from edgeinfer.apps.desktop.history import History
@@ -22,6 +22,7 @@ from edgeinfer.apps.desktop.reading import (
     files_apart,
     messages_for,
     stream_behind,
+    tokens_for,
     without_oldest,
 )
 from edgeinfer.apps.desktop.records import Attachment, Conversation, Figures, Message, ReplyFailure, Status
@@ -30,8 +31,12 @@ from edgeinfer.apps.desktop.words import hint_of
 from edgeinfer.apps.server.host import HostReply, ModelHost
 from edgeinfer.errors import BudgetError, ContextLengthError, EdgeInferError, UsageError
 
-__all__ = ["ConversationReplies", "RunningReply"]
+if TYPE_CHECKING:
+    from edgeinfer import Model
 
+__all__ = ["ConversationReplies", "RunningReply", "count_on"]
+
+_T = TypeVar("_T")
 _log = logging.getLogger("edgeinfer.desktop")
 
 # How often a growing reply is written to the disk.
@@ -51,6 +56,10 @@ class RunningReply:
         self._pieces = [message.content]
         self._grown = asyncio.Event()
         self._reply: HostReply | None = None
+        self._prompt: int | None = None
+        self._context: int | None = None
+        self._tokens = 0
+        self._first = self._latest = 0.0
         self._over = asyncio.Event()
 
     @property
@@ -64,10 +73,26 @@ class RunningReply:
         self._pieces = ["".join(self._pieces)]
         return self._pieces[0]
 
-    def add(self, text: str) -> None:
-        """Adds text to the message."""
-        self._pieces.append(text)
-        self._tell()
+    @property
+    def live(self) -> dict[str, Any]:
+        """What is known of it while it is made, in the words of its figures; the prompt's tokens may be unknown."""
+        lasted = self._latest - self._first
+        speed = (self._tokens - 1) / lasted if self._tokens > 1 and lasted > 0 else 0.0
+        counts = {"prompt_tokens": self._prompt, "completion_tokens": self._tokens, "context": self._context}
+        return counts | {"tokens_per_second": round(speed, 3)}
+
+    def read(self, prompt: int | None, context: int) -> None:
+        """Notes the tokens that the model reads first, and how many its context holds."""
+        self._prompt, self._context = prompt, context
+
+    def add(self, text: str, tokens: int) -> None:
+        """Adds text to the message, and counts its tokens."""
+        self._latest = time.monotonic()
+        self._first = self._first or self._latest
+        self._tokens += tokens
+        if text:
+            self._pieces.append(text)
+            self._tell()
 
     def attach(self, reply: HostReply) -> None:
         """Keeps the host's reply, to be able to stop it."""
@@ -195,6 +220,8 @@ class ConversationReplies:
             figures = await self._make(whole, running)
             cut = running.stopped or figures is None or figures.finish_reason == "cancelled"
             status = "complete" if not cut else "stopped" if running.stopped and not self._closing else "interrupted"
+        except ContextLengthError as error:
+            failure = await self._too_long(error, conversation, running)
         except EdgeInferError as error:
             failure = _failure(error)
         except Exception as error:  # whatever it is, it is this reply's; the app goes on
@@ -227,9 +254,11 @@ class ConversationReplies:
             context = model.context
             if apart := files_apart(model, whole, running.message.parent, kept):
                 asked = messages_for(whole, running.message, apart)
+                running.read(None, context)
                 return stream_behind(model, apart, asked, lambda: self._ends(running), begun=begun, **options)
             given = fitted if fitted is not None and model is tokenized_by else fit(model)
             left_out = given.left_out
+            running.read(len(given.tokens), context)
             return model.stream_chat(given.messages, begun=begun, tokens=given.tokens, **options)
 
         await running.unless_stopped(self._ready())
@@ -247,8 +276,7 @@ class ConversationReplies:
             written = time.monotonic() - _KEEP_S
             with contextlib.suppress(ReadingEndedError):
                 async for chunk in reply:
-                    if chunk.text:
-                        running.add(chunk.text)
+                    running.add(chunk.text, len(chunk.token_ids))
                     if time.monotonic() - written >= _KEEP_S:
                         await self._keep(running)
                         written = time.monotonic()
@@ -296,6 +324,19 @@ class ConversationReplies:
             raise ReadingEndedError("The file was not read to its end.", "Try again.")
         return use.tokens
 
+    async def _too_long(self, error: ContextLengthError, conversation: str, running: RunningReply) -> ReplyFailure:
+        """What is kept of a conversation that the context does not hold: how many tokens it takes, exactly."""
+        failure, model = dataclasses.replace(_failure(error), code="context_full"), self._host.model
+        with contextlib.suppress(EdgeInferError):
+            whole = await asyncio.to_thread(self._history.conversation, conversation)
+            kept = await asyncio.to_thread(self._history.attachments.kept_ids)
+            if model is not None:
+                tokens = await count_on(self._host, model, lambda m: tokens_for(m, whole, running.message, kept))
+                if tokens >= model.context:
+                    said = f"This chat takes {tokens:,} tokens, and the context holds {model.context:,}."
+                    return dataclasses.replace(failure, message=said, hint="", tokens=tokens)
+        return failure
+
     async def _keep(self, running: RunningReply) -> None:
         """Writes what there is; a disk that is full now may not be when the reply ends."""
         try:
@@ -304,11 +345,14 @@ class ConversationReplies:
             _log.warning("a reply could not be kept: %s", error)
 
 
+async def count_on(host: ModelHost, model: Model, question: Callable[[Any], _T]) -> _T:
+    """Asks a model what texts are in tokens, without waiting for its replies where it need not."""
+    return await asyncio.to_thread(question, model) if model.tokenizes_beside else await host.ask(question)
+
+
 def _failure(error: EdgeInferError) -> ReplyFailure:
     """Returns an error as it is kept with the message."""
     failure = ReplyFailure(error.message, hint_of(error.hint), getattr(error, "code", None) or "error")
-    if isinstance(error, ContextLengthError):
-        return dataclasses.replace(failure, code="context_full")
     if isinstance(error, BudgetError):
         return dataclasses.replace(failure, code="memory_short", minimum_bytes=error.minimum_bytes or None)
     return failure

@@ -6,12 +6,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import edgeinfer
-from edgeinfer.apps.desktop.library import Library
+from edgeinfer.apps.desktop.library import Library, kind_of
 from edgeinfer.apps.server import host
 from tests.apps.desktop.served import Window, served
 from tests.speculation import BUILTIN, needs_builtin
@@ -183,6 +184,8 @@ def test_models_and_what_they_need(window: Window) -> None:
     found = {Path(model["id"]).name: model for model in window.call("GET", "/models")["models"]}
     assert set(found) == {"built-in", "mine", "broken", "odd.gguf"}
     mine = found["mine"]
+    # Another has its name, so it says where it is.
+    assert mine["place"].endswith("mine") and found["broken"]["place"] == found["built-in"]["place"] == ""
     assert (mine["source"], mine["name"], mine["context"], mine["error"]) == ("bundle", "tales", 1024, None)
     assert 0 < mine["minimum_bytes"] <= mine["planned_bytes"] + 4_000_000
     assert mine["bytes"] == found["built-in"]["bytes"] > 0
@@ -274,12 +277,12 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         first, second = window.new(), window.new()
         assert window.call("GET", f"/conversations/{first}")["choice"] is None
         window.ask(first, "Hi")
-        usual = {"model": "built-in", "name": "tales", "memory": None, "context": None}
+        usual = {"model": "built-in", "name": "tales", "file": "", "memory": None, "context": None}
         assert window.call("GET", f"/conversations/{first}")["choice"] == usual
         body = {"model": mine, "memory": None, "context": 256, "conversation": second, "default": False}
         loading = window.call("POST", "/model/load", body, status=202)
-        own = {"model": mine, "name": "mine", "memory": None, "context": 256}
-        assert (loading["choice"], loading["name"]) == (own, "mine")
+        own = {"model": mine, "name": "tales", "file": "mine", "memory": None, "context": 256}
+        assert (loading["choice"], loading["name"]) == (own, "tales")
         assert window.wait("model", status="ready", id=mine)["most_context"] == 1024
         window.ask(second, "Hi")
         # Neither new conversations nor the other one are any different for it.
@@ -291,7 +294,8 @@ def test_a_conversation_keeps_its_own_model(tmp_path: Path) -> None:
         chosen = {"model": mine, "memory": 10**9, "context": 512}
         assert window.call("PATCH", f"/conversations/{first}", {"choice": chosen})["choice"] == {
             **chosen,
-            "name": "mine",
+            "name": "tales",
+            "file": "mine",
         }
     with served(tmp_path, settings=SETTINGS) as window:
         assert window.wait("model", status="ready")["id"] == "built-in"
@@ -345,3 +349,41 @@ def test_events_begin_with_the_present_state(window: Window) -> None:
 
 def test_a_large_file_is_refused(window: Window) -> None:
     assert window.http.post("/app/api/import", content=b" " * 17_000_000).status_code == 413
+
+
+def test_a_model_is_suggested_what_it_is_for(tmp_path: Path) -> None:
+    def facts(name: str, chats: bool) -> Any:
+        return SimpleNamespace(name=name, chats=chats)
+
+    for name, chats, kind in (
+        ("tales", True, "stories"),
+        ("stories260K", False, "stories"),
+        ("qwen2.5-coder-0.5b-instruct-q4_k_m", True, "code"),
+        ("granite-3b-code-instruct", True, "code"),
+        ("CodeLlama-7b", False, "base"),
+        ("gemma3-270m-q4_k_m", False, "base"),
+        ("smollm2-135m-instruct-q4_1", True, "chat"),
+        ("Qwen3-0.6B", True, "chat"),
+    ):
+        assert kind_of(facts(name, chats)) == kind, name
+
+
+def test_folders_are_listed_to_choose_a_model_in(window: Window, tmp_path: Path) -> None:
+    (tmp_path / "inner" / ".hidden").mkdir(parents=True)
+    for name in ("Model.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "mmproj-x.gguf", "notes.txt"):
+        (tmp_path / "inner" / name).write_bytes(b"xy")
+    (tmp_path / "inner" / "checkpoint").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "inner" / "checkpoint" / name).touch()
+    shown = window.call("GET", f"/folders?path={tmp_path}")
+    assert (shown["path"], shown["parent"]) == (str(tmp_path.resolve()), str(tmp_path.resolve().parent))
+    assert [(entry["name"], entry["kind"]) for entry in shown["entries"]] == [("inner", "folder")]
+    inner = window.call("GET", f"/folders?path={shown['entries'][0]['path']}")
+    assert [(entry["name"], entry["kind"], entry["bytes"]) for entry in inner["entries"]] == [
+        ("big-00001-of-00002.gguf", "model", 2),
+        ("checkpoint", "model", None),
+        ("Model.gguf", "model", 2),
+    ]
+    assert window.call("GET", "/folders")["path"] == str(Path.home().resolve())
+    for wrong in (tmp_path / "none", tmp_path / "inner" / "notes.txt"):
+        assert "cannot be opened" in window.refused("GET", f"/folders?path={wrong}", status=409, code="model")

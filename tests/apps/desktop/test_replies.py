@@ -182,9 +182,16 @@ def test_continue_goes_on_with_the_same_text(window: Window, model: edgeinfer.Mo
 
 def test_full_context(window: Window) -> None:
     id = window.new()
-    failed = window.ask(id, "word " * 2000)
-    assert (failed["status"], failed["error"]["code"], failed["content"]) == ("error", "context_full", "")
-    assert failed["error"]["hint"].startswith("Shorten it, leave out older messages")
+    context = window.wait("model", status="ready")["context"]
+    draft = {"conversation": id, "parent": None, "attachments": []}
+    # So long that it is refused before all of it is tokens, and only a little too long.
+    for content in ("word " * 9000, "word " * 1100):
+        failed = window.ask(id, content)
+        error = failed["error"]
+        assert (failed["status"], error["code"], failed["content"]) == ("error", "context_full", "")
+        # What it takes is counted exactly, as before it is sent.
+        assert error["tokens"] == window.call("POST", "/tokens", draft | {"content": content})["tokens"] > context
+        assert error["message"] == f"This chat takes {error['tokens']:,} tokens, and the context holds {context:,}."
     # What failed is no part of what comes after.
     done = window.ask(id, "Tell me a story.", failed["id"])
     assert done["status"] == "complete"

@@ -63,6 +63,7 @@ export const unloadModel = () => call("POST", "/model/unload");
 export const getCatalog = () => call("GET", "/catalog");
 export const searchHub = (text) => call("GET", `/hub?search=${encodeURIComponent(text)}`);
 export const getOffers = (name) => call("GET", `/offers?name=${encodeURIComponent(name)}`);
+export const getFolder = (path) => call("GET", `/folders?path=${encodeURIComponent(path)}`);
 export const importModel = (path) => call("POST", "/models/import", { body: { path } });
 export const removeModel = (id) => call("POST", "/models/remove", { body: { id } });
 export const startDownload = (id) => call("POST", "/downloads", { body: { id } });

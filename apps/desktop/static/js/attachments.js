@@ -1,17 +1,16 @@
-// The files of the message that is being written: attached by button, drop or paste, counted in tokens, removed.
+// The files of the message that is being written: attached by button, drop or paste, kept for later, removed.
 
 import * as api from "./api.js";
-import { announce, h, icon, iconButton } from "./dom.js";
+import { countSoon, tokensOf } from "./counting.js";
+import { announce, h, iconButton } from "./dom.js";
 import { chip, isKept } from "./files.js";
-import { count, size } from "./format.js";
+import { size } from "./format.js";
 import { createKept, refreshKept } from "./kept.js";
-import { openModels } from "./models.js";
 import { follow, get } from "./store.js";
 import { report, toast } from "./toast.js";
 
 const MOST = 10;
 const MOST_BYTES = 16e6;
-const COUNT_WAIT_MS = 300;
 // Shorter files are read again as quickly.
 const WORTH_KEEPING_TOKENS = 256;
 const KINDS = ".txt,.md,.markdown,.csv,.tsv,.json,.xml,.html,.log,.py,.js,.ts,.c,.h,.cpp,.java,.rs,.go,.sh,.yaml,.yml,.toml,.ini,.tex,.srt,.pdf,text/*,application/pdf";
@@ -21,33 +20,26 @@ let files = [];
 let reading = new Map();
 // Files that the model is reading, to keep them: what ends that, by id.
 const keeping = new Map();
-let use = null;
-let wait = 0;
-let counting = null;
 let key = null;
 let changed = () => {};
-let textOf = () => "";
 
 /** Makes the row of chips and the button; `onchange` is called when what can be sent may have changed. */
-export function createAttachments({ onchange, text }) {
+export function createAttachments({ onchange }) {
   changed = onchange;
-  textOf = text;
   const chips = h("ul", { class: "chips", "aria-label": "Attached files", hidden: true });
-  const note = h("div", { class: "chips-note", role: "status", hidden: true });
   const input = h("input", { type: "file", multiple: true, accept: KINDS, hidden: true, "aria-label": "Files to attach" });
   input.addEventListener("change", () => {
     attach([...input.files]);
     input.value = "";
   });
   const button = iconButton("attach", "Attach files", () => input.click(), { title: "Attach text or PDF files" });
-  parts = { chips, note };
+  parts = { chips };
   enableDropping();
-  follow(["model"], countSoon);
   follow(["kept"], ({ kept }) => {
     if (kept) setFiles(files.filter((file) => !file.document || isKept(file)));
   });
   const keptButton = createKept({ attach: attachKept, holds: (id) => files.some((file) => file.id === id) });
-  return { chips, note, button, input, kept: keptButton };
+  return { chips, button, input, kept: keptButton };
 }
 
 let parts = null;
@@ -123,16 +115,6 @@ export function attached() {
   return reading.size || files.some(({ id }) => keeping.has(id)) ? null : files;
 }
 
-/** Whether the message fits into the context, as far as that is known. */
-export function fits() {
-  return !files.length || !use?.context || use.tokens < use.context;
-}
-
-/** Tokens that the message takes with its files; null where it has none. */
-export function draftUse() {
-  return files.length && use?.context ? { used: use.tokens, holds: use.context } : null;
-}
-
 /** Takes the files off the draft, which is being sent; `restore` puts them back. */
 export function take() {
   const taken = files;
@@ -147,34 +129,11 @@ export function showDraft(wanted, { fresh }) {
   if (!fresh) setFiles(kept(key));
 }
 
-/** Counts again once the user has paused. */
-export function countSoon() {
-  clearTimeout(wait);
-  counting?.abort();
-  if (files.length) wait = setTimeout(countNow, COUNT_WAIT_MS);
-  else use = null;
-}
+/** The files of the draft, but for those that are still being read. */
+export const draftFiles = () => files;
 
-async function countNow() {
-  counting = new AbortController();
-  const own = counting;
-  const { conversation } = get();
-  const draft = {
-    conversation: conversation?.id ?? null,
-    parent: conversation?.leaf ?? null,
-    content: textOf(),
-    attachments: files.map(({ id }) => id),
-  };
-  try {
-    const counted = await api.countTokens(draft, own.signal);
-    if (counting !== own) return;
-    use = counted;
-    show({ recount: false });
-  } catch (failure) {
-    // A draft's file may have been removed by another window; sending says so.
-    if (failure.name !== "AbortError" && failure.status !== 404) report(failure);
-  }
-}
+/** Shows the files again: it has been counted what they take. */
+export const showFiles = () => show({ recount: false });
 
 function setFiles(wanted) {
   files = wanted;
@@ -184,7 +143,7 @@ function setFiles(wanted) {
 function show({ recount = true } = {}) {
   keep(key, files);
   if (recount) countSoon();
-  const { chips, note } = parts;
+  const { chips } = parts;
   const waiting = [...reading.values()].filter((own) => own.key === key);
   chips.hidden = !files.length && !waiting.length;
   chips.replaceChildren(
@@ -193,17 +152,13 @@ function show({ recount = true } = {}) {
       chip({ name: own.file.name }, { state: "Reading…", remove: () => own.stop.abort() }),
     ),
   );
-  const said = files.length && use?.context ? noteOf(use) : [];
-  note.hidden = !said.length;
-  note.classList.toggle("full", !fits());
-  note.replaceChildren(...said);
   changed();
 }
 
 function draftChip(file) {
   const stop = keeping.get(file.id);
   if (stop) return chip(file, { state: "The model reads it…", remove: () => stop.abort() });
-  const tokens = file.tokens ?? use?.each[file.id];
+  const tokens = file.tokens ?? tokensOf(file.id);
   const worth = !file.document && tokens >= WORTH_KEEPING_TOKENS;
   const why = worth && get().model?.not_apart;
   return chip(file, {
@@ -212,14 +167,6 @@ function draftChip(file) {
     keep: worth && !why && (() => keepForLater(file)),
     note: why && `It cannot be kept for later conversations. ${why}`,
   });
-}
-
-function noteOf({ tokens, context }) {
-  const soFar = get().conversation ? ", with the conversation so far" : "";
-  const takes = `This message takes ${count(tokens)} of ${count(context)} tokens${soFar}`;
-  if (tokens < context) return [`${takes}.`];
-  const larger = h("button", { type: "button", class: "link-button", onclick: () => openModels(get().model?.id) }, "choose a larger context");
-  return [icon("warning"), h("span", {}, `${takes}. Remove a file, or `, larger, ".")];
 }
 
 const kept = (draft) => JSON.parse(sessionStorage.getItem(`files:${draft}`) ?? "[]");

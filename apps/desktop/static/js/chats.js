@@ -94,10 +94,10 @@ function put(id, messages, fields = {}) {
 
 function watch(id) {
   followReply(id, {
-    text({ id: which, html, content }) {
+    text({ id: which, html, content, live }) {
       const shown = get().conversation;
       const message = shown?.id === id && find(shown, which);
-      if (message) put(id, [{ ...message, html, content, status: "replying" }]);
+      if (message) put(id, [{ ...message, html, content, live, status: "replying" }]);
     },
     end(message) {
       const shown = get().conversation;

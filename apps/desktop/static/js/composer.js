@@ -2,6 +2,7 @@
 
 import * as draft from "./attachments.js";
 import { addressed, send, stop } from "./chats.js";
+import { countSoon, createCounting, draftUse, fits, isPending } from "./counting.js";
 import { h, icon, svg } from "./dom.js";
 import { contextUse } from "./figures.js";
 import { count } from "./format.js";
@@ -34,11 +35,16 @@ export function createComposer() {
   const showAll = () => {
     show(button);
     showMeter(meter);
-    if (waiting && !isConnecting()) submit();
+    if (waiting && !mustWait()) submit();
   };
-  const files = draft.createAttachments({ onchange: showAll, text: () => field.value.trim() });
+  const counted = () => {
+    draft.showFiles();
+    showAll();
+  };
+  const note = createCounting({ written: () => ({ content: field.value.trim(), files: draft.draftFiles() }), onchange: counted });
+  const files = draft.createAttachments({ onchange: showAll });
   const row = h("div", { class: "row" }, files.button, files.input, files.kept, meter.element, h("span", { class: "spacer" }), button);
-  const form = h("form", { class: "composer" }, files.chips, field, files.note, row);
+  const form = h("form", { class: "composer" }, files.chips, field, note, row);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (get().conversation?.replying) stop();
@@ -51,7 +57,7 @@ export function createComposer() {
     waiting = false;
     remember();
     show(button);
-    draft.countSoon();
+    countSoon();
   });
   field.addEventListener("keydown", onKey);
   field.addEventListener("paste", (event) => {
@@ -62,6 +68,8 @@ export function createComposer() {
   });
   document.getElementById("dock").append(form);
   follow(["conversation", "opening", "model", "link"], showAll);
+  follow(["model"], countSoon);
+  followReplies();
   followDraft();
 }
 
@@ -73,8 +81,11 @@ export function focusComposer() {
 function showMeter(meter) {
   const { conversation, model } = get();
   const shown = conversation ? path(conversation) : [];
-  meter.show(draft.draftUse() ?? contextUse(shown, model), model, shown.length > 0);
+  meter.show(draftUse() ?? contextUse(shown, model), model, shown.length > 0);
 }
+
+/** Whether sending has to wait: for the server, or for the count of a message that may be too long. */
+const mustWait = () => isConnecting() || isPending();
 
 /** Whether the server and the conversation that the address names are still to be heard of. */
 function isConnecting() {
@@ -95,7 +106,7 @@ function canSend() {
     !sending &&
     written &&
     files !== null &&
-    draft.fits()
+    fits()
   );
 }
 
@@ -112,7 +123,7 @@ function show(button) {
 }
 
 async function submit() {
-  waiting = isConnecting();
+  waiting = mustWait();
   if (waiting || !canSend()) return;
   const content = field.value.trim();
   sending = true;
@@ -139,6 +150,16 @@ function onKey(event) {
 function write(text) {
   field.value = text;
   field.dispatchEvent(new Event("input"));
+}
+
+/** What is written while a reply is made is counted behind it. */
+function followReplies() {
+  let before = null;
+  follow(["conversation"], ({ conversation }) => {
+    const now = conversation?.replying ?? null;
+    if (before && !now) countSoon();
+    before = now;
+  });
 }
 
 const draftKey = () => `draft:${get().conversation?.id ?? addressed() ?? ""}`;

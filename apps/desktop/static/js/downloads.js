@@ -1,7 +1,8 @@
-// Models that are being fetched or imported, beside those that are here, and the form that imports one from the disk.
+// Models that are being fetched or imported, next to those that are here, and the form that imports one from the disk.
 
 import * as api from "./api.js";
 import { refreshCatalog } from "./catalog.js";
+import { createBrowser } from "./browse.js";
 import { h, icon } from "./dom.js";
 import { createFetch } from "./fetching.js";
 import { noteDownload } from "./live.js";
@@ -16,7 +17,7 @@ export function createDownloads({ finished, use }) {
   let first = true;
   follow(["downloads"], ({ downloads }) => {
     for (const download of downloads) {
-      const view = views.get(download.id) ?? createView(download.id, use);
+      const view = views.get(download.id) ?? createView(download, use);
       views.set(download.id, view);
       view.update();
       const listed = ["running", "failed", "cancelled"].includes(download.status);
@@ -28,20 +29,18 @@ export function createDownloads({ finished, use }) {
       if (first) continue;
       refreshCatalog();
       finished();
-      const { id, model } = download;
-      toast(`${nameOf(id)} is ready.`, { action: "Use it", forMs: 15000, onaction: () => use(model) });
+      const { name, model } = download;
+      toast(`${name} is ready.`, { action: "Use it", forMs: 15000, onaction: () => use(model) });
     }
     first = !downloads.length && first;
   });
   return list;
 }
 
-const nameOf = (id) => id.split(/[\\/]/).filter(Boolean).at(-1);
-
-function createView(id, use) {
+function createView({ id, name }, use) {
   const fetch = createFetch({ id, use });
   const dismiss = h("span", {});
-  const element = h("div", { class: "download" }, h("span", { class: "name", title: id }, nameOf(id)), fetch.element, dismiss);
+  const element = h("div", { class: "download" }, h("span", { class: "name", title: id }, name), fetch.element, dismiss);
   return { element, update: fetch.update };
 }
 
@@ -50,25 +49,13 @@ export function createImport(imported) {
   const field = h("input", {
     class: "input",
     id: "import-path",
-    placeholder: "/path/to/model.gguf or a folder",
+    placeholder: "Or type a path",
     autocomplete: "off",
     autocapitalize: "off",
     spellcheck: "false",
   });
   const note = h("small", {}, "A .gguf file is used where it is. A checkpoint's folder is converted into a copy.");
-  const choose = h("span", { class: "choosers" });
-  const form = h(
-    "form",
-    { class: "import", hidden: true },
-    h("label", { for: "import-path" }, "Import a model from this computer"),
-    h("div", { class: "row" }, field, h("button", { type: "submit", class: "button" }, "Import")),
-    choose,
-    note,
-  );
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const path = field.value.trim();
-    if (!path) return;
+  const bring = async (path) => {
     try {
       const { id, download } = await api.importModel(path);
       if (download) noteDownload(download);
@@ -78,6 +65,22 @@ export function createImport(imported) {
     } catch (failure) {
       report(failure);
     }
+  };
+  const browser = createBrowser(bring);
+  const choose = h("span", { class: "choosers" });
+  const form = h(
+    "form",
+    { class: "import", hidden: true },
+    h("label", { for: "import-path" }, "Import a model from this computer"),
+    choose,
+    browser.element,
+    h("div", { class: "row" }, field, h("button", { type: "submit", class: "button" }, "Import")),
+    note,
+  );
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const path = field.value.trim();
+    if (path) bring(path);
   });
   const opener = h(
     "button",
@@ -87,8 +90,8 @@ export function createImport(imported) {
       onclick() {
         form.hidden = !form.hidden;
         if (form.hidden) return;
-        offerDialogs(choose, field);
-        field.focus();
+        offerDialogs(choose, bring);
+        browser.open();
       },
     },
     icon("folder"),
@@ -98,7 +101,7 @@ export function createImport(imported) {
 }
 
 /** In a window of its own the app can open the system's dialogs of files and folders. */
-function offerDialogs(place, field) {
+function offerDialogs(place, bring) {
   const bridge = window.pywebview?.api;
   if (!bridge?.choose_file || place.childElementCount) return;
   const button = (text, choose) =>
@@ -108,8 +111,8 @@ function offerDialogs(place, field) {
         type: "button",
         class: "button small",
         async onclick() {
-          field.value = (await choose()) || field.value;
-          field.focus();
+          const path = await choose();
+          if (path) bring(path);
         },
       },
       text,

@@ -7,8 +7,11 @@ import { noteDownload } from "./live.js";
 import { get } from "./store.js";
 import { report } from "./toast.js";
 
-// The name in "Downloading owner/name" is told beside it already.
+// The name in "Downloading owner/name" is shown next to it already.
 const NAME = / (\S+\/\S+)/;
+const PATH = / (?:~|\/|[A-Za-z]:[\\/]).*?(?= to \d|$)/;
+/** Whether what is fetched is on this computer already. */
+const isPath = (id) => /^(?:~|\/|[A-Za-z]:[\\/])/.test(id);
 // The stage that counts bytes; others count steps.
 const BYTES = "Downloading";
 
@@ -52,11 +55,12 @@ export function createFetch({ id, path, refusal, label = "Download", use }) {
   };
 }
 
-function showProgress({ stage, done, total }, bar, state) {
+function showProgress({ id, stage, done, total }, bar, state) {
   bar.show(total > 0 ? done / total : null);
   const bytes = stage.startsWith(BYTES);
   const amount = !total ? "" : bytes ? `${size(done)} of ${size(total)}` : `${Math.floor((100 * done) / total)}%`;
-  state.textContent = [stage.replace(NAME, "") || "Asking the hub", amount].filter(Boolean).join(", ");
+  const first = isPath(id) ? "Reading the folder" : "Asking the hub";
+  state.textContent = [stage.replace(isPath(id) ? PATH : NAME, "") || first, amount].filter(Boolean).join(", ");
 }
 
 function still(download, { id, path, refusal, label, use }) {

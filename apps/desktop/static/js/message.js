@@ -4,7 +4,7 @@ import * as chats from "./chats.js";
 import { h, icon, iconButton } from "./dom.js";
 import { createEditor } from "./editor.js";
 import { chip } from "./files.js";
-import { cutShort, figuresOf, filledContext } from "./figures.js";
+import { cutShort, figuresOf, filledContext, liveFiguresOf } from "./figures.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
 const COPIED_MS = 1600;
@@ -25,7 +25,7 @@ export function createMessage(role) {
     if (same) return;
     const restyled =
       !view.message || view.message.status !== message.status || view.message.figures !== message.figures;
-    const rebuilt = restyled || view.last !== last || view.busy !== busy || view.versions.length !== versions.length;
+    const rebuilt = restyled || view.message.live !== message.live || view.last !== last || view.busy !== busy || view.versions.length !== versions.length;
     const textual = view.message?.html !== message.html || restyled;
     Object.assign(view, { message, last, busy, versions });
     element.dataset.id = message.id;
@@ -138,12 +138,14 @@ function line(kind, text, hint, button) {
 
 function footOf(view) {
   const { message, versions, busy } = view;
-  if (message.status === "replying") return [];
+  const replying = message.status === "replying";
+  const said = replying ? liveFiguresOf(message) : figuresOf(message);
   const figures = h(
     "div",
     { class: "figures" },
-    figuresOf(message).map(([text, title]) => h("span", { title }, text)),
+    said.map(([text, title]) => h("span", { title }, text)),
   );
+  if (replying) return [figures];
   const parts = [branches(message, versions, busy), actions(view)];
   return message.role === "user" ? parts.reverse() : [...parts, figures];
 }

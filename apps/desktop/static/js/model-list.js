@@ -71,12 +71,6 @@ function entry(model, selected, present, onclick) {
     h("span", { class: "top" }, h("span", { class: "name" }, model.name), state && h("span", { class: "tag" }, state)),
     model.place && h("span", { class: "facts" }, model.place),
     h("span", { class: "facts" }, facts),
-    model.error
-      ? h("span", { class: "broken" }, model.error.message ?? model.error)
-      : h(
-          "span",
-          { class: "needs" },
-          model.planned_bytes ? `Needs ${size(model.planned_bytes)}, at least ${size(model.minimum_bytes)}` : "",
-        ),
+    model.error && h("span", { class: "broken" }, model.error.message ?? model.error),
   );
 }

@@ -266,7 +266,7 @@ async function planNow() {
   try {
     const plan = await api.plan({ model: wanted.model.id, memory: wanted.memory, context: wanted.context }, own.signal);
     if (asking !== own) return;
-    parts.view.show(plan, get().machine);
+    parts.view.show(asLoaded(plan), get().machine);
     parts.load.disabled = !plan.fits;
   } catch (failure) {
     if (failure.name === "AbortError" || asking !== own) return;
@@ -274,6 +274,15 @@ async function planNow() {
     parts.load.disabled = true;
   }
   parts.plan.classList.remove("stale");
+}
+
+/** A plan, with what the model was loaded with where it is loaded like that: a process changes a little meanwhile. */
+function asLoaded(plan) {
+  const { model } = get();
+  const { choice, planned_bytes } = model ?? {};
+  const { memory, context } = wanted;
+  const same = model?.status === "ready" && model.id === wanted.model.id && choice?.memory === memory && choice?.context === context;
+  return same ? { ...plan, planned_bytes } : plan;
 }
 
 async function load() {

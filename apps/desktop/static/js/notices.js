@@ -4,12 +4,14 @@ import * as api from "./api.js";
 import { withSlack } from "./budget.js";
 import { adopt, goOn, regenerate, show as showConversation, update } from "./chats.js";
 import { h, icon, progressBar } from "./dom.js";
-import { contextIsFull, largerContext } from "./figures.js";
+import { replyRoom } from "./counting.js";
+import { contextIsFull, fittingContext, isTooLong, largerContext } from "./figures.js";
 import { isKept } from "./files.js";
 import { count, size } from "./format.js";
+import { loadContext } from "./growing.js";
 import { openModels } from "./models.js";
 import { change, follow, get } from "./store.js";
-import { report, toast } from "./toast.js";
+import { report } from "./toast.js";
 import { path } from "./tree.js";
 
 const BANNERS = {
@@ -36,11 +38,12 @@ export function createNotices() {
   });
 }
 
-const NOTICES = { empty, loading: () => null, failed, other, full, scarce };
+const NOTICES = { empty, loading: () => null, failed, other, long, full, scarce };
 
 function kindOf(model, conversation) {
   if (NOTICES[model.status]) return model.status;
   if (usesAnother(conversation, model)) return "other";
+  if (conversation && isTooLong(path(conversation), model)) return "long";
   if (conversation && contextIsFull(path(conversation), model)) return "full";
   return model.warning ? "scarce" : null;
 }
@@ -72,7 +75,7 @@ function empty(_, conversation) {
     "empty",
     "chip",
     "No model is loaded",
-    own ? `This chat uses ${described(own)}.` : "Nothing is kept in memory until you choose one.",
+    own ? `This chat used ${described(own)}.` : "Nothing is kept in memory until you choose one.",
     own && button(`Load ${own.name}`, () => load(own), "primary"),
     button("Choose a model", () => openModels(), own ? "" : "primary"),
   );
@@ -82,23 +85,25 @@ function empty(_, conversation) {
 function other(model, conversation) {
   const { choice: own } = conversation;
   const same = own.model === model.choice.model;
+  const alike = !same && own.name === model.choice.name;
+  const called = (choice) => (alike && choice.file ? `${choice.name} (${choice.file})` : choice.name);
   return notice(
     "other",
     "chip",
-    same ? `This chat uses ${own.name} with other settings` : `This chat uses ${own.name}`,
+    same ? "This chat used other settings" : `This chat used ${called(own)}`,
     same
-      ? `It uses ${described(own)}; now it is ${settingsOf(model.choice)}.`
-      : `${model.name} is loaded. Loading ${described(own)} takes its place.`,
-    button(same ? "Load again" : `Load ${own.name}`, () => load(own), "primary"),
-    button(same ? "Keep the current settings" : `Continue with ${model.name}`, () => adopt(conversation.id, model.choice)),
+      ? `${own.name} had ${settingsOf(own)}. Now it has ${settingsOf(model.choice)}.`
+      : `${called(model.choice)} is loaded now. Only one model is in memory at a time.`,
+    button(same ? "Load again" : "Load it", () => load(own), "primary"),
+    button(same ? "Stay with the current settings" : `Stay with ${called(model.choice)}`, () => adopt(conversation.id, model.choice)),
   );
 }
 
 const described = (choice) => `${choice.name} with ${settingsOf(choice)}`;
 
 function settingsOf({ memory, context }) {
-  const held = context ? `${count(context)} tokens of context` : "an automatic context";
-  return `${held} and ${memory ? `a memory budget of ${size(memory)}` : "no memory limit"}`;
+  const window = context ? `${count(context)} tokens of context` : "an automatic context";
+  return memory ? `${window} and a memory budget of ${size(memory)}` : window;
 }
 
 /** Loads what a conversation uses; new chats go on with the model they had. */
@@ -128,11 +133,33 @@ function failed(model) {
   );
 }
 
+/** The last message does not fit; how long the conversation is with it has been counted. */
+function long(model, conversation) {
+  const branch = path(conversation);
+  const { tokens } = branch.at(-1).error;
+  const larger = tokens ? fittingContext(tokens, model, replyRoom()) : largerContext(model);
+  const takes = tokens ? `This chat takes ${count(tokens)} tokens` : "This chat takes more tokens than that";
+  const most = larger ? "" : `, which is the most that ${model.name} holds`;
+  return notice(
+    "full",
+    "warning",
+    "The message is too long",
+    `${takes}; the context holds ${count(model.context)}${most}.`,
+    larger && button(`Load with ${count(larger)} tokens`, () => continueWith(larger, conversation), "primary"),
+    branch.length > 2 && canLeaveOut(model, conversation) && button("Leave out the oldest", () => leaveOut(conversation)),
+    button("New chat", () => showConversation(null), larger ? "" : "primary"),
+  );
+}
+
+/** Whether the oldest messages could be left out, and are not yet. */
+function canLeaveOut(model, conversation) {
+  const forgets = { ...get().settings?.options, ...conversation.options }.when_full === "leave_out_oldest";
+  return !forgets && !readsFilesApart(model, conversation);
+}
+
 function full(model, conversation) {
   const larger = largerContext(model);
-  // One message alone may be too long; then there is nothing left to leave out.
-  const forgets = { ...get().settings?.options, ...conversation.options }.when_full === "leave_out_oldest";
-  const offers = !forgets && !readsFilesApart(model, conversation);
+  const offers = canLeaveOut(model, conversation);
   const holds = `This chat has used all ${count(model.context)} tokens of the context`;
   return notice(
     "full",
@@ -141,7 +168,7 @@ function full(model, conversation) {
     larger
       ? `${holds}. To continue, ${model.name} is loaded again with room for ${count(larger)}.`
       : `${holds}, which is the most that ${model.name} holds.`,
-    larger && button("Continue", () => continueWith(larger, model, conversation), "primary"),
+    larger && button("Continue", () => continueWith(larger, conversation), "primary"),
     offers && button("Leave out the oldest", () => leaveOut(conversation), larger ? "" : "primary"),
     button("New chat", () => showConversation(null), larger || offers ? "" : "primary"),
   );
@@ -159,22 +186,9 @@ function readsFilesApart(model, conversation) {
 }
 
 /** Loads the model with a larger context, and goes on with the reply that found no room in the present one. */
-async function continueWith(context, { id, choice }, conversation) {
-  const wanted = { model: id, memory: choice?.memory ?? null, context };
-  try {
-    const plan = await api.plan(wanted);
-    if (!plan.fits) {
-      toast(`${count(context)} tokens of context need ${size(plan.minimum_bytes)}, which is more than the budget.`);
-      openModels(id, { context });
-      return;
-    }
-    change({ model: await api.loadModel({ ...wanted, conversation: conversation.id, default: false }) });
-  } catch (failure) {
-    report(failure);
-    return;
-  }
+async function continueWith(context, conversation) {
   // The server waits with it until the model is loaded.
-  resume(conversation);
+  if (await loadContext(context, conversation.id)) resume(conversation);
 }
 
 /** Goes on with a conversation's last reply, unless the user has turned to another one meanwhile. */

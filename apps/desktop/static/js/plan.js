@@ -6,20 +6,24 @@ import { withSlack } from "./budget.js";
 
 const GROUPS = [
   { name: "weights", label: "Weights", terms: ["weights_packed", "weights_mapped", "experts"] },
-  { name: "cache", label: "Cache of the conversation", terms: ["kv", "prefix_cache"] },
-  { name: "drafting", label: "Guessing ahead", terms: ["drafting", "draft_model"] },
+  { name: "cache", label: "KV cache", terms: ["kv", "prefix_cache", "sequences"] },
+  { name: "drafting", label: "Speculative decoding", terms: ["drafting", "draft_model"] },
   { name: "work", label: "Working memory", terms: ["activations", "session", "loading"] },
   { name: "text", label: "Tokenizer", terms: ["tokenizer"] },
   { name: "program", label: "Program and libraries", terms: ["interpreter", "objects", "libraries", "code", "reserve"] },
 ];
 const OTHER = { name: "other", label: "Other", terms: [] };
 const TERMS = {
-  kv: "cache (keys and values)",
+  kv: "KV cache",
+  prefix_cache: "KV cache of earlier prompts",
+  sequences: "KV cache of other replies",
+  interpreter: "Python",
+  objects: "program",
   weights_mapped: "weights, mapped from the file",
   weights_packed: "weights, packed in memory",
 };
-// How the cache stores its numbers, and where the weights are.
-const KV = { float32: "full precision", float16: "half precision", int8: "8 bits a number", int4: "4 bits a number" };
+// How the KV cache stores its numbers, and where the weights are.
+const KV = { float32: "32 bits", float16: "16 bits", int8: "8 bits", int4: "4 bits" };
 const WEIGHTS = { mapped: "read from the file as needed", packed: "copied into memory" };
 // A budget much larger than the plan would leave no room in the bar for the plan.
 const WIDEST = 1.6;
@@ -128,8 +132,8 @@ function drawBar(plan, grouped, { bar, over, limit }) {
     limit.dataset.label = `budget ${size(budget)}`;
     limit.classList.toggle("at-start", budget / scale < 0.35);
   }
-  const told = grouped.filter(({ bytes }) => bytes > 0).map(({ label, bytes }) => `${label} ${megabytes(bytes)}`);
-  bar.setAttribute("aria-label", `Planned memory ${size(total)}: ${told.join(", ")}`);
+  const shown = grouped.filter(({ bytes }) => bytes > 0).map(({ label, bytes }) => `${label} ${megabytes(bytes)}`);
+  bar.setAttribute("aria-label", `Planned memory ${size(total)}: ${shown.join(", ")}`);
 }
 
 function legendEntry({ name, label, bytes }) {
@@ -157,33 +161,27 @@ function details(plan) {
           given.map((text) => h("li", {}, text)),
         ),
       ),
-    waysTable(plan.alternatives ?? []),
-    termsTable(plan.terms),
+    moreOf(plan),
   ].filter(Boolean);
 }
 
-function choiceList({ choice, speed, speculation_bytes: guessing, best_speed_bytes: best }) {
+function choiceList({ choice, speed }) {
   const drafters = choice.drafters ?? [];
   const rows = [
     ["Context", `${count(choice.context)} tokens`],
-    ["Cache", KV[choice.kv] ?? choice.kv],
     [
-      "Weights",
-      choice.window_layers
-        ? `read from the file, ${counted(choice.window_layers, "layer")} at a time`
-        : (WEIGHTS[choice.weights] ?? choice.weights),
+      "Speculative decoding",
+      drafters.length ? `up to ${counted(choice.draft_max, "drafted token")} at a time, with the same text` : "off",
     ],
-    [
-      "Guessing ahead",
-      drafters.length ? `up to ${counted(choice.draft_max, "token")} at a time, with the same text` : "off",
-    ],
-    guessing && ["Guessing pays", `from ${size(guessing)} on`],
-    best && ["95% of the best speed", `needs ${size(best)}`],
     speed && [
       "Speed",
       `${speed.measured ? "" : "about "}${rate(speed.tokens_per_second)}${speed.measured ? ", measured here" : ", estimated until it has run here"}`,
     ],
   ].filter(Boolean);
+  return definitions(rows);
+}
+
+function definitions(rows) {
   return h(
     "dl",
     { class: "choice" },
@@ -191,29 +189,20 @@ function choiceList({ choice, speed, speculation_bytes: guessing, best_speed_byt
   );
 }
 
-function waysTable(ways) {
-  if (!ways.length) return null;
-  const rows = ways.map(({ name, planned_bytes, tokens_per_second, fits }) =>
-    h(
-      "tr",
-      {},
-      h("td", {}, name),
-      h("td", {}, size(planned_bytes)),
-      h("td", {}, rate(tokens_per_second)),
-      h("td", {}, fits ? "fits" : "too large"),
-    ),
-  );
-  const head = h(
-    "tr",
-    {},
-    ["Setting", "Needs", "Speed", ""].map((text) => h("th", { scope: "col" }, text)),
-  );
-  return h(
-    "details",
-    {},
-    h("summary", {}, "Other settings"),
-    h("table", { class: "ways" }, h("thead", {}, head), h("tbody", {}, rows)),
-  );
+/** What few people want to know. */
+function moreOf({ choice, terms, speculation_bytes: drafting, best_speed_bytes: best }) {
+  const rows = [
+    ["KV cache", KV[choice.kv] ?? choice.kv],
+    [
+      "Weights",
+      choice.window_layers
+        ? `read from the file, ${counted(choice.window_layers, "layer")} at a time`
+        : (WEIGHTS[choice.weights] ?? choice.weights),
+    ],
+    drafting && ["Speculative decoding", `pays from a budget of ${size(drafting)}`],
+    best && ["95% of the best speed", `from a budget of ${size(best)}`],
+  ].filter(Boolean);
+  return h("details", {}, h("summary", {}, "Details"), definitions(rows), termsTable(terms));
 }
 
 function termsTable(terms) {
@@ -223,10 +212,5 @@ function termsTable(terms) {
     .map(([name, bytes]) =>
       h("tr", {}, h("td", {}, TERMS[name] ?? name.replaceAll("_", " ")), h("td", {}, megabytes(bytes))),
     );
-  return h(
-    "details",
-    {},
-    h("summary", {}, "Memory in detail"),
-    h("table", { class: "terms" }, h("tbody", {}, rows)),
-  );
+  return h("table", { class: "terms" }, h("tbody", {}, rows));
 }

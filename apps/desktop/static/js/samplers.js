@@ -64,13 +64,13 @@ export const OPTIONS = [
   },
   {
     name: "speculation",
-    label: "Guess ahead",
+    label: "Speculative decoding",
     choices: [
       ["auto", "When faster"],
       ["off", "Off"],
     ],
     usual: "auto",
-    help: "Guesses several tokens and checks them all in one step: faster, and the text stays the same.",
+    help: "Drafts several tokens and checks them all in one pass: faster, and the text stays the same.",
   },
   {
     name: "when_full",

@@ -11,12 +11,28 @@ import { createFollower } from "./scroll.js";
 import { follow } from "./store.js";
 import { path, siblings } from "./tree.js";
 
-const SUGGESTIONS = [
-  "Tell me a story about a little boat.",
-  "Once upon a time there was a lighthouse",
-  "A story about two friends and a kite",
-];
+// What each kind of model is good for.
+const SUGGESTIONS = {
+  stories: [
+    "Tell me a story about a little boat.",
+    "Once upon a time there was a lighthouse",
+    "A story about two friends and a kite",
+  ],
+  code: [
+    "Write a Python function that tells whether a word is a palindrome.",
+    "Explain this line: squares = {n: n * n for n in range(10)}",
+    "How do I undo my last commit in Git?",
+  ],
+  chat: [
+    "Explain in three sentences how a rainbow forms.",
+    "Write a short e-mail that moves a meeting to Friday.",
+    "Plan a weekend in Lisbon without a car.",
+  ],
+  base: ["The three primary colours are", "Water boils at a lower temperature on a mountain because", "Dear Ms Miller, thank you for"],
+};
 const BUILT_IN = "The built-in model is ready. It is tiny and tells short children's stories.";
+const BASE = "This model continues what you write; it was not trained to answer. Everything stays on this computer.";
+const PRIVATE = "Everything stays on this computer: the model, and what you write.";
 
 let views = new Map();
 let shownId = null;
@@ -104,8 +120,8 @@ function welcome(model, catalog) {
     "div",
     { class: "welcome" },
     h("h1", {}, "What shall we talk about?"),
-    h("p", {}, builtIn ? BUILT_IN : "Everything stays on this computer: the model, and what you write."),
-    ready && h("div", { class: "suggestions" }, SUGGESTIONS.map(suggestion)),
+    h("p", {}, builtIn ? BUILT_IN : ready && model.kind === "base" ? BASE : PRIVATE),
+    ready && h("div", { class: "suggestions" }, (SUGGESTIONS[model.kind] ?? SUGGESTIONS.chat).map(suggestion)),
     builtIn && catalog && realModels(catalog),
   );
 }

@@ -72,7 +72,7 @@ function factsOf(model) {
   const memory = model.budget_bytes
     ? `${size(model.planned_bytes)} of ${size(model.budget_bytes)}`
     : size(model.planned_bytes);
-  return [memory, `${count(model.context)} tokens of context`].join(" · ");
+  return [memory, `${count(model.context)} context`].join(" · ");
 }
 
 function items() {

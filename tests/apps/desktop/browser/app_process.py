@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -63,6 +64,8 @@ def running(data: Path, *arguments: str | Path, variables: Mapping[str, str] | N
 def make_models(folder: Path) -> Path:
     """A folder with a copy of the built-in model, and one whose weights were cut off."""
     shutil.copytree(BUILTIN, folder / "second-tales")
+    manifest = folder / "second-tales" / "edgeinfer.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text("utf-8")) | {"name": "second-tales"}), "utf-8")
     shutil.copytree(BUILTIN, folder / "broken-tales")
     weights = folder / "broken-tales" / "weights.bin"
     weights.write_bytes(weights.read_bytes()[:1000])
