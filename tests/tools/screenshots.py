@@ -1,12 +1,14 @@
 """Pictures of the chat app's main states and of a report page, taken in a real browser.
 
     python -m tests.tools.screenshots --models FOLDER --large NAME
+    python -m tests.tools.screenshots --real MODEL
     python -m tests.tools.screenshots --report docs/results/report.html
 
 The folder's models are shown in the picker beside the built-in one, another small one with "stories" in its name among
 them. `--large` is the one that is planned and loaded there: a model of some hundred megabytes, so that its plan has
-something to show. The conversations are the built-in
-model's own, but for one with Markdown and code, which that model cannot write. A report is taken in light and dark.
+something to show. `--real` is one that answers questions, such as Qwen2.5-Coder 0.5B: the conversation that the README
+shows is its own. Others are the built-in model's, but for one with Markdown and code, which that model cannot write. A
+report is taken in light and dark.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from playwright.sync_api import Browser, FilePayload, Page, expect, sync_playwri
 
 from edgeinfer.errors import BackendError, EdgeInferError, UsageError
 
-__all__ = ["main", "take", "take_report"]
+__all__ = ["main", "take", "take_real", "take_report"]
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _WIDE, _NARROW, _REPORT = (1280, 800), (380, 760), (1100, 1500)
@@ -38,6 +40,8 @@ _TALKS = (
     "Once upon a time there was an old clock",
     "Tell me a story about a little boat.",
 )
+# Asked of a real model, which takes the likeliest token; its answers were read and are right.
+_QUESTIONS = ("What is the quadratic formula? Give it in LaTeX, then a short Python function that solves it.",)
 _WRITTEN = """A *budget* is the memory that the whole process may take. Before anything is allocated, a plan lists every
 term in bytes and chooses what fits:
 
@@ -97,12 +101,12 @@ def _ready(page: Page) -> None:
     expect(page.locator(_LOADED)).to_be_visible(timeout=60_000)
 
 
-def _ask(page: Page, text: str) -> None:
+def _ask(page: Page, text: str, patience_ms: int = _PATIENCE_MS) -> None:
     before = page.locator("article.assistant").count()
     page.locator("#prompt").fill(text)
     page.locator("#prompt").press("Enter")
     expect(page.locator("article.assistant")).to_have_count(before + 1)
-    _finished(page)
+    _finished(page, patience_ms)
 
 
 def _new_chat(page: Page) -> None:
@@ -110,8 +114,8 @@ def _new_chat(page: Page) -> None:
     expect(page.locator("article.assistant")).to_have_count(0)
 
 
-def _finished(page: Page) -> None:
-    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false")
+def _finished(page: Page, patience_ms: int = _PATIENCE_MS) -> None:
+    expect(page.locator("article.assistant").last).to_have_attribute("aria-busy", "false", timeout=patience_ms)
 
 
 def _planned(page: Page) -> None:
@@ -163,17 +167,32 @@ def _chats(browser: Browser, models: Path, large: str, shoot: Shoot) -> None:
         page.get_by_role("button", name="Regenerate").last.click()
         expect(page.locator(".branches").last).to_have_text("2/2")
         _finished(page)
-        shoot(page, "conversation-light")
-        here = page.url
-        for size, dark, name in ((_WIDE, True, "conversation-dark"), (_NARROW, False, "narrow")):
-            other = _page(browser, address, size, dark=dark)
-            other.goto(here)
-            _finished(other)
-            shoot(other, name)
         _write(page)
         page.get_by_role("button", name="Chat settings").click()
         shoot(page, "markdown-and-settings")
         _models(browser, address, large, shoot)
+
+
+def _real(browser: Browser, model: str, shoot: Shoot) -> None:
+    """A conversation with a real model, with formulas and code."""
+    with _app("-m", model, "--temperature", "0", "-n", "400") as address:
+        page = _page(browser, address)
+        _ready(page)
+        for text in _QUESTIONS:
+            _ask(page, text, 10 * _PATIENCE_MS)
+        here = page.url
+        for size, dark, name in (
+            (_WIDE, False, "conversation-light"),
+            (_WIDE, True, "conversation-dark"),
+            (_NARROW, False, "narrow"),
+        ):
+            other = _page(browser, address, size, dark=dark)
+            other.goto(here)
+            _finished(other)
+            expect(other.locator(".katex").first).to_be_visible()
+            other.locator("#thread").evaluate("thread => { thread.scrollTop = 0; }")
+            other.evaluate("document.fonts.ready")
+            shoot(other, name)
 
 
 def _models(browser: Browser, address: str, large: str, shoot: Shoot) -> None:
@@ -328,6 +347,19 @@ def take(models: Path, large: str, out: Path) -> list[Path]:
     return taken
 
 
+def take_real(model: str, out: Path) -> list[Path]:
+    """Takes the pictures of a conversation with a real model; errors as `take`."""
+    taken: list[Path] = []
+
+    def shoot(page: Page, name: str) -> None:
+        taken.append(out / f"{name}.png")
+        page.screenshot(path=taken[-1])
+
+    with _browser() as browser:
+        _real(browser, model, shoot)
+    return taken
+
+
 def take_report(page: Path, out: Path, *, whole: bool = False) -> list[Path]:
     """Takes report-light.png and report-dark.png.
 
@@ -354,16 +386,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="with bundles or GGUF files")
     parser.add_argument("--large", metavar="NAME", help="of the model that is planned and loaded")
+    parser.add_argument("--real", metavar="MODEL", help="take the conversation with this model instead")
     parser.add_argument("--report", type=Path, metavar="PAGE", help="take this report page instead of the app")
     parser.add_argument("--whole", action="store_true", help="of a report, the page to its end")
     parser.add_argument("--out", type=Path, default=Path("docs/screenshots"), metavar="FOLDER")
     args = parser.parse_args(arguments)
-    if args.report is None and None in (args.models, args.large):
-        parser.error("give --models and --large, or --report")
+    if args.report is None and args.real is None and None in (args.models, args.large):
+        parser.error("give --models and --large, --real, or --report")
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.report is not None:
             taken = take_report(args.report, args.out, whole=args.whole)
+        elif args.real is not None:
+            taken = take_real(args.real, args.out)
         else:
             taken = take(args.models, args.large, args.out)
     except EdgeInferError as error:

@@ -171,3 +171,25 @@ def test_a_full_context_is_continued_in_a_larger_one(data: Path, open_at: OpenWi
         assert len(window.finished()) > len(before)
         assert app.call("GET", "/state")["settings"]["context"] == 64
         window.page.context.close()
+
+
+def test_a_message_that_is_too_long_is_counted_before_it_is_sent(data: Path, open_at: OpenWindow) -> None:
+    with served(data, settings={"context": 256}) as app:
+        window = open_at(app.address)
+        window.wait_ready()
+        window.prompt.fill("word " * 300)
+        # Before it has been counted.
+        window.prompt.press("Enter")
+        note = window.page.locator(".composer .chips-note")
+        expect(note).to_contain_text(re.compile(r"too long: it takes 3\d\d tokens, and the context holds 256\."))
+        expect(window.page.locator(".meter")).to_have_class("meter full")
+        expect(window.button("Send")).to_be_disabled()
+        expect(window.questions).to_have_count(0)
+        window.button("Load with 1,024 tokens").click()
+        expect(window.page.locator(".meter")).to_contain_text(re.compile(r"3\d\d / 1,024"))
+        expect(note).to_be_hidden()
+        window.prompt.press("Enter")
+        expect(window.questions).to_have_count(1)
+        window.finished()
+        assert app.call("GET", "/state")["settings"]["context"] == 256
+        window.page.context.close()
