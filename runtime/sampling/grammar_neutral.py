@@ -41,8 +41,8 @@ _KEPT = frozenset(
 )  # fmt: skip
 _ANNOTATIONS = ("contentSchema", "$vocabulary", "$recursiveAnchor")  # which the engine takes for demands
 _EVERY_TEXT = frozenset({"", ".*", "^", "$", "^.*", ".*$", r"[\s\S]*", r"^[\s\S]*", r"^[\s\S]*$", r"^[^]*$", "(?:)"})
-_SCHEMAS = ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not")
-_SCHEMAS += ("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
+_SCHEMAS: tuple[str, ...] = ("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if")
+_SCHEMAS += ("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 

@@ -89,7 +89,8 @@ class NumberLimit:
         if number is None or (ahead == _OTHER).any():
             # A text, which is JSON's where it may end by a quote and has no line ends.
             many = (ahead == _QUOTE).any() and not (ahead == _LINE).any()
-            return ids[(ahead >= _QUOTE) | (ahead <= max(0, self._text_digits - digits))] if many else ids
+            kept: NDArray[np.int64] = ids[(ahead >= _QUOTE) | (ahead <= max(0, self._text_digits - digits))]
+            return kept if many else ids
         part = number.lastindex or 1
         most = (self._whole, self._fraction, _EXPONENT)[part - 1]
         kept = ids[(ahead == _LINE) | (ahead <= max(0, most - len(number[part])))]

@@ -26,13 +26,8 @@ def test_objects_have_the_properties_that_they_name() -> None:
     ):
         assert closed(schema) == expected
     # Words that say nothing.
-    for idle in (
-        {"minProperties": 0},
-        {"allOf": []},
-        {"patternProperties": {}},
-        {"additionalProperties": None},
-        {"$ref": None},
-    ):
+    words: dict[str, Any] = {"minProperties": 0, "allOf": [], "patternProperties": {}, "$ref": None, "anyOf": None}
+    for idle in ({word: value} for word, value in words.items()):
         assert closed({**NAMED, **idle}) == {**NAMED, **idle, **CLOSED}
     for schema in (
         {**NAMED, "additionalProperties": {"type": "string"}},
