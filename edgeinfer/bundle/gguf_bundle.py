@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgeinfer.bundle.geometry import Geometry
+from edgeinfer.bundle.gguf.asserted import check_heads, check_types
 from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
@@ -48,9 +49,6 @@ _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _MOST_HEADS, _MOST_CHANNELS = 65_536, 65_536
 _FINITE = ("rope.freq_base", "rope.scaling.factor", "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-# Types of weights that llama.cpp has no product for, and the tables of integers that some architectures have.
-_NOT_MULTIPLIED = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
-_TABLES = re.compile(r".*tid2eid.*")
 _SPECIAL_TOKENS = ("bos", "eos", "unk", "pad", "sep", "mask")
 # What the makers recommend, by llama.cpp's names and by those of generation_config.json.
 _SAMPLING = {
@@ -112,7 +110,7 @@ def geometry_of(gguf: GgufFile) -> Geometry:
         if f"{architecture}.{name}" in gguf.metadata and gguf.metadata.number(f"{architecture}.{name}") < 0:
             raise damaged(gguf.path, f"{architecture}.{name} is negative")
     _check_survivable(gguf, architecture, layers)
-    _check_types(gguf)
+    check_types(gguf)
     embedding = gguf.by_name.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         found = "missing" if embedding is None else f"of shape {embedding.shape}"
@@ -127,12 +125,14 @@ def geometry_of(gguf: GgufFile) -> Geometry:
     if beyond:
         raise damaged(gguf.path, f"it has {layers} layers and a tensor {beyond[0]}")
     _, kv_heads = _heads(gguf)
+    sizes = head_sizes(gguf)
+    check_heads(gguf, architecture, layers, *sizes)
     return Geometry(
         vocab_size=vocabulary,
         hidden_size=hidden,
         num_layers=layers,
         num_kv_heads=max(kv_heads),
-        head_dim=max(head_sizes(gguf)),
+        head_dim=max(sizes),
         max_positions=context,
     )
 
@@ -175,14 +175,6 @@ def _check_survivable(gguf: GgufFile, architecture: str, layers: int) -> None:
     scaling = f"{architecture}.rope.scaling.type"
     if scaling in data and data.text(scaling) not in _ROPE_SCALINGS:
         raise damaged(gguf.path, f"{scaling} is none of {', '.join(_ROPE_SCALINGS)}")
-
-
-def _check_types(gguf: GgufFile) -> None:
-    """Raises at types of tensors at which llama.cpp ends the process when it computes with them."""
-    for tensor in gguf.tensors:
-        unknown = tensor.type.name in _NOT_MULTIPLIED and _TABLES.fullmatch(tensor.name) is None
-        if unknown or (len(tensor.shape) == 1 and tensor.type.name != "F32"):
-            raise damaged(gguf.path, f"tensor {tensor.name!r} has type {tensor.type.name}, which llama.cpp cannot use")
 
 
 def _architecture(gguf: GgufFile) -> str:

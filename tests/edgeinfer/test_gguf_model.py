@@ -96,20 +96,20 @@ def test_sizes_that_differ_by_layer(tmp_path: Path) -> None:
         "llama__attention__head_count": (ARRAY, (INT32, [2, 4])),
         "llama__attention__head_count_kv": (ARRAY, (INT32, [0, 2])),
         "llama__attention__key_length": (UINT32, 64),
-        "llama__attention__value_length": (UINT32, 32),
+        "llama__attention__value_length": (UINT32, 64),
     }
     bundle = opened(tmp_path, **changes)
     assert (bundle.manifest.geometry.num_kv_heads, bundle.manifest.geometry.head_dim) == (2, 64)
     sizes = {kv: kv_bytes_per_token(bundle.gguf, kv) for kv in KV_TYPES}
-    assert sizes == {"float32": 2 * 96 * 4, "float16": 2 * 96 * 2, "q8_0": 2 * 3 * 34, "q4_0": 2 * 3 * 18}
+    assert sizes == {"float32": 2 * 128 * 4, "float16": 2 * 128 * 2, "q8_0": 2 * 4 * 34, "q4_0": 2 * 4 * 18}
     plain = opened(tmp_path)
     assert kv_bytes_per_token(plain.gguf, "float16") == plain.manifest.geometry.kv_bytes_per_token() // 2
     assert kv_bytes_per_token(plain.gguf, "q8_0") is None
 
 
 def test_a_head_has_channels(tmp_path: Path) -> None:
-    one = {"llama__attention__key_length": (UINT32, 1), "llama__attention__value_length": (UINT32, 1)}
-    assert opened(tmp_path, **one).manifest.geometry.head_dim == 1
+    one = {"llama__attention__key_length": (UINT32, 2), "llama__attention__value_length": (UINT32, 2)}
+    assert opened(tmp_path, **one).manifest.geometry.head_dim == 2
     with pytest.raises(BundleError, match="key_length is 0, not 1 to"):
         opened(tmp_path, **one | {"llama__attention__key_length": (UINT32, 0)})
 
