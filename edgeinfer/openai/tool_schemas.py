@@ -16,6 +16,7 @@ __all__ = ["ArgumentRules", "argument_rules"]
 
 # Demands that the engine follows in some schemas and not in others, by what stands next to them.
 _DELICATE = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern", "format", "multipleOf")
+_DELICATE += ("minLength", "maxLength", "minItems", "maxItems")  # of large counts
 _WHOLE = "the schema"  # that was left out
 
 

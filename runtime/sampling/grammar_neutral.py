@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from edgeinfer.runtime.sampling.grammar_drafts import SchemaDraft
 
-__all__ = ["DEMANDING", "Neutral", "subschemas"]
+__all__ = ["DEMANDING", "Neutral", "malformed", "subschemas"]
 
 _OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "string": (
@@ -56,6 +56,30 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[Any]:
             yield from value
         elif keyword in _MAPS and isinstance(value, dict):
             yield from value.values()
+
+
+def malformed(schema: Mapping[str, Any]) -> list[str]:
+    """Keywords of a schema with values that no draft gives them."""
+    return [keyword for keyword, value in schema.items() if not _is_formed(keyword, value)]
+
+
+def _is_formed(keyword: str, value: Any) -> bool:
+    match keyword:
+        case "type":
+            names = value if isinstance(value, list) else [value]
+            return bool(names) and all(name in (*_TYPES, "integer") for name in names)
+        case "pattern" | "format" | "$ref":
+            return isinstance(value, str)
+        case "allOf" | "anyOf" | "oneOf" | "enum":
+            return isinstance(value, list) and bool(value)
+        case "required":
+            return isinstance(value, list) and all(isinstance(name, str) for name in value)
+        case "properties" | "patternProperties":
+            return isinstance(value, dict) and all(isinstance(each, dict | bool) for each in value.values())
+        case "items" | "additionalItems" | "additionalProperties":
+            return isinstance(value, dict | bool | list)
+    counts = keyword in _OF_TYPE["number"] or keyword.startswith(("min", "max"))
+    return not (counts and keyword in DEMANDING) or isinstance(value, int | float)
 
 
 class Neutral:

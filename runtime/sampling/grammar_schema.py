@@ -28,7 +28,7 @@ from edgeinfer.runtime.sampling.grammar_bounds import (
 )
 from edgeinfer.runtime.sampling.grammar_drafts import NEWEST, SchemaDraft, content_pattern, draft_of
 from edgeinfer.runtime.sampling.grammar_negation import decide_alternatives
-from edgeinfer.runtime.sampling.grammar_neutral import Neutral
+from edgeinfer.runtime.sampling.grammar_neutral import Neutral, malformed
 from edgeinfer.runtime.sampling.grammar_patterns import FORMATS, translated, without_assertions
 
 __all__ = ["has_open_escapes", "mended"]
@@ -135,7 +135,7 @@ class _Document:
                     del schema[keyword]
                 self._neutral.drop(schema)
                 decide_alternatives(schema)
-                self._loosen(schema, [each for each in _LACKING if each in schema])
+                self._loosen(schema, [*malformed(schema), *(each for each in _LACKING if each in schema)])
                 self._waiting.extend(_inner(schema))
                 self._mend_or_loosen(schema)
         if self._refers and self._moves_base:
@@ -151,7 +151,11 @@ class _Document:
             self._left_out.add(keyword)
             if keyword == "pattern" and isinstance(value, str) and (rest := without_assertions(value)) != value:
                 schema["pattern"] = rest
-            if keyword == "patternProperties":  # whose names would not be allowed
+            if keyword == "properties" and isinstance(value, dict):
+                schema[keyword] = {
+                    name: each if isinstance(each, dict | bool) else True for name, each in value.items()
+                }
+            elif keyword in ("properties", "patternProperties"):  # whose names would not be allowed
                 schema.pop("additionalProperties", None)
 
     def _mend_or_loosen(self, schema: dict[str, Any]) -> None:
