@@ -12,7 +12,7 @@ from edgeinfer.errors import CheckpointError
 from edgeinfer.export.source.checkpoint import parse_object, read_bytes
 from edgeinfer.export.source.hf_config import HFConfig
 
-__all__ = ["Sidecar", "read_sidecar"]
+__all__ = ["Sidecar", "read_sidecar", "read_templates"]
 
 _TOKENIZER = "tokenizer.json"
 _OLDER_TOKENIZERS = {
@@ -60,12 +60,11 @@ def read_sidecar(folder: Path, config: HFConfig) -> Sidecar:
         _TOKENIZER: _tokenizer(folder, tokenizer_config),
         "special_tokens.json": _json(_special_tokens(tokenizer_config)),
     }
-    templates = _templates(folder, tokenizer_config)
-    tool_use = templates.get("tool_use")
-    default = templates.get("default", tool_use)
+    templates = read_templates(folder)
+    default, tool_use = templates.get("default"), templates.get("tool_use")
     if default is not None:
         files[_TEMPLATE] = _utf8(default)
-    if tool_use not in (None, default):
+    if tool_use is not None and tool_use != default:
         files[_TOOL_TEMPLATE] = _utf8(tool_use)
     files["generation_config.json"] = _json(_generation(_optional(folder / "generation_config.json"), config))
     return Sidecar(files)
@@ -139,9 +138,16 @@ def _is_plain_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(p, str) and " " not in p for p in pair)
 
 
-def _templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name, as transformers finds them: those in files go before those of the configuration."""
-    given = tokenizer_config.get("chat_template") or _optional(folder / "chat_template.json").get("chat_template")
+def read_templates(folder: Path) -> dict[str, str]:
+    """Chat templates by name, as transformers finds them: those in files go before those of the configuration.
+
+    A folder with one for tools alone has it as its default.
+
+    Raises:
+        CheckpointError: a file is no text.
+    """
+    configs = (_optional(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    given = next((config["chat_template"] for config in configs if config.get("chat_template")), None)
     if isinstance(given, list):
         given = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
     named = given if isinstance(given, dict) else {"default": given}
@@ -149,7 +155,8 @@ def _templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]
     paths = {path.stem: path for path in (folder / _MORE_TEMPLATES).glob("*.jinja")}
     paths |= {"default": folder / _TEMPLATE}
     paths |= {"tool_use": folder / _TOOL_TEMPLATE} if (folder / _TOOL_TEMPLATE).is_file() else {}  # as bundles have it
-    return found | {name: _text(path) for name, path in paths.items() if path.is_file()}
+    found |= {name: _text(path) for name, path in paths.items() if path.is_file()}
+    return ({"default": found["tool_use"]} if "tool_use" in found else {}) | found
 
 
 def _text(path: Path) -> str:

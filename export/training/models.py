@@ -23,6 +23,7 @@ from edgeinfer.errors import CheckpointError, ModelError, StorageError, Tokenize
 from edgeinfer.export.source.bundle_checkpoint import checkpoint_config, checkpoint_tensors
 from edgeinfer.export.source.checkpoint import Checkpoint, parse_object, read_bytes
 from edgeinfer.export.source.hf_config import read_config
+from edgeinfer.export.source.sidecar import read_templates
 from edgeinfer.export.training.sizing import StudentSize
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-_TOKENIZER, _TEMPLATE, _GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+_TOKENIZER, _GENERATION = "tokenizer.json", "generation_config.json"
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # What a tokenizer, a template and generation need, by the names that checkpoints and bundles have for them.
 _SMALL = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -115,7 +116,7 @@ def load_target(source: Path, device: torch.device | None = None, *, any_family:
     return Target(
         model.to(device or torch.device("cpu")),
         _tokenizer(source),
-        _template(source),
+        read_templates(source).get("default"),
         begin[0] if isinstance(begin, list) and begin else begin if isinstance(begin, int) else None,
         tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         source,
@@ -179,14 +180,6 @@ def _tokenizer(folder: Path) -> Tokenizer:
         return Tokenizer.from_buffer(read_bytes(path))
     except ValueError as error:
         raise TokenizerError(f"{path} is not a tokenizer: {error}.", "Download the model again.") from error
-
-
-def _template(folder: Path) -> str | None:
-    path = folder / _TEMPLATE
-    if path.is_file():
-        return read_bytes(path).decode("utf-8", "replace")
-    given = _optional(folder / "tokenizer_config.json").get("chat_template")
-    return given if isinstance(given, str) else None
 
 
 def _optional(path: Path) -> dict[str, Any]:

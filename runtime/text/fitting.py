@@ -27,7 +27,7 @@ _SYSTEM = ("system", "developer")
 _COSTS: Mapping[str, Mapping[Any, float]] = {
     "content": {"as given": 0, "text": 0.5, "parts": 0.6, "parts but system": 0.7, "parts of users": 0.8},
     "system": {"as given": 0, "renamed": 1, "first": 1.1, "none": 1.2},
-    "calls": {"as given": 0, "other arguments": 1, "told": 2.2},
+    "calls": {"as given": 0, "other arguments": 1, "one by one": 1.6, "told": 2.2},
     "empty": {"as given": 0, "text": 0.4, "null": 0.8, "left out": 0.9},
     "merged": {False: 0, True: 1},
     "led": {False: 0, True: 1.1},
@@ -45,8 +45,8 @@ class Form:
         content: contents as they were given, all as text, or as lists of parts.
         system: which system messages are left: all, also those of developers by that name, the first, or none. The
             text of others goes before that of the user message behind them.
-        calls: calls as they were given, their arguments as text instead of an object or the other way round, or told
-            in text, with answers as messages of the user's.
+        calls: calls as they were given, their arguments as text instead of an object or the other way round, each in a
+            message of its own with its answer behind it, or told in text, with answers as messages of the user's.
         empty: a content that is empty beside calls is as it was given, "", or None; or a reply that says nothing at all
             is left out.
         merged: messages of one role in a row become one.
@@ -56,7 +56,7 @@ class Form:
 
     content: Literal["as given", "text", "parts", "parts but system", "parts of users"] = "as given"
     system: Literal["as given", "renamed", "first", "none"] = "as given"
-    calls: Literal["as given", "other arguments", "told"] = "as given"
+    calls: Literal["as given", "other arguments", "one by one", "told"] = "as given"
     empty: Literal["as given", "text", "null", "left out"] = "as given"
     merged: bool = False
     led: bool = False
@@ -74,6 +74,8 @@ class Form:
             made = told(made)
         elif self.calls == "other arguments":
             made = [_turned(message) for message in made]
+        elif self.calls == "one by one":
+            made = _one_by_one(made)
         if self.system != "as given":
             made = _without_system(made, self.system)
         if self.merged:
@@ -114,6 +116,7 @@ def forms(messages: Sequence[Message], *, parts: bool, lists: bool) -> Iterator[
     if any(role in _SYSTEM for role in roles):
         systems += (["first"] if any(role in _SYSTEM for role in roles[1:]) else []) + ["none"]
     callings = ["as given", *(["other arguments"] if calls else []), *(["told"] if calls or "tool" in roles else [])]
+    callings += ["one by one"] if any(len(message.get("tool_calls") or ()) > 1 for message in messages) else []
     empties = ["as given", *(["text", "null"] if calls else [])]
     empties += ["left out"] if any(map(_says_nothing, messages)) else []
     product = itertools.product(contents, systems, callings, empties, *[(False, True)] * 2, (False, lists))
@@ -187,6 +190,25 @@ def _turned_call(call: Message) -> Message:
     else:
         function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
+
+
+def _one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Each call in a message of its own, with the answers that name it behind it; those that name none follow."""
+    made: list[Message] = []
+    place = 0
+    while place < len(messages):
+        message, calls = messages[place], messages[place].get("tool_calls") or ()
+        behind = place + 1
+        while len(calls) > 1 and behind < len(messages) and messages[behind]["role"] == "tool":
+            behind += 1
+        answers = list(messages[place + 1 : behind])
+        for number, call in enumerate(calls if len(calls) > 1 else ()):
+            made.append({**message, "content": message["content"] if number == 0 else None, "tool_calls": [call]})
+            made += [each for each in answers if each.get("tool_call_id") == call.get("id")]
+            answers = [each for each in answers if each.get("tool_call_id") != call.get("id")]
+        made += answers if len(calls) > 1 else [message]
+        place = behind
+    return made
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -67,6 +67,19 @@ LATER = said("system: A", "user: Hi", "assistant: Yes?", "system: B", "user: Go"
 LED = "user\n<end_of_turn>\n<start_of_turn>model\nWelcome<end_of_turn>\n<start_of_turn>user\nHi<end_of_turn>\n"
 CALLED = f"user\nGo<end_of_turn>\n<start_of_turn>model\n{TOLD}<end_of_turn>\n<start_of_turn>user\n{ANSWER}\n\nSo?"
 LLAMA3_CUT = '<|system|><|eot_id|><|user|>Go<|eot_id|><|assistant|>{"name": "f", "parameters": "{\\"a"}<|eot_id|>'
+PARALLEL = [
+    *said("user: Go"),
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": id_, "type": "function", "function": {"name": id_, "arguments": {}}} for id_ in "fg"],
+    },
+    {"role": "tool", "tool_call_id": "g", "content": "of g"},
+    {"role": "tool", "tool_call_id": "f", "content": "of f"},
+]
+LLAMA3_PARALLEL = "<|system|><|eot_id|><|user|>Go<|eot_id|>" + "".join(
+    f'<|assistant|>{{"name": "{name}", "parameters": {{}}}}<|eot_id|><|ipython|>of {name}<|eot_id|>' for name in "fg"
+)
 RENDERED = [
     ("gemma", said("system: A", "user: Hi"), "<s><start_of_turn>user\nA\n\nHi<end_of_turn>\n"),
     ("gemma", said("developer: A"), "<s><start_of_turn>user\nA<end_of_turn>\n"),
@@ -81,6 +94,7 @@ RENDERED = [
     ("mixed", LATER, "<|system|>A<|user|>Hi<|assistant|>Yes?<|system|>B<|user|>Go"),
     ("printed", PARTS, "user: ab\n"),
     ("llama3", CUT, LLAMA3_CUT),
+    ("llama3", PARALLEL, LLAMA3_PARALLEL),
     ("deepseek", ANSWERED, '<|User|>Go<|call|>f\n{"a<|/call|><|output|>Error'),
     ("elements", CUT, f"<|user|>Go<|assistant|>{TOLD}"),
 ]
