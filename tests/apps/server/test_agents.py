@@ -140,6 +140,70 @@ def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
     assert "messages[2].content[0].content[0].source.content[1] is of type 'image'" in tokens(inner)
 
 
+# Fields of llama.cpp's server: its defaults, and the ends of what its reference says of them.
+LLAMA: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.8, 0),
+    "dynatemp_range": (0.0, 1.0),
+    "dynatemp_exponent": (1.0,),
+    "top_k": (40, 0, -1),
+    "top_p": (0.95, 0, 1),
+    "min_p": (0.05, 0, 1),
+    "n_predict": (0, 1, 1.0),
+    "n_indent": (0, 4),
+    "n_keep": (0, -1),
+    "stream": (False,),
+    "stop": ([], "", [""], ["x"]),
+    "typical_p": (1.0,),
+    "repeat_penalty": (1.1, 1.0),
+    "repeat_last_n": (64, 0, -1),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "dry_multiplier": (0.0, 0.8),
+    "dry_base": (1.75,),
+    "dry_allowed_length": (2,),
+    "dry_penalty_last_n": (-1, 0),
+    "dry_sequence_breakers": (["\n", ":"], []),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.1,),
+    "mirostat": (0, 1, 2),
+    "mirostat_tau": (5.0,),
+    "mirostat_eta": (0.1,),
+    "grammar": ("",),
+    "json_schema": ({"const": 1},),
+    "seed": (-1, 2**32 - 1),
+    "ignore_eos": (False, True),
+    "logit_bias": ([], [[5, False]], {"5": -1.0}),
+    "n_probs": (0, 20),
+    "min_keep": (0,),
+    "t_max_predict_ms": (0, 1000),
+    "id_slot": (-1, 0),
+    "cache_prompt": (True, False),
+    "return_tokens": (False, True),
+    "samplers": (["top_k", "temperature"], []),
+    "timings_per_token": (False, True),
+    "return_progress": (False, True),
+    "post_sampling_probs": (False, True),
+    "response_fields": ([], ["content"]),
+    "lora": ([],),
+    "n_cache_reuse": (0, 256),
+}
+
+
+def test_fields_of_llama_cpp_s_server(server: Local) -> None:
+    base = {"prompt": MESSAGES[0]["content"], "n_predict": 1}
+    for name, values in LLAMA.items():
+        for value in (*values, *([None] if name != "n_predict" else [])):
+            answer = server.post("/completion", base | {name: value})
+            assert answer.status_code == 200, (name, value, answer.text)
+    filled = ok(server.post("/completion", base | {"n_predict": 0, "return_tokens": True}))
+    assert (filled["content"], filled["tokens"], filled["tokens_predicted"]) == ("", [], 0)
+    (last,) = streamed(server, "/completion", base | {"n_predict": 0})
+    assert (last["content"], last["stop_type"], last["stop"]) == ("", "limit", True)
+    # What /props tells of a completion can be sent back.
+    settings = ok(server.get("/props"))["default_generation_settings"]["params"]
+    assert ok(server.post("/completion", settings | base | {"max_tokens": 1}))["tokens_predicted"] == 1
+
+
 def streamed(server: Local, path: str, body: dict[str, Any]) -> list[Any]:
     """The events of an answer."""
     return events_of(server.post(path, body | {"stream": True}))
