@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from edgeinfer.apps.server.llama import LLAMA_KINDS
 from tests.apps.server.agents import AGENTS
 from tests.apps.server.served import MESSAGES, Local
 from tests.apps.server.test_other_protocols import ok
@@ -16,7 +17,7 @@ from tests.tables import each_row
 
 pytestmark = needs_builtin
 
-CHAT, MESSAGE = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGE, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 # By path, the field that says how long the reply may be.
 LENGTHS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"max_output_tokens": 1},
@@ -101,15 +102,16 @@ def test_functions_of_before_tools(server: Local) -> None:
 def test_tokens_of_the_prompt_and_too_many(server: Local) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
     start, *_, last, _ = streamed(server, MESSAGE, body)
-    counted = ok(server.post(f"{MESSAGE}/count_tokens", {"messages": MESSAGES, "betas": ["x"]}))["input_tokens"]
+    counted = ok(server.post(COUNT, {"messages": MESSAGES, "betas": ["x"]}))["input_tokens"]
     assert start["message"]["usage"]["input_tokens"] == counted > 0
     assert last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"] == counted
     cached = ok(server.post(MESSAGE, body | {"max_tokens": 0}))
     assert (cached["content"], cached["stop_reason"], cached["usage"]["output_tokens"]) == ([], "max_tokens", 0)
     for words in (2000, 300_000):
         long = {"messages": [{"role": "user", "content": "word " * words}], "max_tokens": 2}
-        for more in ({}, {"stream": True}):
-            refused = server.post(MESSAGE, long | more)
+        asked = [(MESSAGE, {}), (MESSAGE, {"stream": True}), *([(COUNT, {})] if words > 10_000 else [])]
+        for path, more in asked:
+            refused = server.post(path, long | more)
             said = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", refused.json()["error"]["message"])
             assert said and int(said[1]) > int(said[2]) == server.host.require_model().context
             assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -124,7 +126,7 @@ def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
     def tokens(*blocks: Any) -> Any:
         turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": list(blocks)}]}
         talk = [*MESSAGES, {"role": "assistant", "content": [use]}, turn]
-        answer = server.post(f"{MESSAGE}/count_tokens", {"messages": talk}).json()
+        answer = server.post(COUNT, {"messages": talk}).json()
         return answer.get("input_tokens") or answer["error"]["message"]
 
     none, plain = tokens(), tokens(text)
@@ -191,10 +193,11 @@ LLAMA: dict[str, tuple[Any, ...]] = {
 
 def test_fields_of_llama_cpp_s_server(server: Local) -> None:
     base = {"prompt": MESSAGES[0]["content"], "n_predict": 1}
+    model = server.host.require_model()
     for name, values in LLAMA.items():
-        for value in (*values, *([None] if name != "n_predict" else [])):
-            answer = server.post("/completion", base | {name: value})
-            assert answer.status_code == 200, (name, value, answer.text)
+        for value in (*values, None):
+            completion = LLAMA_KINDS["/completion"].make(base | {name: value}, model)
+            completion.check(model)
     filled = ok(server.post("/completion", base | {"n_predict": 0, "return_tokens": True}))
     assert (filled["content"], filled["tokens"], filled["tokens_predicted"]) == ("", [], 0)
     (last,) = streamed(server, "/completion", base | {"n_predict": 0})
