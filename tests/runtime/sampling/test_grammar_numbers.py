@@ -45,7 +45,7 @@ FORMS: list[tuple[Schema, int]] = [
     ({**CLOSED, "properties": {"a": {}, "b": True}, "required": ["a", "b"]}, 110),
     *(({"type": "string", "format": name}, 90) for name in ("date-time", "time", "date", "duration", "ipv4", "uuid")),
 ]  # fmt: skip
-PREFERRED = (b"7123456890", b" 7", b"01.eE+-\n ", b"9.eE-", b".0", b"T.:9PZ-", b"-0.12", b"e9.")
+PREFERRED = (b"7123456890", b" 7", b"01.eE+-\n ", b".0", b"T.:9PZ-")
 NUMBERS = ("3.141592653589793", "6.02e23", "-1.5E-10", "0.3000000000000004", "1e308", "9007199254740993", "-0.0", "12")
 
 
