@@ -379,7 +379,7 @@ class TokenStream:
                 file_bytes=memory.file,
                 terms=dict(parts.plan.terms),
                 used=parts.ledger.terms(memory),
-                given_up=tuple(parts.ledger.given_up),
+                given_up=(*parts.plan.given_up, *parts.ledger.given_up),
                 pss_bytes=proportional_bytes(),
             ),
             speculation=parts.speculator.summary(self._config, strategy, timings.per_token_ms),

@@ -25,6 +25,11 @@ __all__ = ["LoadedModel"]
 class LoadedModel(Tokenizing):
     """A model whose facts can be asked for."""
 
+    def __repr__(self) -> str:
+        info = self.info
+        kept = f"{info.bits_per_weight:.1f} bits, context {self.context}, {info.backend} on {info.device}"
+        return f"<{type(self).__name__} {info.name}: {kept}>"
+
     def _require_idle(self) -> None:
         """Ends a reply that was left unfinished.
 

@@ -86,7 +86,7 @@ class MemoryUse:
         pss_bytes: resident at the end, each page divided by how many processes share it; None where nothing tells.
         terms: the plan's.
         used: held at the end of the reply by the model's parts, by the plan's terms, and by the process in all.
-        given_up: what had to be spared to keep the budget, in order.
+        given_up: what the plan gave up to fit, then what had to be spared while the reply ran, in order.
     """
 
     budget_bytes: int | None

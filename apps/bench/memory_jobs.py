@@ -43,7 +43,7 @@ class FilledContext:
         accepted_length: its mean number of tokens per pass.
         peak_rss_bytes: of the process so far.
         used: bytes that the plan's terms take at its end.
-        given_up: what had to be spared.
+        given_up: what had to be spared beyond what the plan gave up.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ def fill_context(model: Any, seed: int, *, beyond: bool = False, draft_width: in
         accepted_length=reply.speculation.mean_accepted_length,
         peak_rss_bytes=reply.memory.peak_rss_bytes,
         used=dict(reply.memory.used),
-        given_up=reply.memory.given_up,
+        given_up=reply.memory.given_up[len(model.plan.given_up) :],
     )
 
 
@@ -149,7 +149,7 @@ def time_replies(
         "choice": plan.to_dict()["choice"],
         "plan_given_up": plan.given_up,
         "peak_rss_bytes": max(growth.peak_before, *(reply.memory.peak_rss_bytes for reply in replies)),
-        "given_up": replies[-1].memory.given_up,
+        "given_up": replies[-1].memory.given_up[len(plan.given_up) :],
         "ms_per_token": [reply.timings.per_token_ms for reply in replies],
         "processor_ms_per_token": [ms for _, ms in timed],
         "prompt_ms": [reply.timings.prompt_ms for reply in replies],

@@ -75,6 +75,8 @@ def execute(args: argparse.Namespace) -> int:
 def _print_plan(plan: MemoryPlan) -> None:
     """Prints the verdict, what was given up for it, and one table: what is needed, and what else is possible."""
     print(_verdict(plan))
+    if plan.draft_max and plan.fits:
+        print(_expected(plan))
     if plan.fits and plan.given_up:
         print(f"Given up to fit: {'; '.join(plan.given_up)}.")
     if plan.hints:
@@ -86,7 +88,7 @@ def _print_plan(plan: MemoryPlan) -> None:
         (name, f"{size.rjust(width)}  ", *choice)
         for (name, size), choice in zip_longest(needs, choices, fillvalue=("", ""))
     ]
-    print_table(rows, header=("memory", "", "choices", "needs", "tokens/s"))
+    print_table(rows, header=("memory", "", "if you changed one thing", "needs", "tokens/s"))
     if plan.footprint.device:
         own = [(name, format_size(size)) for name, size in plan.footprint.device.items()]
         layers = f", for {plan.configuration.gpu_layers} layers" if plan.configuration.gpu_layers else ""
@@ -110,6 +112,15 @@ def _verdict(plan: MemoryPlan) -> str:
         less = f" (runs in {least} or more)" if plan.minimum_bytes < plan.planned_bytes else ""
         return f"Needs {format_size(plan.planned_bytes, up=True)}{less}: {runs}."
     return f"Fits in {_budget(plan)}: needs {format_size(plan.planned_bytes, up=True)}, {runs}."
+
+
+def _expected(plan: MemoryPlan) -> str:
+    """What drafts are expected to add, and to which texts."""
+    plain, drafted = _pace(plan.speed.plain_tokens_per_second), _pace(plan.speed.tokens_per_second)
+    return (
+        f"A text it has never seen: {plain} tokens/s plain, {drafted} expected with drafts. "
+        "Text that repeats itself or its prompt comes faster."
+    )
 
 
 def _budget(plan: MemoryPlan) -> str:
@@ -190,9 +201,9 @@ def _pace(tokens_per_second: float, *, measured: bool = True) -> str:
 def _basis(plan: MemoryPlan) -> str:
     measured = [plan.speed.measured, *(way.speed.measured for way in plan.useful_alternatives)]
     if all(measured):
-        return "Speeds were measured on this device."
+        return "Speeds come from passes timed on this device."
     if any(measured):
-        return "Speeds were measured on this device; those marked ~ are estimates."
+        return "Speeds come from passes timed on this device; those marked ~ are estimates."
     return "Speeds are estimates until the model has run on this device."
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "draft_configuration",
     "modest_configurations",
     "wanted_context",
+    "weights_ways",
     "whole_configurations",
 ]
 
@@ -117,7 +118,7 @@ class Drafting(NamedTuple):
     model: bool
 
 
-class _Weights(NamedTuple):
+class WeightsWay(NamedTuple):
     """Where the weights are; as of `Configuration`."""
 
     mode: str
@@ -131,7 +132,7 @@ class _Dimensions(NamedTuple):
 
     contexts: tuple[int, ...]
     kv_types: tuple[str, ...]
-    weights: tuple[_Weights, ...]
+    weights: tuple[WeightsWay, ...]
     drafts: Sequence[Drafting]
     chunks: tuple[int, ...]
     tokenizers: tuple[TokenizerMode, ...]
@@ -142,7 +143,7 @@ def _dimensions(plan_input: PlanInput, config: LoadConfig, drafts: Sequence[Draf
     return _Dimensions(
         _contexts(plan_input.manifest, config),
         _kv_types(plan_input, config),
-        _weights(plan_input, config),
+        weights_ways(plan_input, config),
         drafts,
         (config.prefill_chunk,) if config.prefill_chunk else _chunks(plan_input),
         plan_input.tokenizers,
@@ -217,7 +218,8 @@ def _chunks(plan_input: PlanInput) -> tuple[int, ...]:
     return _CHUNKS if tuned is None else (tuned, *(size for size in _CHUNKS if size < tuned))
 
 
-def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[_Weights, ...]:
+def weights_ways(plan_input: PlanInput, config: LoadConfig) -> tuple[WeightsWay, ...]:
+    """Where the weights may be, from no concession to the largest; UsageError as of `configurations`."""
     modes = plan_input.weights_modes
     if config.weights is not None:
         if config.weights not in modes:
@@ -233,29 +235,29 @@ def _weights(plan_input: PlanInput, config: LoadConfig) -> tuple[_Weights, ...]:
         modes = ("experts",)
     elif plan_input.settings.weights in modes:
         modes = (plan_input.settings.weights, *(mode for mode in modes if mode != plan_input.settings.weights))
-    found: list[_Weights] = []
+    found: list[WeightsWay] = []
     for mode in modes:
         if mode == "streamed":
             found += _streamed(plan_input)
         elif mode == "experts":
-            found += [_Weights(mode, expert_bytes=size) for size in _expert_bytes(plan_input, config)]
+            found += [WeightsWay(mode, expert_bytes=size) for size in _expert_bytes(plan_input, config)]
         else:
-            found.append(_Weights(mode))
+            found.append(WeightsWay(mode))
     return tuple(found)
 
 
-def _streamed(plan_input: PlanInput) -> Iterator[_Weights]:
+def _streamed(plan_input: PlanInput) -> Iterator[WeightsWay]:
     layers = plan_input.manifest.geometry.num_layers
     windows = [window for window in _WINDOWS if window < layers] or [1]
-    yield from (_Weights("streamed", window) for window in windows)
+    yield from (WeightsWay("streamed", window) for window in windows)
     if plan_input.layout == NATIVE and windows[0] < layers:
         # With all layers in memory the kernel streams the head alone. Who asks for streaming means more than that.
-        yield _Weights("streamed", layers)
+        yield WeightsWay("streamed", layers)
         counts = dict.fromkeys(math.ceil(layers * share) for share in _STREAMED_SHARES)
         kept = [layers - count for count in counts if count < layers]
         # Of small layers nothing is whole pieces of the file, which alone are dropped beside what stays.
         runs = layer_runs(tensors_in(plan_input.manifest, NATIVE))
-        yield from (_Weights("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
+        yield from (WeightsWay("streamed", 1, kept_layers=each) for each in kept if all(window_bytes(runs, 1, each)))
 
 
 def _expert_bytes(plan_input: PlanInput, config: LoadConfig) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ The latter is SpecMemo's lower bound (algorithms.md B1), for one context.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -110,7 +112,16 @@ def speed_curve(first: WayToRun, others: Iterable[WayToRun]) -> SpeedCurve:
         others: in the order in which the search prefers equals.
     """
     ways = [first, *others]
-    return SpeedCurve(tuple(_changes(sorted(ways, key=lambda way: way.bytes), first)))
+    points = [*_changes(sorted(ways, key=lambda way: way.bytes), first)]
+    # What is promised of a budget is no more than what a larger one gives.
+    least, plain = points[-1].tokens_per_second, points[-1].plain_tokens_per_second or math.inf
+    for place, point in reversed([*enumerate(points)]):
+        least = min(least, point.tokens_per_second)
+        if point.plain_tokens_per_second is not None:
+            plain = min(plain, point.plain_tokens_per_second)
+            point = dataclasses.replace(point, plain_tokens_per_second=plain)
+        points[place] = dataclasses.replace(point, tokens_per_second=least)
+    return SpeedCurve(tuple(points))
 
 
 def _changes(ways: Iterable[WayToRun], first: WayToRun) -> Iterator[BudgetPoint]:

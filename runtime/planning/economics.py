@@ -107,7 +107,8 @@ def prospects_by(
         priors: of the drafters, in the order in which they are asked.
         pass_ms: of a pass over one row.
         guess_ms: measured, by drafter.
-        records: of the replies that were decoded with the drafters in `guess_ms`.
+        records: of the replies to new prompts that were decoded with the drafters in `guess_ms`; they count for as
+            much as they rest on.
     """
     found, left = [], 1.0
     for name, prior in priors.items():
@@ -115,9 +116,10 @@ def prospects_by(
         covers, accepted = prior.covers, prior.accepted
         if name in guess_ms and name in records:
             record = records[name]
-            covers = min(1.0, record.share / left) if left > 0 else 0.0
+            seen = min(1.0, record.share / left) if left > 0 else 0.0
             left -= record.share
-            accepted = accepted if record.accepted is None else record.accepted
+            covers += record.trust * (seen - covers)
+            accepted += record.accepted_trust * (record.accepted - accepted)
         found.append(Prospect(name, covers, accepted, ms, prior.at_once, prior.most, prior.tables, prior.model))
     return tuple(found)
 

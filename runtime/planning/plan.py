@@ -43,6 +43,7 @@ class Alternative:
             "planned_bytes": self.planned_bytes,
             "fits": self.fits,
             "tokens_per_second": self.speed.tokens_per_second,
+            "plain_tokens_per_second": self.speed.plain_tokens_per_second,
             "choice": _choice(self.configuration),
         }
 
@@ -60,11 +61,11 @@ class MemoryPlan:
         budget_bytes: the user's budget; None when there is none.
         counted: which pages count against it, one of COUNTED.
         footprint: bytes by term and kind of page.
-        speed: predicted.
+        speed: predicted of a text that was never seen; no less than in any smaller budget.
         minimum_bytes: the smallest budget that the same request fits, whatever the budget of this plan.
         given_up: what a larger budget would give.
         hints: what the caller fixed that, left open, would need less.
-        alternatives: other ways to run, where they were asked for.
+        alternatives: other ways to run, the fastest first, where they were asked for.
         curve: speed against budget for this context, where alternatives were asked for.
         threads: of the linear algebra.
         tuned: names of what runs otherwise than usual because it was measured to be faster here.
@@ -92,6 +93,16 @@ class MemoryPlan:
     device_note: str = ""
     parallel: int = 1
     disk: DiskReads | None = None
+
+    def __repr__(self) -> str:
+        needs, c, speed = format_size(self.planned_bytes, up=True), self.configuration, self.speed
+        budget = "" if self.budget_bytes is None else f" of {format_size(self.budget_bytes)}"
+        fits = "" if self.fits else ", does not fit"
+        lost = f", given up: {'; '.join(self.given_up)}" if self.given_up else ""
+        pace = f"{speed.plain_tokens_per_second:.1f} tokens/s plain, {speed.tokens_per_second:.1f} expected with drafts"
+        return (
+            f"<MemoryPlan {needs}{budget}{fits}: context {c.context}, {c.kv} cache, {c.weights} weights, {pace}{lost}>"
+        )
 
     @property
     def context(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from mmap import PAGESIZE
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,9 @@ from edgeinfer.bundle.experts import find_expert
 from edgeinfer.bundle.tables import tensors_in
 from edgeinfer.config import LoadConfig, format_size
 from edgeinfer.errors import UsageError
+from edgeinfer.runtime.planning.candidates import configurations, weights_ways
 from edgeinfer.runtime.planning.configuration import TOKENIZER, Configuration
+from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.economics import Prospect, prospects_by
 from edgeinfer.runtime.planning.memory_model import NEEDED_SHARE, OUTSIDE, RESERVE_BYTES, MemoryModel
 from edgeinfer.runtime.planning.plan import MemoryPlan
@@ -134,9 +136,9 @@ def _plan(
     plan_input: PlanInput, config: LoadConfig, speed: SpeedModel, memory: MemoryModel, *, all_ways: bool, free: int
 ) -> MemoryPlan:
     """A plan; where the system has no room for all weights beside it, the one to which the disk's rate matters."""
-    plan = search(plan_input, config, memory, speed, all_ways=all_ways, free=free)
-    if not plan.fits or plan.configuration.weights == "packed" or not plan_input.device.on_cpu:
-        return plan
+    find = functools.partial(search, plan_input, config, memory, all_ways=all_ways, free=free)
+    if not plan_input.device.on_cpu:
+        return find(speed)
     room = free_memory(round(NEEDED_SHARE * memory.process.file)) - _COUNTED_BESIDE_BYTES
 
     @functools.cache
@@ -145,9 +147,10 @@ def _plan(
 
     # Thousands of configurations differ only in how they read prompts.
     reading = speed.within(lambda c: room - beside(dataclasses.replace(c, prefill_chunk=1)))
-    if reading.disk(plan.configuration) is None:
-        return plan
-    return search(plan_input, config, memory, reading, all_ways=all_ways, free=free)
+    # Budgets are compared by one model of speeds, so it is not what a budget has room for that decides.
+    ways = configurations(plan_input, config, drafting_ways(plan_input, config, memory, speed))
+    most = next((each for each in ways if each.weights != "packed"), None)
+    return find(speed if most is None or reading.disk(most) is None else reading)
 
 
 def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
@@ -156,10 +159,10 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     Args:
         profiles: what was measured of a variant of the model.
 
-    All speeds rest on one reference: the usual variant where it was measured, another that does not read weights again
-    where only that was, or a guess. A variant that never ran here is taken to run as the reference, and what streaming
-    adds by the bytes it reads again, another type of cache by what its rows take. Of experts those are the share that
-    is not in memory, as if every expert were chosen alike.
+    All speeds rest on one reference: the usual variant where it was measured, another where only that was, less what it
+    reads again, or a guess. So does what drafts are expected to do, of which no variant knows more. A variant that
+    never ran here is taken to run as the reference; streaming adds what the bytes that it reads again take, another
+    type of cache what its rows take. Of experts those are the share that is not in memory, as if all were chosen alike.
     """
     tensors = tensors_in(plan_input.manifest, plan_input.layout)
     experts = ExpertBytes.of(plan_input.manifest.decoder, tensors)
@@ -171,9 +174,6 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
     def pace(variant: str, draft_model: bool) -> Pace:
         return _pace(plan_input, profiles(variant, draft_model=draft_model), experts)
 
-    usual = plan_input.kv_types[0], ("", plan_input.drafter is not None)
-    usual_kv, reference = next((each for each in _resident(plan_input) if pace(*each[1]).measured), usual)
-
     def again_ms(configuration: Configuration, rows: int) -> float:
         """What reading weights again adds to a pass over so many rows."""
         kept, needed = configuration.expert_bytes, experts.needed(rows)
@@ -181,13 +181,15 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
             return _streamed_again_ms(configuration, read, (pages - experts.total + needed) / pages)
         return reread_ms((1 - kept / experts.total) * needed) if kept else 0.0
 
+    usual_kv, reference, best = _reference(plan_input, pace, again_ms)
+
     def pace_of(configuration: Configuration) -> Pace:
         key = plan_input.variant(configuration), configuration.draft_model
         if key not in known:
             variant, draft_model = key
             # A draft model beside it changes what passes cost less than anything else does.
             near = next((each for each in (key, (variant, not draft_model)) if pace(*each).measured), None)
-            own, best = pace(*(near or reference)), pace(*reference)
+            own = best if near is None else pace(*near)
             row_ms = cache_ms(geometry, configuration.kv) - cache_ms(geometry, usual_kv)
             if near is None:
                 points = tuple(
@@ -200,7 +202,8 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
                 own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
             # A token is chosen and told alike whatever the variant, so one of them decides for all that it can.
             beside_ms = _beside_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
-            known[key] = dataclasses.replace(own, measured=near == key, beside_ms=beside_ms)
+            drafts = {"prospects": best.prospects, "beside_ms": beside_ms}
+            known[key] = dataclasses.replace(own, measured=near == key, **drafts)
         return known[key]
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)
@@ -240,6 +243,22 @@ def _streamed_again_ms(configuration: Configuration, read: _Read, share: float) 
     return reread_ms(read.bytes * share, read.arrays, windows * layers)
 
 
+def _reference(
+    plan_input: PlanInput, pace: Callable[[str, bool], Pace], again_ms: Callable[[Configuration, int], float]
+) -> tuple[str, tuple[str, bool], Pace]:
+    """What all speeds rest on: a type of cache, the variant, and its pace as if no weights were read again."""
+    for kv, key in _resident(plan_input):
+        if pace(*key).measured:
+            return kv, key, pace(*key)
+    for each in _rereading(plan_input):
+        key = plan_input.variant(each), each.draft_model
+        if (found := pace(*key)).measured:
+            points = tuple((rows, max(LEAST_MS, ms - again_ms(each, rows))) for rows, ms in found.passes.points)
+            return each.kv, key, dataclasses.replace(found, passes=PassCosts(points, found.passes.step))
+    usual = "", plan_input.drafter is not None
+    return plan_input.kv_types[0], usual, pace(*usual)
+
+
 def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
     """Types of cache and variants with all weights in memory, the usual ones first; each with a draft model beside it
     and without."""
@@ -247,6 +266,15 @@ def _resident(plan_input: PlanInput) -> Iterator[tuple[str, tuple[str, bool]]]:
     for kv, weights in itertools.product(plan_input.kv_types, modes):
         for draft_model in (True, False) if plan_input.drafter is not None else (False,):
             yield kv, (plan_input.variant_of(kv, weights), draft_model)
+
+
+def _rereading(plan_input: PlanInput) -> Iterator[Configuration]:
+    """The same that read weights again, as far as that tells what passes cost; those that read least first."""
+    ways = [way for way in weights_ways(plan_input, LoadConfig()) if way.window_layers or way.expert_bytes]
+    for kv, way in itertools.product(plan_input.kv_types, ways):
+        for draft_model in (True, False) if plan_input.drafter is not None else (False,):
+            c = Configuration(1, 1, kv, way.mode, way.window_layers, (), 0, plan_input.tokenizers[0], way.expert_bytes)
+            yield dataclasses.replace(c, kept_layers=way.kept_layers, draft_model=draft_model)
 
 
 def _beside(own: Pace, row_ms: float, *, rereads: bool) -> Pace:

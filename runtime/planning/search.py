@@ -29,7 +29,7 @@ from edgeinfer.runtime.planning.drafting_ways import drafting_ways
 from edgeinfer.runtime.planning.memory_model import MemoryModel
 from edgeinfer.runtime.planning.plan import NOTHING_GIVEN_UP, Alternative, MemoryPlan
 from edgeinfer.runtime.planning.plan_input import PlanInput
-from edgeinfer.runtime.planning.speed_model import SpeedModel
+from edgeinfer.runtime.planning.speed_model import Speed, SpeedModel
 from edgeinfer.runtime.system.machine import machine_memory
 
 __all__ = ["search"]
@@ -40,6 +40,8 @@ _HALF_LONG_CONTEXT, _HALF_CONTEXT = 0.992, 0.7
 _KV_WORTH = {16: 0.98, 8: 0.85, 4: 0.7}
 # Of the machine's memory, what rows of replies side by side take at most where there is no budget.
 _MOST_SHARE = 0.125
+# A share of the speed from which on a plan does not say that the rest was given up.
+_NOTICED = 0.99
 _Way = TypeVar("_Way")
 _Freed = tuple[str, Callable[[LoadConfig], LoadConfig], Callable[[LoadConfig], bool]]
 
@@ -75,17 +77,15 @@ def search(
         ContextLengthError, UsageError: as `configurations`.
     """
     drafts = drafting_ways(plan_input, config, memory, speed)
-    open_ways = (each for each in configurations(plan_input, config, drafts) if among is None or among(each))
-    first = next(open_ways)
-    if config.memory is None and not all_ways:
-        whole = whole_configurations(plan_input, config, drafts)
-        open_ways = (each for each in whole if each != first and (among is None or among(each)))
-    ways = [first, *open_ways]
+    ways = [*filter(among, configurations(plan_input, config, drafts))] if config.memory or all_ways else []
+    ways = ways or [*filter(among, whole_configurations(plan_input, config, drafts))]
+    first, whole = ways[0], speed.speed(ways[0])
     asked = config.context is not None or config.memory is not None
     choice = _Choice(config.memory, None if asked else free, _worth(speed, first))
     # Of all that are open, the smallest is one of the most modest.
     modest = () if all_ways or among is not None else modest_configurations(plan_input, config, drafts)
     chosen, every = _chosen(ways, tuple(modest), choice, lambda each: _candidate(each, memory, config))
+    promised = functools.reduce(Speed.at_most, (speed.speed(each) for each in choice.beyond(chosen, every)))
     prefix_cache, footprint = _with_rows(chosen, config, memory)
     plan = MemoryPlan(
         configuration=chosen.configuration,
@@ -96,19 +96,21 @@ def search(
         budget_bytes=config.memory,
         counted=config.counted,
         footprint=footprint,
-        speed=speed.speed(chosen.configuration),
+        speed=promised,
         minimum_bytes=min(each.bytes for each in every),
-        given_up=_given_up(first, chosen.configuration, speed, plan_input.manifest.geometry.num_layers),
+        given_up=_given_up(first, chosen.configuration, plan_input.manifest.geometry.num_layers),
         threads=plan_input.threads,
         tuned=_tuned(plan_input, chosen.configuration),
         device=plan_input.device.name,
         device_note=plan_input.device_note,
         disk=speed.disk(chosen.configuration),
     )
+    if (share := promised.tokens_per_second / whole.tokens_per_second) < _NOTICED:
+        plan = dataclasses.replace(plan, given_up=(*plan.given_up, f"{1 - share:.0%} of the speed"))
     if hints and not plan.fits:
         plan = dataclasses.replace(plan, hints=tuple(_hints(plan_input, config, memory, speed, plan)))
     if all_ways:
-        alternatives = tuple(_alternatives(chosen, every, choice, speed))
+        alternatives = tuple(_alternatives(chosen, every, choice, lambda each: speed.speed(each).at_most(whole)))
         plan = dataclasses.replace(plan, alternatives=alternatives, curve=_curve(chosen, every, choice, speed))
     return plan
 
@@ -119,7 +121,8 @@ def _chosen(
     choice: _Choice,
     candidate: Callable[[Configuration], _Candidate],
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The best way to run, and candidates of which the smallest is the smallest of all.
+    """The best way to run, and candidates of which the smallest is the smallest of all, and among which are those that
+    larger budgets get.
 
     Args:
         modest: of which one is the smallest; where there are none, every way is looked at.
@@ -127,8 +130,11 @@ def _chosen(
     least = [*map(candidate, modest)]
     if any(map(choice.fits, least)):
         # Speeds take less to predict than bytes do.
-        found = next(each for each in map(candidate, choice.ordered(ways)) if choice.fits(each))
-        return found, [found, *least]
+        looked_at: list[_Candidate] = []
+        for each in map(candidate, choice.ordered(ways)):
+            looked_at.append(each)
+            if choice.fits(each):
+                return each, [*looked_at, *least]
     every = [candidate(each) for each in ways]
     return choice.of(every), every
 
@@ -180,6 +186,22 @@ class _Choice:
         fitting = [each for each in candidates if self.fits(each)]
         return max(fitting, key=lambda each: self.worth(each.configuration)) if fitting else self.smallest(candidates)
 
+    def beyond(self, chosen: _Candidate, candidates: Sequence[_Candidate]) -> Iterator[Configuration]:
+        """What was chosen, and what every larger budget gets."""
+        yield chosen.configuration
+        whole = {each.configuration for each in _whole(candidates, lambda each: each.configuration)}
+        best = chosen
+        # By bytes, each that is better than all before it is what some budget gets.
+        for each in sorted(candidates, key=lambda each: each.bytes):
+            if best.configuration in whole:
+                return
+            if each.bytes > chosen.bytes and (
+                # Of equals a larger budget may get another.
+                each.configuration in whole or self.worth(each.configuration) >= self.worth(best.configuration)
+            ):
+                best = each
+                yield each.configuration
+
     def smallest(self, candidates: Sequence[_Candidate]) -> _Candidate:
         """The one that takes the fewest bytes; of equals the best."""
         return min(candidates, key=lambda each: (each.bytes, -self.worth(each.configuration)))
@@ -218,7 +240,7 @@ def _tuned(plan_input: PlanInput, chosen: Configuration) -> tuple[str, ...]:
     return tuple(name for name in settings.names if name not in given_way)
 
 
-def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel, layers: int) -> tuple[str, ...]:
+def _given_up(wanted: Configuration, chosen: Configuration, layers: int) -> tuple[str, ...]:
     """What differs from the configuration without concessions, in words.
 
     Args:
@@ -245,9 +267,6 @@ def _given_up(wanted: Configuration, chosen: Configuration, speed: SpeedModel, l
         lost.append("slower masks in strings of replies by a grammar")
     if chosen.prefill_chunk < wanted.prefill_chunk:
         lost.append(f"prompts read {chosen.prefill_chunk} tokens at a time instead of {wanted.prefill_chunk}")
-    share = speed.speed(chosen).tokens_per_second / speed.speed(wanted).tokens_per_second
-    if share < 0.99:
-        lost.append(f"{1 - share:.0%} of the speed")
     return tuple(lost)
 
 
@@ -297,9 +316,9 @@ def _hints(
 
 
 def _alternatives(
-    chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: SpeedModel
+    chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: Callable[[Configuration], Speed]
 ) -> Iterable[Alternative]:
-    """The best of each kind that the chosen one is not, and the smallest of all; fitting or not."""
+    """The best of each kind that the chosen one is not, and the smallest of all; fitting or not, the fastest first."""
     smallest = choice.smallest(candidates).configuration
     kinds: dict[str, Callable[[Configuration], bool]] = {
         NOTHING_GIVEN_UP: lambda c: c == candidates[0].configuration,
@@ -311,7 +330,7 @@ def _alternatives(
     kinds |= {f"{kv} KV cache": _with("kv", kv) for kv in dict.fromkeys(way.kv for way in ways)}
     kinds |= {f"{mode} weights": _with("weights", mode) for mode in dict.fromkeys(way.weights for way in ways)}
     kinds |= {f"context {size}": _with("context", size) for size in dict.fromkeys(way.context for way in ways)}
-    seen = {chosen.configuration}
+    seen, found = {chosen.configuration}, []
     for name, belongs in kinds.items():
         mine = [each for each in candidates if belongs(each.configuration)]
         if not mine or belongs(chosen.configuration):
@@ -319,8 +338,9 @@ def _alternatives(
         best = choice.of(mine)
         if best.configuration not in seen:
             seen.add(best.configuration)
-            pace = speed.speed(best.configuration)
-            yield Alternative(name, best.configuration, best.bytes, choice.fits(best), pace)
+            pace = functools.reduce(Speed.at_most, map(speed, choice.beyond(best, mine)))
+            found.append(Alternative(name, best.configuration, best.bytes, choice.fits(best), pace))
+    return sorted(found, key=lambda way: -way.speed.tokens_per_second)
 
 
 def _curve(chosen: _Candidate, candidates: Sequence[_Candidate], choice: _Choice, speed: SpeedModel) -> SpeedCurve:

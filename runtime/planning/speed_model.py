@@ -60,17 +60,24 @@ _TIMED_PAST = 64
 
 @dataclass(frozen=True)
 class Speed:
-    """A predicted pace.
+    """A predicted pace of a text that was never seen.
 
     Attributes:
-        tokens_per_second: of a reply.
+        tokens_per_second: of a reply, as expected with drafts.
         turn_ms: a turn of 64 prompt tokens and 128 of reply.
         measured: whether it rests on passes timed on this device.
+        plain_tokens_per_second: of a reply without drafts.
     """
 
     tokens_per_second: float
     turn_ms: float
     measured: bool
+    plain_tokens_per_second: float
+
+    def at_most(self, other: Speed) -> Speed:
+        """The same, no faster than another."""
+        paces = ("tokens_per_second", "plain_tokens_per_second")
+        return replace(self, **{name: min(getattr(self, name), getattr(other, name)) for name in paces})
 
 
 @dataclass(frozen=True)
@@ -198,11 +205,13 @@ class SpeedModel:
         turn_ms = making_ms + prompt_ms + REPLY_TOKENS * token_ms
         # Asking in vain does not decide who drafts: texts that repeat themselves are not foreseen, and pay for it many
         # times.
-        return Speed(1e3 / (token_ms + in_vain_ms), turn_ms, pace.measured)
+        plain = 1e3 / (pace.passes.ms(1) + pace.beside_ms)
+        return Speed(1e3 / (token_ms + in_vain_ms), turn_ms, pace.measured, plain)
 
     def disk(self, configuration: Configuration) -> DiskReads | None:
         """What passes of a configuration read from the disk; None where all weights stay in memory."""
-        if self._disk is None or self._room is None:
+        # What is packed was copied from the file.
+        if self._disk is None or self._room is None or configuration.weights == "packed":
             return None
         room = max(0, self._room(configuration))
         return replace(self._disk, room=room) if room < self._disk.weights else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from edgeinfer.errors import StorageError
 from edgeinfer.records import dataclass
 from edgeinfer.results import DrafterUse
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
+from edgeinfer.runtime.profile.seen_texts import MOST_SEEN, SeenTexts
 
 __all__ = ["DRAFTED", "TUNED_DRAFTING", "DraftHistory", "DrafterRecord", "TunedDrafting", "drafter_records"]
 
@@ -21,8 +22,10 @@ TUNED_DRAFTING = "tuning"
 DRAFTED = "drafted"
 # Rounds after which what was seen counts half.
 _HALF_LIFE = 2000.0
-# Rounds, and tokens of a drafter, that tell anything.
-_ENOUGH, _TELLING = 50, 20
+# Rounds that a reply counts for at most, however long: one text is one text. Rounds, and tokens of a drafter, that
+# count as much as what is reckoned with before anything was seen.
+_MOST_ROUNDS, _PRIOR_ROUNDS, _PRIOR_TOKENS = 100.0, 400.0, 100.0
+_Uses = Mapping[str, DrafterUse]
 # Steps of a bisection, which ends within a thousandth of a percent.
 _HALVINGS = 16
 
@@ -88,7 +91,9 @@ def _names(kept: NDArray[Any]) -> tuple[str, ...]:  # (N,)
 
 
 class DraftHistory:
-    """Counts what drafts came to over replies: rounds, and each drafter's tokens.
+    """Counts what drafts came to over replies of new texts: rounds, and each drafter's tokens.
+
+    A text that was made before is foretold by what drafters remember of it, which no new one is.
 
     Args:
         kept: what `state` gave in an earlier session; anything else is ignored.
@@ -97,27 +102,32 @@ class DraftHistory:
     def __init__(self, kept: Mapping[str, NDArray[Any]] | None = None) -> None:
         self._rounds: NDArray[np.float64] = np.zeros(2)  # all of them, and those with a draft
         self._tokens: NDArray[np.float64] = np.zeros((len(DRAFTERS), 2))  # drafted and accepted
+        self._seen = SeenTexts()
         if kept is not None and _is_sound(kept):
-            self._rounds[:], self._tokens[:] = kept["rounds"], kept["tokens"]
+            self._rounds[:], self._tokens[:], self._seen = kept["rounds"], kept["tokens"], SeenTexts(kept["seen"])
 
-    def add(self, rounds: int, plain: int, drafters: Mapping[str, DrafterUse]) -> None:
-        """Counts a reply.
+    def add(self, prompt: Sequence[int], reply: Sequence[int], rounds: int, plain: int, drafters: _Uses) -> None:
+        """Counts a reply, if it is of a new text.
 
         Args:
-            rounds: of it.
+            prompt, reply: their tokens.
+            rounds: of it; 0 where replies beside it decided what was drafted, too.
             plain: of them, without a draft.
             drafters: what each did.
         """
-        faded = 0.5 ** (rounds / _HALF_LIFE)
+        if not self._seen.observe(prompt, reply) or not rounds:
+            return
+        share = min(1.0, _MOST_ROUNDS / rounds)
+        faded = 0.5 ** (share * rounds / _HALF_LIFE)
         self._rounds *= faded
         self._tokens *= faded
-        self._rounds += rounds, rounds - plain
+        self._rounds += share * rounds, share * (rounds - plain)
         for name, use in drafters.items():
-            self._tokens[DRAFTERS.index(name)] += use.drafted, use.accepted
+            self._tokens[DRAFTERS.index(name)] += share * use.drafted, share * use.accepted
 
-    def state(self) -> dict[str, NDArray[np.float64]]:
+    def state(self) -> dict[str, NDArray[Any]]:
         """The arrays to keep, by name."""
-        return {"rounds": self._rounds.copy(), "tokens": self._tokens.copy()}
+        return {"rounds": self._rounds.copy(), "tokens": self._tokens.copy(), "seen": self._seen.fingerprints}
 
 
 @dataclass(frozen=True)
@@ -126,28 +136,32 @@ class DrafterRecord:
 
     Attributes:
         share: of the rounds, in which its draft was verified.
-        accepted: rate at which a token was accepted where those before it were; None where too few were drafted.
+        accepted: rate at which a token was accepted where those before it were.
+        trust: from 0 to 1, what the share counts beside what was reckoned with before: more as more texts were seen.
+        accepted_trust: the same of the rate.
     """
 
     share: float
-    accepted: float | None
+    accepted: float
+    trust: float
+    accepted_trust: float
 
 
 def drafter_records(kept: Mapping[str, NDArray[Any]] | None) -> dict[str, DrafterRecord]:
-    """The record of every drafter, by name; empty where too few rounds were seen."""
-    if kept is None or not _is_sound(kept) or kept["rounds"][0] < _ENOUGH:
+    """The record of every drafter, by name; empty where no round was seen."""
+    if kept is None or not _is_sound(kept) or not kept["rounds"][0]:
         return {}
     rounds, drafting = (float(count) for count in kept["rounds"])
     drafted, accepted = kept["tokens"].T
-    total = float(drafted.sum())
+    total, trust = float(drafted.sum()), rounds / (rounds + _PRIOR_ROUNDS)
     if not total:
-        return {name: DrafterRecord(0.0, None) for name in DRAFTERS}
+        return {name: DrafterRecord(0.0, 0.0, trust, 0.0) for name in DRAFTERS}
     # A round that several drafted counts for each by its tokens.
     shares, length = drafting / rounds * drafted / total, total / drafting
     found = {}
     for name, share, tokens, right in zip(DRAFTERS, shares, drafted, accepted, strict=True):
-        rate = _rate(float(right / tokens) * length, length) if tokens >= _TELLING else None
-        found[name] = DrafterRecord(float(share), rate)
+        rate = _rate(float(right / tokens) * length, length) if tokens else 0.0
+        found[name] = DrafterRecord(float(share), rate, trust, float(tokens / (tokens + _PRIOR_TOKENS)))
     return found
 
 
@@ -163,9 +177,11 @@ def _rate(accepted: float, length: float) -> float:
 
 def _is_sound(kept: Mapping[str, NDArray[Any]]) -> bool:
     shapes = {"rounds": (2,), "tokens": (len(DRAFTERS), 2)}
-    if set(kept) != set(shapes) or any(kept[name].shape != shape for name, shape in shapes.items()):
+    if set(kept) != {"seen", *shapes} or any(kept[name].shape != shape for name, shape in shapes.items()):
         return False
-    rounds, tokens = kept["rounds"], kept["tokens"]
+    rounds, tokens, seen = kept["rounds"], kept["tokens"], kept["seen"]
+    if seen.dtype != np.uint64 or seen.ndim != 1 or len(seen) > MOST_SEEN:
+        return False
     counts = all(array.dtype == np.float64 and np.isfinite(array).all() for array in (rounds, tokens))
     # Sums fade alike, but each rounds on its own.
     ordered = (rounds[1] <= rounds[0] + 1e-6) and (tokens[:, 1] <= tokens[:, 0] + 1e-6).all()

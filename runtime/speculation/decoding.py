@@ -53,6 +53,7 @@ class SpeculativeDecoding(DecodingStrategy):
 
     Attributes:
         statistics: of the rounds so far.
+        texts: prompt and reply, once it is over; no prompt where another strategy began it.
     """
 
     def __init__(
@@ -69,11 +70,10 @@ class SpeculativeDecoding(DecodingStrategy):
     ) -> None:
         super().__init__(backend, sampler)
         self.statistics = statistics or SpeculationStatistics()
+        self.texts: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._drafters = {drafter.name: drafter for drafter in drafters}
         self._probing = next((drafter for drafter in drafters if isinstance(drafter, ProbingDrafter)), None)
-        self._governor = governor
-        self._verification = verification
-        self._noise = noise
+        self._governor, self._verification, self._noise = governor, verification, noise
         # Where rounding may have decided, choices are taken again with the other rows at hand.
         head = head_of(backend)
         self._head = None if noise else head
@@ -84,8 +84,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._started = False  # drafters know the text
         self._unobserved = 0  # plain steps since then that drafters have not been told of
         self._pass_ns: list[int] = []  # of plain steps that statistics do not have yet
-        self._other_ns = 0
-        self._lost = 0
+        self._other_ns = self._lost = self._begin = 0
         # Of tokens drafted behind rows of this round whose logits are no longer in memory, by row and token.
         self._told: dict[tuple[int, int], TokenLogprobs] = {}
         further, lost = self._draw_further, lambda: self._lost
@@ -97,7 +96,7 @@ class SpeculativeDecoding(DecodingStrategy):
         self._count_plain_steps()
         self._plain_hidden = None
         self._context.tokens[:] = [*prompt, *tokens]
-        self._started = False
+        self._started, self._begin = False, len(prompt)
         if self._governor.asks:
             self._start()
         return tokens
@@ -367,6 +366,7 @@ class SpeculativeDecoding(DecodingStrategy):
     def finish(self) -> None:
         """The reply is over: statistics are complete afterwards."""
         self._count_plain_steps()
+        self.texts = self._context.tokens[: self._begin], self._context.tokens[self._begin :]
         # It leads back here: what the reply was asked with would wait for a collection of cycles.
         self._context = DraftContext([], _over, lambda _: ())
 

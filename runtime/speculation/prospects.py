@@ -109,11 +109,12 @@ def _read(plan_input: PlanInput, name: str | None = None) -> int:
     return max(1, sum(blob.nbytes for tensor in wanted for blob in tensor.blobs))
 
 
-# By what they gained together and alone (docs/LOG.md, 2026-11-21), as shares of the rounds left to each.
+# Shares of the rounds left to each, and of tokens: means of 24 replies to prompts that were never seen before, of two
+# models that answer (docs/LOG.md, 2026-11-28).
 TABLES = {
-    "copy": Prior(0.25, 0.75, tables=True),
-    "ngram": Prior(0.18, 0.75, tables=True),
-    "recycle": Prior(0.02, 0.75, tables=True),
+    "copy": Prior(0.3, 0.4, tables=True),
+    "ngram": Prior(0.15, 0.33, tables=True),
+    "recycle": Prior(0.3, 0.38, tables=True),
 }
 # In the order of asking. Models and modules: tokens per pass of the shipped drafter and of an EAGLE head on five kinds
 # of dialogue; heads: the first place of Medusa's (docs/LOG.md, 2026-11-25). What the target drafts itself is guessed.

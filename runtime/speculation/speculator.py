@@ -368,7 +368,7 @@ class Speculator:
             self._live.discard(strategy)
             self._costs.learn(strategy.statistics)
             done = strategy.statistics
-            self._history.add(done.rounds, done.choices["none"], done.per_drafter)
+            self._history.add(*strategy.texts, done.rounds * done.alone, done.choices["none"], done.per_drafter)
         if time.monotonic() - self._saved > _SAVE_S:
             self.save()
 

@@ -133,7 +133,7 @@ def test_options_reach_the_model(small_bundle: Path) -> None:
 
 def test_the_context_defaults_to_what_the_model_allows(model: edgeinfer.Model) -> None:
     assert model.context == 512
-    assert model.info.name == "small"
+    assert model.info.name == "small" and repr(model).startswith("<Model small: ")
 
 
 def test_a_context_larger_than_the_model_allows(small_bundle: Path) -> None:

@@ -40,10 +40,10 @@ def fake_plan(budget: int | None) -> MemoryPlan:
         budget_bytes=budget,
         counted="resident",
         footprint=footprint,
-        speed=Speed(12.34, 1000.0, False),
+        speed=Speed(12.34, 1000.0, False, 9.5),
         minimum_bytes=200_000_000,
         given_up=("drafts of 7 tokens at most instead of 15",),
-        alternatives=(Alternative("float32 KV cache", chosen, 700_000_000, False, Speed(15.6, 900.0, False)),),
+        alternatives=(Alternative("float32 KV cache", chosen, 700_000_000, False, Speed(15.6, 900.0, False, 9.5)),),
         curve=SpeedCurve(
             (
                 BudgetPoint(200_000_000, dataclasses.replace(chosen, draft_max=0), 8.0, 8.0),
@@ -73,11 +73,12 @@ def test_plan(planned: list[tuple[Any, dict[str, Any]]], capsys: pytest.CaptureF
     out = capsys.readouterr().out
     for line in (
         "Fits in 600 MB: needs 300.0 MB, about 12.3 tokens/s, context 2048.",
+        "A text it has never seen: 9.5 tokens/s plain, 12.3 expected with drafts.",
         "Given up to fit: drafts of 7 tokens",
         "weights   250.0 MB",
         "total     300.0 MB",
-        "this plan         300.0 MB  ~12.3",
-        "float32 KV cache  700.0 MB  ~15.6, does not fit",
+        "this plan                 300.0 MB  ~12.3",
+        "float32 KV cache          700.0 MB  ~15.6, does not fit",
         "Speeds are estimates until",
     ):
         assert line in out

@@ -78,11 +78,7 @@ def parameter(schema: Schema) -> Schema:
 
 
 def test_one_schema_beyond_the_engine_takes_nothing_from_other_functions() -> None:
-    inner: list[tuple[Schema, Schema]] = [
-        ({"$ref": "#/$defs/y"}, {"y": TAGS}),
-        ({"type": "array", "items": TAGS}, {}),
-        ({"anyOf": [TAGS, {}]}, {}),
-    ]
+    inner = [({"$ref": "#/$defs/y"}, {"y": TAGS}), ({"type": "array", "items": TAGS}, {}), ({"anyOf": [TAGS, {}]}, {})]
     inner += [({"type": "object", "additionalProperties": TAGS}, {}), ({"allOf": [TAGS]}, {}), (TAGS, {})]
     good = parameter({"enum": ["celsius"]})
     for schema, definitions in inner:
@@ -158,8 +154,7 @@ def test_functions_that_are_too_much_together_are_held_to_objects() -> None:
 
 
 def test_parameters_need_not_say_that_they_are_an_object() -> None:
-    open_ended: list[Any] = [None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}}]
-    for given in open_ended:
+    for given in (None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}, "required": None}):
         (function,) = read_functions([{"type": "function", "function": {"name": "f", "parameters": given}}])
         assert next(iter(function.parameters.items())) == ("type", "object")
         rules = argument_rules([("f", True, function.arguments)])

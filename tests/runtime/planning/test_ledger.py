@@ -49,7 +49,7 @@ def plan(budget: int | None, counted: str = "resident", **changes: Any) -> Memor
     configuration = Configuration(512, 64, "float32", "mapped", 0, drafters_in("auto"), 15, "kept")
     configuration = dataclasses.replace(configuration, **changes)
     footprint = Footprint({"kv": 10 * MB}, {})
-    return MemoryPlan(configuration, "native", "stop", 0, budget, counted, footprint, Speed(1, 1, False), 1)
+    return MemoryPlan(configuration, "native", "stop", 0, budget, counted, footprint, Speed(1, 1, False, 1), 1)
 
 
 def make(process: Process, planned: MemoryPlan, replanned: MemoryPlan | None = None) -> tuple[Ledger, list[MemoryPlan]]:

@@ -29,10 +29,11 @@ from edgeinfer.runtime.planning.speed_model import (
     Pace,
     SpeedModel,
 )
+from edgeinfer.runtime.profile.costs import PassCosts
 from edgeinfer.runtime.profile.device_profile import DeviceProfile
 from edgeinfer.runtime.profile.settings import TunedSettings
 from tests.recorded import check_recorded
-from tests.runtime.planning.conftest import PACE, PLAIN, PROCESS, Large, Measured, pace_of, plan, plan_input_of
+from tests.runtime.planning.conftest import PACE, PASSES, PLAIN, PROCESS, Large, Measured, pace_of, plan, plan_input_of
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +71,17 @@ def test_a_long_context_gives_way_before_anything_else(plan_input: PlanInput, fr
 
 
 def test_a_context_that_was_not_asked_for_is_as_long_as_free_memory_allows(plan_input: PlanInput) -> None:
-    def found(free: int, **options: Any) -> MemoryPlan:
-        config = LoadConfig(**options)
-        return search(
-            plan_input, config, Large(plan_input, config, PROCESS), SpeedModel(pace_of), all_ways=True, free=free
-        )
-
     sizes = {context: plan(plan_input, context=context).planned_bytes for context in (2048, 4096, 8192)}
     for context, free in ((8192, sizes[8192]), (4096, sizes[8192] - 1), (2048, sizes[4096] - 1), (2048, 0)):
-        plans = found(free), plan(plan_input, free=free)
-        for each in plans:
-            assert each.context == context and each.fits and each.configuration.kv == "float32"
-            assert each.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
-        ways = {way.name: way for way in plans[0].alternatives}
-        assert context == 8192 or (ways[NOTHING_GIVEN_UP].configuration.context, ways[NOTHING_GIVEN_UP].fits) == (
-            8192,
-            False,
-        )
+        found = plan(plan_input, free=free)
+        assert found.context == context and found.fits and found.configuration.kv == "float32"
+        assert found.given_up == (() if context == 8192 else (f"context {context} instead of 8192",))
+    listed = plan(plan_input, all_ways=True, free=sizes[8192] - 1)
+    whole = next(way for way in listed.alternatives if way.name == NOTHING_GIVEN_UP)
+    assert listed.context == 4096 and (whole.configuration.context, whole.fits) == (8192, False)
     # What was asked for is not judged.
-    assert found(0, context=8192).context == 8192
-    assert found(0, memory=sizes[8192]).context == 8192
+    assert plan(plan_input, free=0, context=8192).context == 8192
+    assert plan(plan_input, free=0, memory=sizes[8192]).context == 8192
     short = plan_input_of(3000)
     assert [plan(short, free=free).context for free in (10**12, 0)] == [3000, 2048]
 
@@ -241,6 +233,7 @@ def test_alternatives_differ_and_tell_whether_they_fit(plan_input: PlanInput) ->
     tight = plan(plan_input, all_ways=True, memory=found.minimum_bytes + 1_000_000)
     assert not {way.name: way for way in tight.alternatives}[NOTHING_GIVEN_UP].fits
     data = tight.to_dict()
+    assert len(repr(tight)) < 700 and "\n" not in repr(tight) and "MB of" in f"{tight}"
     assert data["alternatives"][0]["choice"]["context"] and data["speed"]["measured"] is True
 
 
@@ -264,6 +257,56 @@ def test_the_curve_tells_what_every_budget_gets(plan_input: PlanInput) -> None:
     data = free.to_dict()
     assert data["speculation_bytes"] == bound and len(data["curve"]) == len(curve.points)
     assert plan(plan_input, all_ways=True, speculation="off").to_dict()["speculation_bytes"] is None
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    shares=st.lists(st.floats(0, 1.1), min_size=2, max_size=4),
+    context=st.sampled_from([None, 1000]),
+    times=st.dictionaries(
+        st.sampled_from(["", "int8", " streamed 1", " streamed 8", "int8 streamed 4"]), st.floats(0.1, 9), min_size=1
+    ),
+    rows=st.dictionaries(st.sampled_from(["", "int8", " streamed 1"]), st.floats(0.2, 4)),
+    learnt=st.lists(st.floats(0, 1), min_size=2, max_size=2),
+)
+@example([0.0, 0.1, 0.5, 1.0], None, {"": 1.0, "int8": 0.2}, {}, [0.0, 0.0])
+@example([0.1, 0.3, 0.7, 1.0], None, {" streamed 8": 0.5}, {" streamed 1": 0.3}, [1.0, 0.9])
+def test_a_larger_budget_never_promises_less(
+    plan_input: PlanInput,
+    shares: list[float],
+    context: int | None,
+    times: dict[str, float],
+    rows: dict[str, float],
+    learnt: list[float],
+) -> None:
+    """Whatever was measured of some variants, of further rows in passes and of drafts."""
+    prospects = tuple(Prospect(name, *learnt, 0.01, tables=True) for name in ("copy", "ngram", "recycle"))
+
+    def paced(configuration: Configuration) -> Pace:
+        variant = plan_input.variant(configuration)
+        slope = rows.get(variant, 1.0)
+        points = tuple((m, ms * times.get(variant, 1.0) * (1 if m == 1 else slope)) for m, ms in PASSES.points)
+        return dataclasses.replace(PACE, passes=PassCosts(points), prospects=prospects)
+
+    subject = dataclasses.replace(plan_input, tokenizers=("kept",))
+    options: dict[str, Any] = {"prefill_chunk": 32, "context": context}
+
+    def ask(memory: int | None, all_ways: bool = False) -> MemoryPlan:
+        config = LoadConfig(memory=memory, **options)
+        return search(subject, config, Large(subject, config, PROCESS), SpeedModel(paced), all_ways=all_ways)
+
+    free = ask(None)
+    spare = free.planned_bytes - free.minimum_bytes
+    plans = [ask(free.minimum_bytes + round(share * spare)) for share in sorted(shares)]
+    for less, more in pairwise([*plans, free]):
+        assert less.speed.tokens_per_second <= more.speed.tokens_per_second
+        assert less.speed.plain_tokens_per_second <= more.speed.plain_tokens_per_second
+    listed = ask(plans[0].budget_bytes, all_ways=True)
+    assert listed.speed == plans[0].speed
+    assert max(way.speed.tokens_per_second for way in listed.alternatives) <= free.speed.tokens_per_second
+    assert listed.curve is not None
+    rates = [point.tokens_per_second for point in listed.curve.points]
+    assert rates == sorted(rates)
 
 
 # How to ask for what an alternative's name says.
@@ -312,14 +355,21 @@ def test_a_plan_agrees_with_itself(
     assert found.fits == (budget >= found.minimum_bytes) == (found.planned_bytes <= budget)
     assert found.fits or found.planned_bytes == found.minimum_bytes
     ways = {way.name: way for way in found.alternatives}
+    whole = free.speed.tokens_per_second, free.speed.plain_tokens_per_second
+    rates = [way.speed.tokens_per_second for way in found.alternatives]
+    assert rates == sorted(rates, reverse=True) and max(rates) <= whole[0]
     assert "smallest" not in ways or ways["smallest"].planned_bytes == found.minimum_bytes
     assert NOTHING_GIVEN_UP not in ways or ways[NOTHING_GIVEN_UP].planned_bytes == free.planned_bytes
     for way in ways.values() if found.fits else ():
         kind = next((name for name in ASKED if name in way.name), None)
         if kind is not None:
             asked = ask(**{"memory": budget} | ASKED[kind](way))
-            # Of ways that are equally fast it may be another that takes other bytes.
-            assert asked.speed == way.speed, way.name
+            # Of ways that are equally fast it may be another that takes other bytes. No way is promised to be faster
+            # than giving up nothing.
+            paces = [(speed.tokens_per_second, speed.plain_tokens_per_second) for speed in (asked.speed, way.speed)]
+            expected = tuple(map(min, paces[0], whole))
+            # Larger budgets than the smallest bound what is promised of that.
+            assert paces[1] == expected or (kind == "smallest" and paces[1] >= expected), way.name
     # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed, but
     # for what rows of another type of cache take.
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
