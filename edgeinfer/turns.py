@@ -42,8 +42,7 @@ class Turns:
             if turn is not None:
                 turn.disown()
         self._lock = threading.RLock()  # a signal's handler may ask while its thread is in here
-        self._running: Turn | None = None
-        self._paused: list[Turn] = []
+        self._running, self._paused = None, []
         self._worker: int | None = None  # the thread that has the model to itself, and how often
         self._works = 0
 

@@ -263,6 +263,12 @@ MODELS: dict[str, Case] = {
     "values of 2**31 channels": changed(llama__attention__value_length=(UINT32, 1 << 31)),
     "values of other channels than keys": changed(llama__attention__value_length=(UINT32, 8)),
     "a rotation of part of a head": changed(llama__rope__dimension_count=(UINT32, 2)),
+    "a window that no layer has": changed(
+        llama__attention__sliding_window=(UINT32, 4),
+        llama__attention__sliding_window_pattern=(ARRAY, (BOOL, [0, 0])),
+    ),
+    "a rotation of nothing": changed(llama__rope__dimension_count=(UINT32, 0)),
+    "a rotation of more than a sliding head": changed(llama__rope__dimension_count_swa=(UINT32, 6)),
     "a rotation of more than a head": changed(llama__rope__dimension_count=(UINT32, 6)),
     "2000 experts": changed(llama__expert_count=(UINT32, 2000), llama__expert_used_count=(UINT32, 2)),
     "more experts used than there are": changed(llama__expert_count=(UINT32, 2), llama__expert_used_count=(UINT32, 3)),

@@ -75,6 +75,7 @@ ALLOWED = {
     # Benchmarks of what makes bundles, and of other engines on the same weights.
     "edgeinfer.apps.bench": CORE | {"edgeinfer.apps", "edgeinfer.export", "edgeinfer.quant"},
     "edgeinfer.apps": {
+        "edgeinfer.encodings",
         "edgeinfer.user_folders",
         "edgeinfer.options",
         "edgeinfer.wording",

@@ -160,6 +160,9 @@ class Library:
                     yield str(path), "bundle"
                 elif _is_gguf(path):
                     yield str(path), "gguf"
+        for place in hub.places():
+            if place.origin == "folder":
+                yield str(place.path), "gguf" if place.path.is_file() else "bundle"
         for id in hub.cached():
             yield id, "hub"
         for id in recent:

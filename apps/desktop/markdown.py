@@ -141,6 +141,7 @@ def _reply_parser() -> MarkdownIt:
     for name, html in _FOOTNOTES.items():
         parser.add_render_rule(name, lambda self, tokens, index, options, env, html=html: html(tokens[index]))
     # Names of files, such as main.py, are no addresses.
+    assert parser.linkify is not None, "linkify-it-py comes with the extra"
     parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
     return parser
 

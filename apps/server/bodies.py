@@ -161,7 +161,8 @@ class Upload:
 # Fields whose values are compiled, or put before the model as they are; compiling takes time that grows with them.
 _COMPILED = (
     "response_format", "format", "output_config", "tools", "functions", "text", "json_schema", "regex", "grammar",
-    "choices",
+    "choices", "structured_outputs", "output_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "ebnf",
 )  # fmt: skip
 # Texts are left out where values are counted, as what stands in them is none.
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)

@@ -49,7 +49,7 @@ class LlamaCompletion:
         self._several = self._several or self.n > 1
         self._tokens_wanted = fields.flag("return_tokens")
         self._alternatives = fields.whole("n_probs", 0, MOST_ALTERNATIVES) or 0
-        options = _options(fields)
+        options, self._told = _options(fields)
         if self._alternatives:
             options["logprobs"] = self._alternatives
         fields.ignore("model")
@@ -89,7 +89,7 @@ class LlamaCompletion:
         """Its text and tokens."""
         reply = self._replies[index]
         reply.push(chunk)
-        if not chunk.text:
+        if not (chunk.text and self._told):
             return []
         tokens = list(chunk.token_ids)
         event = {"index": index, "content": chunk.text, "tokens": tokens, "stop": False, "id_slot": index}
@@ -110,8 +110,9 @@ class LlamaCompletion:
         answers = []
         for index, reply in enumerate(self._replies):
             assert reply.result is not None, "the reply is not finished"
-            tokens = list(reply.result.token_ids) if self._tokens_wanted else []
-            last = self._last(index, reply.text, tokens) | self._probabilities(reply.logprobs)
+            tokens = list(reply.result.token_ids) if self._tokens_wanted and self._told else []
+            text, logprobs = (reply.text, reply.logprobs) if self._told else ("", [])
+            last = self._last(index, text, tokens) | self._probabilities(logprobs)
             answers.append(last | warnings(self.ignored))
         return answers if self._several else answers[0]
 
@@ -128,7 +129,7 @@ class LlamaCompletion:
             "id_slot": index,
             "stop": True,
             "model": self._name,
-            "tokens_predicted": usage.completion_tokens,
+            "tokens_predicted": usage.completion_tokens if self._told else 0,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": self._settings,
             "prompt": self._shown[index // self._each],
@@ -142,7 +143,7 @@ class LlamaCompletion:
 
     def _stopped(self, result: Result) -> tuple[str, str]:
         """Why a reply ended, and the word that ended it."""
-        if result.finish_reason != "stop":
+        if result.finish_reason != "stop" or not self._told:
             return "limit", ""
         return ("word", result.stop_string) if result.stop_string else ("eos", "")
 
@@ -196,12 +197,16 @@ def _told(options: Mapping[str, Any]) -> Event:
     return told
 
 
-def _options(fields: Fields) -> dict[str, Any]:
+def _options(fields: Fields) -> tuple[dict[str, Any], bool]:
+    """Options of GenerationConfig, and whether the reply is told: of 0 tokens it only fills the cache with the prompt,
+    which its first token does here."""
     options: dict[str, Any] = {}
+    told = True
     for name in ("n_predict", "max_tokens"):
         most = fields.take(name, int, "a whole number")
         if most is not None and most >= 0 and not options:  # -1 is no limit
-            options |= fields.checked(name, "max_tokens", most)
+            told = most > 0
+            options |= fields.checked(name, "max_tokens", most or 1)
     seed = fields.take("seed", int, "a whole number")
     if seed is not None and seed >= 0 and seed != _ANY_SEED:
         options["seed"] = seed % _SEEDS
@@ -211,7 +216,7 @@ def _options(fields: Fields) -> dict[str, Any]:
     schema = fields.take("json_schema", dict, "a JSON Schema, an object")
     if schema is not None:
         options["json_schema"] = closed(schema)
-    return options | sampling(fields)
+    return options | sampling(fields), told
 
 
 def _bias(value: Any) -> Any:

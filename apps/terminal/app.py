@@ -14,6 +14,7 @@ from edgeinfer.apps.terminal.endings import ChatWords, ending
 from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
 from edgeinfer.apps.terminal.screen import WrappedText, keyboard
 from edgeinfer.config import GenerationConfig, format_size
+from edgeinfer.encodings import decode_text, marked_encoding
 from edgeinfer.errors import PromptError, UsageError, UserError
 from edgeinfer.options import nearest, options_of
 from edgeinfer.wording import Setting
@@ -81,6 +82,8 @@ class TerminalChat:
         self._chat: Chat = models.model.chat(system=system)
         self._options = dict(options or {})
         self._out = out or sys.stdout
+        if sys.stdin is None and read is None:
+            raise PromptError("stdin is closed.", "Pipe the messages into it, or start it in a terminal.")
         self._interactive = sys.stdin.isatty() if interactive is None else interactive
         self._read = read or (keyboard() if self._interactive else _lines(sys.stdin))
         self._say_setting = say
@@ -286,9 +289,12 @@ def _lines(source: TextIO) -> Callable[[str], str]:
 
 
 def _checked(source: TextIO) -> Iterator[str]:
-    try:
-        for line in source:
-            line.encode("utf-8")
+    file = getattr(source, "buffer", None)
+    # Not as Python decodes them, which in the C locale takes them for ASCII. Another program's stand-in has text alone.
+    for line in source if file is None else file:
+        if isinstance(line, str):
             yield line.removesuffix("\n")
-    except UnicodeError as error:
-        raise PromptError("The input is not UTF-8 text.", "Convert it, for example with iconv -t UTF-8.") from error
+            continue
+        whole = marked_encoding(line) not in (None, "utf-8-sig")
+        text = decode_text(line + file.read() if whole else line, "The input").removesuffix("\n")
+        yield from (each.removesuffix("\r") for each in text.split("\n"))

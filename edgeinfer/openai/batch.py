@@ -111,13 +111,13 @@ def damaged_line(number: int, custom_id: str | None, error: RequestError) -> dic
 
 def _enclosed(line: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     url, body = line.get("url"), line.get("body")
-    if line.get("method", "POST") != "POST":
+    if line.get("method") not in (None, "POST"):
         raise _wrong(f"method is {shown(line['method'])}.", "It must be POST.", "method")
     if not isinstance(url, str) or url not in _KINDS:
         raise _wrong(f"url is {shown(url)}.", f"Choose one of {', '.join(_KINDS)}.", "url")
     if not isinstance(body, dict):
         raise _wrong("The line has no body.", "Give the request's JSON object.", "body")
-    unknown = line.keys() - {"custom_id", "method", "url", "body"}
+    unknown = {name for name, value in line.items() if value is not None} - {"custom_id", "method", "url", "body"}
     if unknown:
         raise _wrong(f"Unknown field {shown(min(unknown))}.", "Fields of the request belong into body.", min(unknown))
     return _KINDS[url], body

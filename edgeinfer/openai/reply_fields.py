@@ -147,7 +147,7 @@ def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) ->
     """What the chat template is given of the fields that say whether and how much to think.
 
     Args:
-        options: of the reply; how many tokens it may think is added, unless a grammar holds it, which leaves no thought.
+        options: of the reply; how many tokens it may think is added, unless a grammar holds it, which leaves none.
         calls: whether the reply may hold calls, to which a grammar holds it.
     """
     variables: dict[str, Any] = {}

@@ -15,8 +15,8 @@ from edgeinfer.runtime.sampling.grammar_source import grammar_source, in_words, 
 __all__ = ["ArgumentRules", "argument_rules"]
 
 # Demands that the engine follows in some schemas and not in others, by what stands next to them.
-_DELICATE = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern", "format", "multipleOf")
-_DELICATE += ("minLength", "maxLength", "minItems", "maxItems")  # of large counts
+_DELICATE: tuple[str, ...] = ("oneOf", "minProperties", "maxProperties", "patternProperties", "pattern", "format")
+_DELICATE += ("multipleOf", "minLength", "maxLength", "minItems", "maxItems")
 _WHOLE = "the schema"  # that was left out
 
 

@@ -73,7 +73,7 @@ class BatchInput:
         digest = hashlib.sha256()
         try:
             text = _converted(path)
-            with path.open("rb") if text is None else io.BytesIO(text) as file:
+            with _opened(path, text) as file:
                 lines = tuple(_lines(file, digest.update))
         except OSError as error:
             raise PromptError(f"Cannot read {path}: {error.strerror}.", "Name a file of requests.") from error
@@ -84,7 +84,7 @@ class BatchInput:
 
     def read(self, lines: Iterable[BatchLine]) -> Iterator[dict[str, Any]]:
         """The objects of lines that hold requests, one after the other."""
-        with self.path.open("rb") if self.text is None else io.BytesIO(self.text) as file:
+        with _opened(self.path, self.text) as file:
             for line in lines:
                 file.seek(line.offset)
                 yield read_object(file.read(line.size))
@@ -97,6 +97,10 @@ def _converted(path: Path) -> bytes | None:
             return None
         file.seek(0)
         return decode_text(file.read(), path).encode("utf-8", "surrogatepass")
+
+
+def _opened(path: Path, text: bytes | None) -> BinaryIO:
+    return path.open("rb") if text is None else io.BytesIO(text)
 
 
 def _lines(file: BinaryIO, update: Any) -> Iterator[BatchLine]:

@@ -58,9 +58,9 @@ _TOGETHER: tuple[tuple[str, ...], ...] = (
 _BESIDE = "By this draft nothing else counts there: put what it means under definitions."
 _MOST_MULTIPLE = 2**32  # of the least common multiple of all that a schema asks for; the engine's wraps there
 # Demands that the engine refuses, by its own words, where nothing above rewrites them.
-_LACKING = ("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else")
-_LACKING += ("if", "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems")
-_LACKING += ("unevaluatedProperties", "uniqueItems")
+_LACKING: tuple[str, ...] = ("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired")
+_LACKING += ("dependentSchemas", "else", "if", "maxContains", "minContains", "not", "propertyNames", "then")
+_LACKING += ("unevaluatedItems", "unevaluatedProperties", "uniqueItems")
 _AT_FAULT = re.compile(r"json_schema cannot be used: (\$?\w+):")
 # What JSON writes only by \u.
 _UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")

@@ -305,7 +305,7 @@ class _Marker:
         role, content = message["role"], message["content"]
         if content:
             what = f"{where}.content, of the role {role[:_SHORT]}"
-            parts = [{"type": "text", "text": self.mark(what)} for _ in content] if isinstance(content, list) else None
+            parts = [{**part, "text": self.mark(what)} for part in content] if isinstance(content, list) else None
             made["content"] = self.mark(what) if parts is None else parts
         else:
             made["content"] = content

@@ -13,12 +13,12 @@ from edgeinfer.errors import UsageError
 from edgeinfer.schema_classes import read_reply
 from tests.speculation import PROMPT, needs_builtin
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["age"],
+    "additionalProperties": False,
 }
-SCHEMA |= {"additionalProperties": False}
 
 
 class Person:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from edgeinfer.bundle.gguf.metadata import damaged
+from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile
 
 __all__ = ["check_heads", "check_types"]
@@ -48,17 +48,28 @@ def check_heads(gguf: GgufFile, architecture: str, layers: int, key_size: int, v
         return gguf.metadata.integer(f"{architecture}.{name}", usual)
 
     rotated = number("rope.dimension_count", key_size)
-    if rotated > max(key_size, number("attention.key_length_swa", 0)) or rotated % 2:
-        raise damaged(gguf.path, f"{rotated} channels of heads of {key_size} are rotated")
+    sliding = number("attention.key_length_swa", key_size)
+    for count, size in ((rotated, key_size), (number("rope.dimension_count_swa", min(rotated, sliding)), sliding)):
+        if not 0 < count <= size or count % 2:
+            raise damaged(gguf.path, f"{count} channels of heads of {size} are rotated")
     if architecture not in _OTHER_WIDTHS.split() and key_size != value_size:
         raise damaged(gguf.path, f"keys have {key_size} channels and values {value_size}, which {architecture} has not")
     if architecture in _WHOLE_ROTATIONS.split() and rotated != value_size:
         raise damaged(gguf.path, f"{rotated} of {value_size} channels are rotated, of which {architecture} rotates all")
+    if 0 < number("attention.key_length_mla", 0) <= rotated:
+        raise damaged(gguf.path, f"all channels of its keys are rotated, which {architecture} cannot")
     groups, heads = number("ssm.group_count", 0), number("ssm.time_step_rank", 0)
     state, inner = number("ssm.state_size", 0), number("ssm.inner_size", 0)
     if architecture in _DELTA and not (groups and heads and heads % groups == 0 and inner == heads * state):
         raise damaged(
             gguf.path, f"its delta rules have {groups} and {heads} heads, and {inner} channels of {state} each"
         )
+    pattern = gguf.metadata.get(f"{architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, GgufArray):
+        slides = pattern.count == layers and bool(pattern.numbers().any())
+    else:
+        slides = pattern != 1
+    if number("attention.sliding_window", 0) and not slides:
+        raise damaged(gguf.path, "it has a sliding window and no layers with it")
     if architecture in _SHARING and layers - number("attention.shared_kv_layers", 0) < 2:
         raise damaged(gguf.path, "fewer than two of its layers have a cache of their own")

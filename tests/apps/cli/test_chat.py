@@ -228,10 +228,23 @@ def test_piped_lines(model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_piped_bytes_that_are_not_utf8(
     model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for errors in ("strict", "surrogateescape"):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors=errors))
+    for encoding, errors in (("utf-8", "strict"), ("utf-8", "surrogateescape"), ("ascii", "surrogateescape")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding, errors=errors))
         assert main(["chat", "--terminal"]) == 2
-        assert capsys.readouterr().err.startswith("error: The input is not UTF-8 text.")
+        assert capsys.readouterr().err.startswith("error: The input is not UTF-8 text (byte 3).")
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", "--terminal"]) == 2
+    assert capsys.readouterr().err.startswith("error: stdin is closed.")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_piped_lines_are_text_whatever_the_locale(
+    encoding: str, model: FakeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped = io.BytesIO("café\r\n5 € 日本\n".encode(encoding))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, "ascii", errors="surrogateescape"))
+    assert main(["chat", "--terminal"]) == 0
+    assert capsys.readouterr().out == "You said café \nYou said 5 € 日本 \n"
 
 
 def test_builtin_model_chats(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

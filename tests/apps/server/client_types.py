@@ -171,6 +171,14 @@ REQUESTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
         {"messages": _SAY, "max_tokens": 1},
         {"name": "abc", "input_schema": {"type": "object"}},
     ),
+    "/v1/messages/count_tokens": (
+        (
+            anthropic.types.message_count_tokens_params.MessageCountTokensParams,
+            anthropic.types.beta.message_count_tokens_params.MessageCountTokensParams,
+        ),
+        {"messages": _SAY},
+        {"name": "abc", "input_schema": {"type": "object"}},
+    ),
     "/api/chat": ((ollama._types.ChatRequest,), {"messages": _SAY} | _OPTIONS, _TOOL),
     "/api/generate": ((ollama._types.GenerateRequest,), {"prompt": "Hi."} | _OPTIONS, {}),
 }

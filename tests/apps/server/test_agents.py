@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from edgeinfer.apps.server.llama import LLAMA_KINDS
 from tests.apps.server.agents import AGENTS
 from tests.apps.server.served import MESSAGES, Local
 from tests.apps.server.test_other_protocols import ok
@@ -16,7 +17,7 @@ from tests.tables import each_row
 
 pytestmark = needs_builtin
 
-CHAT, MESSAGE = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGE, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 # By path, the field that says how long the reply may be.
 LENGTHS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"max_output_tokens": 1},
@@ -101,15 +102,16 @@ def test_functions_of_before_tools(server: Local) -> None:
 def test_tokens_of_the_prompt_and_too_many(server: Local) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
     start, *_, last, _ = streamed(server, MESSAGE, body)
-    counted = ok(server.post(f"{MESSAGE}/count_tokens", {"messages": MESSAGES, "betas": ["x"]}))["input_tokens"]
+    counted = ok(server.post(COUNT, {"messages": MESSAGES, "betas": ["x"]}))["input_tokens"]
     assert start["message"]["usage"]["input_tokens"] == counted > 0
     assert last["usage"]["input_tokens"] + last["usage"]["cache_read_input_tokens"] == counted
     cached = ok(server.post(MESSAGE, body | {"max_tokens": 0}))
     assert (cached["content"], cached["stop_reason"], cached["usage"]["output_tokens"]) == ([], "max_tokens", 0)
     for words in (2000, 300_000):
         long = {"messages": [{"role": "user", "content": "word " * words}], "max_tokens": 2}
-        for more in ({}, {"stream": True}):
-            refused = server.post(MESSAGE, long | more)
+        asked = [(MESSAGE, {}), (MESSAGE, {"stream": True}), *([(COUNT, {})] if words > 10_000 else [])]
+        for path, more in asked:
+            refused = server.post(path, long | more)
             said = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", refused.json()["error"]["message"])
             assert said and int(said[1]) > int(said[2]) == server.host.require_model().context
             assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -124,7 +126,7 @@ def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
     def tokens(*blocks: Any) -> Any:
         turn = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": list(blocks)}]}
         talk = [*MESSAGES, {"role": "assistant", "content": [use]}, turn]
-        answer = server.post(f"{MESSAGE}/count_tokens", {"messages": talk}).json()
+        answer = server.post(COUNT, {"messages": talk}).json()
         return answer.get("input_tokens") or answer["error"]["message"]
 
     none, plain = tokens(), tokens(text)
@@ -138,6 +140,71 @@ def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
     assert "messages[2].content[0].content[1] is of type 'image'" in tokens(text, image)
     inner = {"type": "document", "source": {"type": "content", "content": [text, image]}}
     assert "messages[2].content[0].content[0].source.content[1] is of type 'image'" in tokens(inner)
+
+
+# Fields of llama.cpp's server: its defaults, and the ends of what its reference says of them.
+LLAMA: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.8, 0),
+    "dynatemp_range": (0.0, 1.0),
+    "dynatemp_exponent": (1.0,),
+    "top_k": (40, 0, -1),
+    "top_p": (0.95, 0, 1),
+    "min_p": (0.05, 0, 1),
+    "n_predict": (0, 1, 1.0),
+    "n_indent": (0, 4),
+    "n_keep": (0, -1),
+    "stream": (False,),
+    "stop": ([], "", [""], ["x"]),
+    "typical_p": (1.0,),
+    "repeat_penalty": (1.1, 1.0),
+    "repeat_last_n": (64, 0, -1),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "dry_multiplier": (0.0, 0.8),
+    "dry_base": (1.75,),
+    "dry_allowed_length": (2,),
+    "dry_penalty_last_n": (-1, 0),
+    "dry_sequence_breakers": (["\n", ":"], []),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.1,),
+    "mirostat": (0, 1, 2),
+    "mirostat_tau": (5.0,),
+    "mirostat_eta": (0.1,),
+    "grammar": ("",),
+    "json_schema": ({"const": 1},),
+    "seed": (-1, 2**32 - 1),
+    "ignore_eos": (False, True),
+    "logit_bias": ([], [[5, False]], {"5": -1.0}),
+    "n_probs": (0, 20),
+    "min_keep": (0,),
+    "t_max_predict_ms": (0, 1000),
+    "id_slot": (-1, 0),
+    "cache_prompt": (True, False),
+    "return_tokens": (False, True),
+    "samplers": (["top_k", "temperature"], []),
+    "timings_per_token": (False, True),
+    "return_progress": (False, True),
+    "post_sampling_probs": (False, True),
+    "response_fields": ([], ["content"]),
+    "lora": ([],),
+    "n_cache_reuse": (0, 256),
+}
+
+
+def test_fields_of_llama_cpp_s_server(server: Local) -> None:
+    base = {"prompt": MESSAGES[0]["content"], "n_predict": 1}
+    model = server.host.require_model()
+    for name, values in LLAMA.items():
+        for value in (*values, None):
+            completion = LLAMA_KINDS["/completion"].make(base | {name: value}, model)
+            completion.check(model)
+    filled = ok(server.post("/completion", base | {"n_predict": 0, "return_tokens": True}))
+    assert (filled["content"], filled["tokens"], filled["tokens_predicted"]) == ("", [], 0)
+    (last,) = streamed(server, "/completion", base | {"n_predict": 0})
+    assert (last["content"], last["stop_type"], last["stop"]) == ("", "limit", True)
+    # What /props tells of a completion can be sent back.
+    settings = ok(server.get("/props"))["default_generation_settings"]["params"]
+    assert ok(server.post("/completion", settings | base | {"max_tokens": 1}))["tokens_predicted"] == 1
 
 
 def streamed(server: Local, path: str, body: dict[str, Any]) -> list[Any]:

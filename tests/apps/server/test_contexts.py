@@ -80,7 +80,7 @@ def test_what_is_not_named_is_not_read(server: Local, files: list[Path]) -> None
 
 def test_where_a_text_lies_is_not_told(server: Local, files: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     file = files[2]
-    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff\xfe no text"), lambda: file.write_text(" ")):
+    for spoil in (file.unlink, lambda: file.write_bytes(b"\xff no text"), lambda: file.write_text(" ")):
         spoil()
         for stream in (False, True):
             refused = server.post(CHAT, chat_body(contexts=["gone.txt"], stream=stream))

@@ -21,10 +21,11 @@ from edgeinfer.apps.server.room import load_with_room
 from edgeinfer.apps.server.security import Security
 from edgeinfer.apps.server.switching import ModelSwitch
 from edgeinfer.errors import BudgetError, BundleError, ModelError
-from tests.apps.server.served import MESSAGES, chat_body, held
+from tests.apps.server.served import MESSAGES, chat_body, held, served_process
 from tests.factories import make_bigram_bundle
+from tests.gguf_models import builtin_gguf
 from tests.speculation import needs_builtin
-from tests.waiting import TIME_LIMIT
+from tests.waiting import TIME_LIMIT, wait_until
 
 OPTIONS: dict[str, Any] = {"context": 256, "threads": 1, "speculation": "off", "remember": False}
 SHORT = {"max_tokens": 2}
@@ -312,3 +313,18 @@ def test_a_load_that_ends_in_any_way_leaves_no_state_of_loading(
         assert host.state == HostState("closed", number=host.state.number)
 
     running(work, loads=False)
+
+
+@pytest.mark.slow
+@pytest.mark.gguf
+def test_a_gguf_file_that_was_away_answers() -> None:
+    """As `edgeinfer serve` runs it, in a process of its own, and where a request says how long the model stays."""
+    with served_process("-m", str(builtin_gguf()), "--idle-unload", "0.5") as server:
+        for _ in range(2):
+            wait_until(lambda: bool(server.get("/props").json()["is_sleeping"]), "the model's leave")
+            for path, body in ASKED.items():
+                assert server.post(path, body).status_code == 200, path
+        body = {"messages": MESSAGES, "stream": False, "keep_alive": 0}
+        for _ in range(2):
+            assert server.post("/api/chat", body).status_code == 200
+            wait_until(lambda: bool(server.get("/props").json()["is_sleeping"]), "the model's leave")

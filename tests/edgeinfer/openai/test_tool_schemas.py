@@ -78,7 +78,11 @@ def parameter(schema: Schema) -> Schema:
 
 
 def test_one_schema_beyond_the_engine_takes_nothing_from_other_functions() -> None:
-    inner = [({"$ref": "#/$defs/y"}, {"y": TAGS}), ({"type": "array", "items": TAGS}, {}), ({"anyOf": [TAGS, {}]}, {})]
+    inner: list[tuple[Schema, Schema]] = [
+        ({"$ref": "#/$defs/y"}, {"y": TAGS}),
+        ({"type": "array", "items": TAGS}, {}),
+        ({"anyOf": [TAGS, {}]}, {}),
+    ]
     inner += [({"type": "object", "additionalProperties": TAGS}, {}), ({"allOf": [TAGS]}, {}), (TAGS, {})]
     good = parameter({"enum": ["celsius"]})
     for schema, definitions in inner:
@@ -154,7 +158,8 @@ def test_functions_that_are_too_much_together_are_held_to_objects() -> None:
 
 
 def test_parameters_need_not_say_that_they_are_an_object() -> None:
-    for given in (None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}, "required": None}):
+    open_ended: list[Any] = [None, {}, {"type": None}, {"type": ["object", "null"]}, {"properties": {"a": {}}}]
+    for given in open_ended:
         (function,) = read_functions([{"type": "function", "function": {"name": "f", "parameters": given}}])
         assert next(iter(function.parameters.items())) == ("type", "object")
         rules = argument_rules([("f", True, function.arguments)])

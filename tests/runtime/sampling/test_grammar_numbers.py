@@ -45,7 +45,7 @@ FORMS: list[tuple[Schema, int]] = [
     ({**CLOSED, "properties": {"a": {}, "b": True}, "required": ["a", "b"]}, 110),
     *(({"type": "string", "format": name}, 90) for name in ("date-time", "time", "date", "duration", "ipv4", "uuid")),
 ]  # fmt: skip
-PREFERRED = (b"7123456890", b" 7", b"01.eE+-\n ", b"9.eE-", b".0", b"T.:9PZ-", b"-0.12", b"e9.")
+PREFERRED = (b"7123456890", b" 7", b"01.eE+-\n ", b".0", b"T.:9PZ-")
 NUMBERS = ("3.141592653589793", "6.02e23", "-1.5E-10", "0.3000000000000004", "1e308", "9007199254740993", "-0.0", "12")
 
 
@@ -90,8 +90,8 @@ def test_digits_of_texts_come_to_an_end() -> None:
     for pattern in (r"^\d+$", "^[0-9]*$", r"^[\d]{3,}$", r"^0?\d*\.?\d*$"):
         assert len(written(follow({"type": "string", "pattern": pattern}), b"123", 200)) < 90, pattern
     for pattern, most in ((r"^(\d)+$", 40), (r"^[\d.]+$", 40), (r"^(\d|x)+$", 40), (r"^([0-9]{1,60})+$", 60)):
-        text = written(follow({"type": "string", "pattern": pattern}), b"1", 80)
-        assert max(map(len, re.findall("1+", text))) == most, (pattern, text)
+        ones = written(follow({"type": "string", "pattern": pattern}), b"1", 80)
+        assert max(map(len, re.findall("1+", ones))) == most, (pattern, ones)
     email = written(follow({"type": "string", "format": "email"}), b"7", 200)
     assert re.search("[^7]", email[1:70])
 

@@ -146,6 +146,12 @@ _TOOL_USE = _joined("""
     {{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{% if add_generation_prompt %}
     {{ '<|assistant|>' }}{% endif %}
 """)
+# Parts say more than their text: TranslateGemma.
+_LANGUAGE = _joined("""
+    {% for m in messages %}{% if m.content is not string and m.content[0].to in ('de', 'fr') %}
+    {{ m.content[0].to + ': ' + m.content[0].text }}{% else %}{{ raise_exception('To which language?') }}{% endif %}
+    {% endfor %}
+""")
 # Text may be left out, with or without a word.
 _LAST_ONLY = "{{ messages[-1].content }}"
 _NOTHING = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% endfor %}"
@@ -169,6 +175,7 @@ DIALECTS = {
     "deepseek": _DEEPSEEK,
     "elements": _ELEMENTS,
     "tool use": _TOOL_USE,
+    "language": _LANGUAGE,
     "last only": _LAST_ONLY,
     "nothing": _NOTHING,
 }

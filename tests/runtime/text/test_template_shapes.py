@@ -17,8 +17,8 @@ from tests.tables import each_row
 pytest.importorskip("transformers")
 
 GOOD = {"as transformers", "another form", "refused"}
-# They leave out texts in every form.
-HOPELESS = ("last only", "nothing")
+# They leave out texts in every form, or want what no shape has.
+HOPELESS = ("language", "last only", "nothing")
 
 
 @pytest.fixture
@@ -77,6 +77,7 @@ PARALLEL = [
     {"role": "tool", "tool_call_id": "g", "content": "of g"},
     {"role": "tool", "tool_call_id": "f", "content": "of f"},
 ]
+LANGUAGE = [{"role": "user", "content": [{"type": "text", "text": "Hi", "to": "de"}]}]
 LLAMA3_PARALLEL = "<|system|><|eot_id|><|user|>Go<|eot_id|>" + "".join(
     f'<|assistant|>{{"name": "{name}", "parameters": {{}}}}<|eot_id|><|ipython|>of {name}<|eot_id|>' for name in "fg"
 )
@@ -93,6 +94,7 @@ RENDERED = [
     ("llava", said("system: A", "user: Hi"), "USER: A\n\nHi "),
     ("mixed", LATER, "<|system|>A<|user|>Hi<|assistant|>Yes?<|system|>B<|user|>Go"),
     ("printed", PARTS, "user: ab\n"),
+    ("language", LANGUAGE, "de: Hi"),
     ("llama3", CUT, LLAMA3_CUT),
     ("llama3", PARALLEL, LLAMA3_PARALLEL),
     ("deepseek", ANSWERED, '<|User|>Go<|call|>f\n{"a<|/call|><|output|>Error'),

@@ -267,6 +267,7 @@ async function planNow() {
     const plan = await api.plan({ model: wanted.model.id, memory: wanted.memory, context: wanted.context }, own.signal);
     if (asking !== own) return;
     parts.view.show(asLoaded(plan), get().machine);
+    if (wanted.context === null) parts.context.options[0].textContent = `Automatic: ${count(plan.choice.context)} tokens`;
     parts.load.disabled = !plan.fits;
   } catch (failure) {
     if (failure.name === "AbortError" || asking !== own) return;

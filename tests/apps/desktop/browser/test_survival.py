@@ -143,13 +143,14 @@ def test_the_oldest_are_offered_to_be_left_out_where_that_helps(data: Path, open
     with served(data, settings={"context": 256}) as app:
         window = open_at(app.address)
         window.wait_ready()
-        notice = window.page.get_by_role("region", name="The context is full")
+        notice = window.page.get_by_role("region", name="The message is too long")
         offer = window.button("Leave out the oldest", notice)
         file = app.http.post("/app/api/attachments?name=a.txt", content=b"Tom has a boat.").json()["id"]
         kept = app.call("POST", f"/attachments/{file}/keep", {"conversation": None}, status=201)["id"]
         plain, apart = app.new(), app.new()
-        app.ask(plain, "word " * 2000)
-        asked = {"parent": None, "content": "word " * 2000, "attachments": [kept]}
+        begun = {id: app.ask(id, "Hi")["id"] for id in (plain, apart)}
+        app.ask(plain, "word " * 2000, begun[plain])
+        asked = {"parent": begun[apart], "content": "word " * 2000, "attachments": [kept]}
         app.call("POST", f"/conversations/{apart}/messages", asked, status=202)
         assert app.end(apart)["error"]["code"] == "context_full"
         window.page.reload()
