@@ -205,7 +205,7 @@ def _models(browser: Browser, address: str, large: str, shoot: Shoot) -> None:
     page = _page(browser, address)
     _ready(page)
     _pick(page, large)
-    _budget(page, "120 MB")
+    _budget(page, "90 MB")
     shoot(page, "budget-too-small")
     _budget(page, "1 GB")
     page.locator("#load-button").click()

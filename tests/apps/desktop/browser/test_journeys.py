@@ -110,9 +110,10 @@ def test_files_that_do_not_fit_or_are_no_text_say_so(window: Window) -> None:
     window.problems.clear()
     attach(window, {"name": "long.txt", "mimeType": "text/plain", "buffer": b"one word after the other " * 400})
     window.prompt.fill("Sum it up")
-    expect(window.page.locator(".chips-note")).to_contain_text(re.compile(r"takes [2-9],\d{3} of 1,024 tokens"))
+    said = r"too long: it takes [2-9],\d{3} tokens, and the context holds 1,024\. tales holds no more\. Remove a file\."
+    expect(window.page.locator(".chips-note")).to_contain_text(re.compile(said))
     expect(window.button("Send")).to_be_disabled()
-    window.button("choose a larger context").click()
+    window.button("Choose another model").click()
     expect(window.models).to_be_visible()
     window.page.keyboard.press("Escape")
     window.button("Remove long.txt").click()
