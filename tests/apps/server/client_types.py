@@ -86,7 +86,7 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
         return {name: (field.annotation, field.is_required()) for name, field in kind.model_fields.items()}
     hints = typing_extensions.get_type_hints(kind, include_extras=True)
     # The classes' own list of what must be there does not see through annotations that are texts.
-    required = typing_extensions.Required
+    required: Any = typing_extensions.Required
     return {name: (hint, typing_extensions.get_origin(hint) is required) for name, hint in hints.items()}
 
 

@@ -120,7 +120,7 @@ def test_tokens_of_the_prompt_and_too_many(server: Local) -> None:
 def test_blocks_inside_of_answers_of_tools(server: Local) -> None:
     """Text wherever Anthropic's reference lets it stand is read; a refusal names the block itself."""
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
-    text = {"type": "text", "text": "sunny", "citations": [], "cache_control": None}
+    text: dict[str, Any] = {"type": "text", "text": "sunny", "citations": [], "cache_control": None}
     image = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
 
     def tokens(*blocks: Any) -> Any:
