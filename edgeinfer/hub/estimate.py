@@ -13,7 +13,7 @@ __all__ = ["DecoderSizes", "gguf_memory", "room"]
 # Python, its libraries and the activations of a pass, as `edgeinfer plan` counts them for models of 0.1 to 8 billion
 # parameters.
 _PROCESS_BYTES = 200_000_000
-# As `edgeinfer.load` does where nothing is said: this context, and a cache of floats.
+# The context that a model still has where memory is short, and a cache of floats: loading plans a longer one if it can.
 _CONTEXT, _KV_BYTES = 2048, 4
 _GGUF_KV_BYTES = 2
 # Of a linear layer's weight, with its group's scale and zero point (groups of 128, a fourth of a bit).
