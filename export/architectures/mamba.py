@@ -267,8 +267,6 @@ FALCON_H1 = Architecture(
 )
 
 
-# Where config.json does not say, as in published ones: transformers, models/nemotron_h.
-_NEMOTRON_DEFAULTS: dict[str, Any] = {"head_dim": 128, "mlp_hidden_act": "relu2"}
 _NEMOTRON_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -294,7 +292,6 @@ def _nemotron_experts(config: HFConfig, dense_layers: tuple[int, ...]) -> MoESpe
 
 def _read_nemotron_h(config: HFConfig, tied: bool) -> DecoderSpec:
     """Nemotron-H: each layer is a recurrence, attention without rotation, an MLP of squared ReLU, or such experts."""
-    config = HFConfig(_NEMOTRON_DEFAULTS | config.values)
     _require_silu(config, "mamba_hidden_act")
     pattern, kinds = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     kinds = config.get("layer_types") if kinds is None else kinds
