@@ -267,6 +267,7 @@ MODELS: dict[str, Case] = {
         llama__attention__sliding_window=(UINT32, 4),
         llama__attention__sliding_window_pattern=(ARRAY, (BOOL, [0, 0])),
     ),
+    "a layer that attends without queries": tensor(1, name="blk.0.attn_output.weight"),
     "a rotation of nothing": changed(llama__rope__dimension_count=(UINT32, 0)),
     "a rotation of more than a sliding head": changed(llama__rope__dimension_count_swa=(UINT32, 6)),
     "a rotation of more than a head": changed(llama__rope__dimension_count=(UINT32, 6)),

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from edgeinfer.bundle.geometry import Geometry
-from edgeinfer.bundle.gguf.asserted import check_heads, check_types
+from edgeinfer.bundle.gguf.asserted import check_heads, check_layers, check_types
 from edgeinfer.bundle.gguf.metadata import GgufArray, damaged
 from edgeinfer.bundle.gguf.reader import GgufFile, read_gguf
 from edgeinfer.bundle.gguf.types import ggml_type
@@ -111,6 +111,7 @@ def geometry_of(gguf: GgufFile) -> Geometry:
             raise damaged(gguf.path, f"{architecture}.{name} is negative")
     _check_survivable(gguf, architecture, layers)
     check_types(gguf)
+    check_layers(gguf, architecture)
     embedding = gguf.by_name.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         found = "missing" if embedding is None else f"of shape {embedding.shape}"

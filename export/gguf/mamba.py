@@ -75,6 +75,8 @@ def _lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
         yield "biases of a Mamba-2 layer's products"
     if scan.norm_first:
         yield "norm before the gate"
+    if not scan.conv_bias:
+        yield "convolution without a bias"
     # llama.cpp steps through a Nemotron-H without a floor, as the code of published checkpoints does.
     least = 0.0 if config.model_type == "nemotron_h" else scan.least_step
     if least or 0 < scan.most_step < ANY_STEP:
@@ -85,12 +87,6 @@ def _normed(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
     yield from _lacks(config, spec)
     if spec.mamba2 is not None and not spec.mamba2.normed:
         yield "form without a norm of the recurrence"
-
-
-def _mamba_lacks(config: HFConfig, spec: DecoderSpec) -> Iterator[str]:
-    yield from _normed(config, spec)
-    if not _sizes(spec).conv_bias:
-        yield "convolution without a bias"
 
 
 def _granite_keys(writer: Any, config: HFConfig, spec: DecoderSpec, tensor: Tensor) -> None:
@@ -175,7 +171,7 @@ MAMBA = {
         forms=_FORMS,
         parts=("mixers", "mamba2", "no_mlp"),
         keys=add_recurrence,
-        lacks=_mamba_lacks,
+        lacks=_normed,
     ),
     "bamba": _GRANITE4,
     "granitemoehybrid": dataclasses.replace(_GRANITE4, multipliers=GRANITE, instead=_without_recurrence),
