@@ -44,6 +44,7 @@ _PIECES: dict[str, tuple[str, ...]] = {
         "'RE",
         "\u2019s",
         "'ll've",
+        "'\u017f",
         "\\n",
         "{{",
         "//",

@@ -1,4 +1,4 @@
-"""llama.cpp's names of pre-tokenizers, by the structure of a tokenizer.json.
+"""llama.cpp's name of a pre-tokenizer, by the structure of a tokenizer.json.
 
 A name is found by what a tokenizer does, not by what its model is called: the same steps, pattern for pattern.
 """
@@ -8,41 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from edgeinfer.bundle.gguf.pre_tokenizers import PRE_TOKENIZERS
 from edgeinfer.errors import CheckpointError
 
 __all__ = ["byte_level_steps", "flattened", "pre_tokenizer_name"]
-
-_CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
-_QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-_QWEN35 = _CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LOWER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = f"{_LOWER}|{_UPPER}" + r"|\p{N}" + _SLASHES
-_GPT4O = f"{_LOWER}{_CASES}?|{_UPPER}{_CASES}?" + r"|\p{N}{1,3}" + _SLASHES
-_CJK = "[一-龥\u0800-一가-\ud7ff]+"
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, "digits")
-_DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-# By the steps of the tokenizer and whether words of the vocabulary are taken whole, without regard to merges.
-_NAMES: dict[tuple[tuple[str, ...], bool], str] = {
-    (("words",), False): "gpt-2",
-    (("digits", "words"), False): "smollm",
-    ((_LLAMA3,), True): "llama-bpe",
-    ((_LLAMA3,), False): "dbrx",
-    ((_QWEN2,), False): "qwen2",
-    ((_QWEN35,), False): "qwen35",
-    ((_TEKKEN,), True): "tekken",
-    ((_GPT4O,), False): "gpt-4o",
-    (_DEEPSEEK_CODER, False): "deepseek-coder",
-    (_DEEPSEEK_V3, False): "deepseek-v3",
-}
 
 
 def flattened(step: dict[str, Any] | None, inner: str) -> Iterator[dict[str, Any]]:
@@ -78,9 +47,9 @@ def pre_tokenizer_name(steps: list[dict[str, Any]], ignore_merges: bool, *, merg
         CheckpointError: llama.cpp has none.
     """
     signature = tuple(word for step in steps for word in _signature(step))
-    found = _NAMES.get((signature, ignore_merges))
+    found = PRE_TOKENIZERS.get((signature, ignore_merges))
     if found is None and not merges_matter:
-        found = _NAMES.get((signature, not ignore_merges))
+        found = PRE_TOKENIZERS.get((signature, not ignore_merges))
     if found is None:
         shown = " then ".join(signature) + (" with ignore_merges" if ignore_merges else "")
         message = f"llama.cpp has no pre-tokenizer that splits words as this tokenizer.json does: {shown}."

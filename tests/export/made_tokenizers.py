@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from edgeinfer.export.gguf import pre_tokenizers as names
+from edgeinfer.bundle.gguf import pre_tokenizers as names
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE
 
 __all__ = [
@@ -93,21 +93,21 @@ def sentence_piece_spaces() -> Any:
     return normalizers.Sequence([trim, *steps, normalizers.Replace(" ", UNDERLINE)])
 
 
-_DEEPSEEK_CODER = (*map(split, names._DEEPSEEK_CODER[:-1]), pre_tokenizers.Digits(individual_digits=True))
+_DEEPSEEK_CODER = (*map(split, names.DEEPSEEK_CODER[:-1]), pre_tokenizers.Digits(individual_digits=True))
 # By llama.cpp's name of the pre-tokenizer and what is special about it.
 TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "gpt-2": lambda: byte_level(use_regex=True),
     "gpt-2 nfc": lambda: byte_level(use_regex=True, normalizer=normalizers.NFC()),
     "gpt-2 prefix": lambda: byte_level(use_regex=True, prefix=True),
     "smollm": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
-    "dbrx": lambda: byte_level(split(names._LLAMA3)),
-    "llama-bpe": lambda: whole_words(byte_level(split(names._LLAMA3))),
-    "qwen2": lambda: byte_level(split(names._QWEN2), normalizer=normalizers.NFC()),
-    "qwen35": lambda: byte_level(split(names._QWEN35)),
-    "tekken": lambda: whole_words(byte_level(split(names._TEKKEN))),
-    "gpt-4o": lambda: byte_level(split(names._GPT4O)),
+    "dbrx": lambda: byte_level(split(names.LLAMA3)),
+    "llama-bpe": lambda: whole_words(byte_level(split(names.LLAMA3))),
+    "qwen2": lambda: byte_level(split(names.QWEN2), normalizer=normalizers.NFC()),
+    "qwen35": lambda: byte_level(split(names.QWEN35)),
+    "tekken": lambda: whole_words(byte_level(split(names.TEKKEN))),
+    "gpt-4o": lambda: byte_level(split(names.GPT4O)),
     "deepseek-coder": lambda: byte_level(*_DEEPSEEK_CODER),
-    "deepseek-v3": lambda: byte_level(*map(split, names._DEEPSEEK_V3)),
+    "deepseek-v3": lambda: byte_level(*map(split, names.DEEPSEEK_V3)),
     "default": pieces,
     "default first": lambda: pieces(pre_tokenizer=metaspace("first")),
     "default always": lambda: pieces(pre_tokenizer=metaspace("always")),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, processors
 
 from edgeinfer.bundle import open_bundle
+from edgeinfer.bundle.gguf import pre_tokenizers as names
 from edgeinfer.bundle.gguf.library import llama_library
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer
 from edgeinfer.bundle.gguf.reader import read_gguf
@@ -20,7 +21,6 @@ from edgeinfer.bundle.gguf_bundle import open_gguf
 from edgeinfer.bundle.tokenizer_table import encode_table
 from edgeinfer.errors import CheckpointError
 from edgeinfer.export import ExportConfig, export_checkpoint
-from edgeinfer.export.gguf import pre_tokenizers as names
 from edgeinfer.export.gguf.tokenizer_check import ORDINARY, RARE, check_tokenizer, llama_encoder
 from edgeinfer.export.gguf.vocabulary import Vocabulary, read_vocabulary
 from edgeinfer.export.gguf.writer import write_gguf
@@ -147,7 +147,7 @@ def test_special_ids_and_what_is_put_around_a_text(tmp_path: Path) -> None:
 
 
 def test_words_taken_whole_that_merges_lead_to_anyway_make_no_difference(tmp_path: Path) -> None:
-    parsed = json.loads(byte_level(split(names._QWEN2)).to_str())
+    parsed = json.loads(byte_level(split(names.QWEN2)).to_str())
     parsed["model"]["ignore_merges"] = True
     tokenizer = Tokenizer.from_str(json.dumps(parsed))
     path, vocabulary = written(tmp_path, tokenizer)
@@ -157,7 +157,7 @@ def test_words_taken_whole_that_merges_lead_to_anyway_make_no_difference(tmp_pat
 
 def test_an_export_whose_tokens_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = checkpoint(tmp_path / "checkpoint", byte_level(use_regex=True))
-    monkeypatch.setitem(names._NAMES, (("words",), False), "qwen2")
+    monkeypatch.setitem(names.PRE_TOKENIZERS, (("words",), False), "qwen2")
     with pytest.raises(CheckpointError, match="tokenizes text"):
         export_checkpoint(source, tmp_path / "out", ExportConfig(format="gguf", gguf_type="F16"))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -216,7 +216,7 @@ _TEXT_TOKENS = ("<EOT>", "<PAD>", "[EOS]", "<|eot_id|>", "<PRE>")
 
 def as_others_write_them() -> Tokenizer:
     """What GGUF has no keys for: composed text, special tokens that take white space, tokens that are text."""
-    parsed = json.loads(byte_level(split(names._QWEN2), normalizer=normalizers.NFC()).to_str())
+    parsed = json.loads(byte_level(split(names.QWEN2), normalizer=normalizers.NFC()).to_str())
     parsed["model"]["vocab"] |= {text: 860 + place for place, text in enumerate(_TEXT_TOKENS)}
     tokenizer = Tokenizer.from_str(json.dumps(parsed))
     tokenizer.add_tokens([AddedToken("</tool>", normalized=False)])

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from edgeinfer.bundle.gguf.normalizer import GgufNormalizer, normalizer_steps
 from edgeinfer.bundle.gguf.vocabulary import read_vocabulary
 from edgeinfer.errors import PromptError, TokenizerError
+from edgeinfer.runtime.backends.llamacpp.exact_words import ExactWords
 from edgeinfer.runtime.backends.llamacpp.model import LlamaModel
 from edgeinfer.runtime.system.allocation import allocating
-from edgeinfer.runtime.text.contract import MARK, byte_token, token_bytes
+from edgeinfer.runtime.text.contract import MARK, token_bytes
 from edgeinfer.runtime.text.control_marks import ControlMarks
 
 __all__ = ["LlamaTokenizer"]
@@ -32,7 +33,6 @@ _ATTR_CONTROL = 1 << 3  # llama.cpp's bit for a control token
 _PHI3, _PHI3_KEEPS = re.compile(r"phi-?3|phi 3\.5", re.IGNORECASE), ("<unk>", "<s>", "<|endoftext|>")
 # As the tokenizers library has it.
 _WHITE = " \t\n\v\f\r\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
-_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
 _BYTE_LEVEL = ("ByteLevel",)
 # Of SentencePiece's vocabularies, named as the tokenizers library names them.
 _PIECES = ("Replace", "ByteFallback", "Fuse")
@@ -43,7 +43,6 @@ _PADDING = re.compile(rb"\[PAD\d+\]")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_CHARACTERS = 2**28
-_MOST_SPELLED = 2  # bytes of a character that spells a byte
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _STRIPPED, "gemma4": _PIECES}
 
 
@@ -79,6 +78,7 @@ class LlamaTokenizer:
         self.special_ids = frozenset(np.flatnonzero(np.isin(self._types, (_UNKNOWN, _CONTROL))).tolist())
         self._user_defined = frozenset(np.flatnonzero(self._types == _USER_DEFINED).tolist())
         self._normalizer = GgufNormalizer(steps)
+        self._exact = ExactWords.of(model.gguf, vocabulary)
         self._strip_ids = vocabulary.strips
         name = metadata.get("general.name")
         self._is_phi3 = vocabulary.model == "llama" and isinstance(name, str) and _PHI3.search(name) is not None
@@ -128,18 +128,11 @@ class LlamaTokenizer:
             # llama.cpp starts again behind each special token, too.
             run = self._stripped(part, parts[place - 1] if place else "", "".join(parts[place + 1 : place + 2]))
             run = self._normalizer.run(run, first=place == 0)
-            if self.decoder_types == _BYTE_LEVEL and _CONTROLS.search(run) and self._lost is not None:
-                run = self._lost.sub("", run)
-            ids += self._ids(run) if run else []
+            if self._exact is not None and self._exact.needed(run):
+                ids += self._exact.ids(run, self._ids)
+            else:
+                ids += self._ids(run) if run else []
         return ids
-
-    @cached_property
-    def _lost(self) -> re.Pattern[str] | None:
-        """Characters that the vocabulary lacks, between others of the same word. They become no token, and what is
-        around them merges, which llama.cpp does not do."""
-        short = {spelling for spelling in self._spellings.spellings() if len(spelling) <= _MOST_SPELLED}
-        lost = [chr(byte) for byte in range(128) if byte_token(byte).encode("utf-8") not in short]
-        return re.compile(f"(?<=[^\\s\\w])[{re.escape(''.join(lost))}]+(?=[^\\s\\w])") if lost else None
 
     def _spaced(self, text: str) -> str:
         """The text with spaces for what stands for them in SentencePiece's tokens, where tokens are found in it that
