@@ -124,8 +124,13 @@ def test_a_template_without_what_introduces_the_reply(server: Local) -> None:
 def test_wrong_tokens(server: Local) -> None:
     texts = [{}, {"content": 3}, {"content": "a", "add_special": "yes"}, {"content": "a", "parse_special": 1}]
     texts += [{"content": "a", "with_pieces": "id"}, {"content": "a", "with_piece": True}]
-    for path, body in (("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [5]}), ("/apply-template", ASKED)):
-        told = server.post(path, body | {"other": 1})
+    asked: dict[str, dict[str, Any]] = {
+        "/tokenize": {"content": "a"},
+        "/detokenize": {"tokens": [5]},
+        "/apply-template": ASKED,
+    }
+    for path, fields in asked.items():
+        told = server.post(path, fields | {"other": 1})
         assert (told.status_code, told.headers["warning"]) == (200, '299 - "ignored: other"')
     ids = [{}, *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30]))]
     for path, bodies in (("/tokenize", texts), ("/detokenize", ids)):
