@@ -58,7 +58,8 @@ def known_defaults() -> dict[str, Any]:
             "defaults": {name: value for name, value in sorted(_defaults(config).items()) if _is_read(name)},
         }
     known = {"kinds": dict(sorted(kinds.items())), "families": dict(sorted(families.items()))}
-    return json.loads(json.dumps(known))
+    plain: dict[str, Any] = json.loads(json.dumps(known))
+    return plain
 
 
 @functools.cache

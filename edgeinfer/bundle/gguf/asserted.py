@@ -44,7 +44,7 @@ def check_layers(gguf: GgufFile, architecture: str) -> None:
     """Raises BundleError where a tensor is missing that the loader does without and the graph does not."""
     names = gguf.by_name.keys()
     for layer in sorted({name.split(".")[1] for name in names if name.startswith("blk.")}):
-        needed = []
+        needed: list[str] = []
         if f"blk.{layer}.ssm_conv1d.weight" in names:
             needed += ["ssm_conv1d.bias"] if architecture in _BIASED else []
             needed += ["attn_qkv.weight", "attn_gate.weight"] if architecture in _DELTA else []
