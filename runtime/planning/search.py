@@ -190,16 +190,16 @@ class _Choice:
         """What was chosen, and what every larger budget gets."""
         yield chosen.configuration
         whole = {each.configuration for each in _whole(candidates, lambda each: each.configuration)}
-        best = chosen
-        # By bytes, each that is better than all before it is what some budget gets.
-        for each in sorted(candidates, key=lambda each: each.bytes):
+        best, place = chosen, next(n for n, each in enumerate(candidates) if each is chosen)
+        # By bytes, each that is better than all before it is what some budget gets; of equals the one before.
+        for n, each in sorted(enumerate(candidates), key=lambda found: found[1].bytes):
             if best.configuration in whole:
                 return
+            worth = self.worth(each.configuration), -n
             if each.bytes > chosen.bytes and (
-                # Of equals a larger budget may get another.
-                each.configuration in whole or self.worth(each.configuration) >= self.worth(best.configuration)
+                each.configuration in whole or worth > (self.worth(best.configuration), -place)
             ):
-                best = each
+                best, place = each, n
                 yield each.configuration
 
     def smallest(self, candidates: Sequence[_Candidate]) -> _Candidate:

@@ -371,10 +371,10 @@ def test_a_plan_agrees_with_itself(
             # Larger budgets than the smallest bound what is promised of that.
             assert paces[1] == expected or (kind == "smallest" and paces[1] >= expected), way.name
     # Measurements of different days are brought to one scale, so ways that differ in bytes alone run at one speed, but
-    # for what rows of another type of cache take.
+    # for what rows of another type of cache take, of this one or of a larger budget's.
     both = [(found.configuration, found.speed), *((way.configuration, way.speed) for way in ways.values())]
-    plain = {(c.kv, round(speed.tokens_per_second, 6)) for c, speed in both if not c.draft_max | c.window_layers}
-    assert len(plain) == len({kv for kv, _ in plain})
+    plain = [speed.tokens_per_second for c, speed in both if not c.draft_max | c.window_layers]
+    assert not plain or max(plain) < 1.01 * min(plain)
 
 
 def test_plans_are_what_they_were(plan_input: PlanInput) -> None:
