@@ -60,7 +60,7 @@ class SamplingOptions:
     )
     top_p: float = option(
         1.0,
-        help="sample from the likeliest tokens whose probabilities add up to P; 0: the likeliest (default: 1, all)",
+        help="sample from the likeliest tokens whose probabilities add up to P (default: 1, all)",
         low=0,
         high=1,
         cli="--top-p",

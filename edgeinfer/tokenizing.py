@@ -198,8 +198,8 @@ class Tokenizing:
         marked = list(map(dict, messages))
         for place in users[:1]:
             content = marked[place].get("content")
-            parts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
-            marked[place]["content"] = "".join([mark, *parts])
+            texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+            marked[place]["content"] = "".join([mark, *texts])
         with self._lifecycle.acquire(verified=False) as parts:
             require_fitting_messages(parts, messages)
             from edgeinfer.runtime.text.guarded_template import GuardedTemplate

@@ -54,7 +54,7 @@ def print_json(data: Mapping[str, Any]) -> None:
     """Prints one JSON object on stdout, whose text is escaped where the encoding of stdout has no characters for it."""
     text = json.dumps(data, indent=2, ensure_ascii=False)
     try:
-        text.encode(sys.stdout.encoding)
+        text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         text = json.dumps(data, indent=2)
     sys.stdout.write(text + "\n")
@@ -70,7 +70,7 @@ def print_table(rows: Iterable[tuple[str, ...]], *, title: str = "", header: tup
 
     table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     body = [[Text(cell) for cell in row] for row in rows]
-    for index in range(max(map(len, body or [header]))):
+    for index in range(max(map(len, body), default=len(header))):
         name = header[index] if header else ""
         table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
     for row in body:

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TextIO
 
 from edgeinfer.apps.terminal.endings import ChatWords, ending
 from edgeinfer.apps.terminal.interruption import cancel_on_interrupt
@@ -289,12 +289,12 @@ def _lines(source: TextIO) -> Callable[[str], str]:
 
 
 def _checked(source: TextIO) -> Iterator[str]:
-    file = getattr(source, "buffer", None)
+    file: BinaryIO | None = getattr(source, "buffer", None)
     # Not as Python decodes them, which in the C locale takes them for ASCII. Another program's stand-in has text alone.
-    for line in source if file is None else file:
-        if isinstance(line, str):
-            yield line.removesuffix("\n")
-            continue
+    if file is None:
+        yield from (line.removesuffix("\n") for line in source)
+        return
+    for line in file:
         whole = marked_encoding(line) not in (None, "utf-8-sig")
         text = decode_text(line + file.read() if whole else line, "The input").removesuffix("\n")
         yield from (each.removesuffix("\r") for each in text.split("\n"))

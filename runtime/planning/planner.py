@@ -202,8 +202,7 @@ def speed_model(plan_input: PlanInput, profiles: Profiles) -> SpeedModel:
                 own = _beside(own, max(LEAST_MS, best.passes.ms(1) + row_ms), rereads=rereads)
             # A token is chosen and told alike whatever the variant, so one of them decides for all that it can.
             beside_ms = _beside_ms(plan_input, [profiles(v, draft_model=d) for v, d in (reference, near or reference)])
-            drafts = {"prospects": best.prospects, "beside_ms": beside_ms}
-            known[key] = dataclasses.replace(own, measured=near == key, **drafts)
+            known[key] = dataclasses.replace(own, measured=near == key, prospects=best.prospects, beside_ms=beside_ms)
         return known[key]
 
     rate = kept_rate(plan_input.weights_place or plan_input.bundle.path)

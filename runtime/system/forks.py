@@ -39,6 +39,11 @@ class RenewedLock:
         """Has nothing hold it."""
         self._lock = threading.Lock()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether something holds it."""
+        return self._lock.locked()
+
     def __enter__(self) -> None:
         self._lock.acquire()
 

@@ -66,16 +66,17 @@ def test_a_gguf_file_says_it_in_its_metadata(tmp_path: Path) -> None:
 
 
 def test_chats_sample_as_its_makers_recommend(tmp_path: Path) -> None:
-    message, plain = {"role": "user", "content": "Tell me a story about Tom."}, {"max_tokens": 12, "seed": 3}
-    recommended = {"temperature": 1.3, "top_k": 40}
+    message = {"role": "user", "content": "Tell me a story about Tom."}
+    plain: dict[str, Any] = {"max_tokens": 12, "seed": 3}
+    recommended: dict[str, Any] = {"temperature": 1.3, "top_k": 40}
     with edgeinfer.load(with_generation_config(tmp_path, recommended), speculation="off", remember=False) as model:
         assert model.sampling == recommended
 
         def reply(**options: Any) -> str:
-            return model.chat().send(str(message["content"]), **plain, **options).text
+            return model.chat().send(message["content"], **plain, **options).text
 
         ids = model.tokenize_chat([message])
-        greedy, drawn = (model.generate(ids, **plain, **each).text for each in ({}, recommended))
+        greedy, drawn = (model.generate(ids, **plain, **each).text for each in (dict[str, Any](), recommended))
         assert greedy != drawn
         assert reply() == drawn and reply(temperature=0) == reply(top_k=1) == greedy
         choice = model.create_chat_completion([message], max_tokens=12, seed=3)["choices"][0]

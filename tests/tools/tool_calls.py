@@ -195,7 +195,13 @@ def _compile(model: edgeinfer.Model, form: ToolFormat, functions: tuple[ToolFunc
 def _read_back(form: ToolFormat, truth: Sequence[Call]) -> bool:
     """Whether calls are read as they were written, cut into pieces; one by one where the format has no more."""
     groups = [truth] if form.several else [[call] for call in truth]
-    return all(_read(form, form.written(calls)) == list(calls) for calls in groups)
+    return all(_read(form, _written(form, calls)) == list(calls) for calls in groups)
+
+
+def _written(form: ToolFormat, calls: Sequence[Call]) -> str:
+    """The text of calls, as a model of this format writes it."""
+    texts = [form.head(name) + json.dumps(arguments, ensure_ascii=False) + form.tail for name, arguments in calls]
+    return form.prefix + form.between.join(texts) + form.suffix
 
 
 def _read(form: ToolFormat, text: str) -> list[Call]:

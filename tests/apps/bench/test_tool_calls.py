@@ -88,9 +88,9 @@ def test_real_entries() -> None:
 def test_what_cannot_be_used_is_counted() -> None:
     tool = {
         "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "not": {"minProperties": 2}}},
+        "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {"minProperties": 2}}},
     }
-    with edgeinfer.load(threads=1, context=256) as model:
+    with edgeinfer.load(threads=1, context=384) as model:
         found = run_entry(model, Entry("a", [{"role": "user", "content": "Go"}], [tool], [("f", {})]))
         assert found.compiled.total() == 0 and found.refused.total() == 3
         assert run_entry(model, Entry("a", [], [tool, tool], [])).refused.total() == 1

@@ -183,7 +183,7 @@ def test_continue_goes_on_with_the_same_text(window: Window, model: edgeinfer.Mo
 def test_full_context(window: Window) -> None:
     id = window.new()
     context = window.wait("model", status="ready")["context"]
-    draft = {"conversation": id, "parent": None, "attachments": []}
+    draft: dict[str, Any] = {"conversation": id, "parent": None, "attachments": []}
     # So long that it is refused before all of it is tokens, and only a little too long.
     for content in ("word " * 9000, "word " * 1100):
         failed = window.ask(id, content)

@@ -130,7 +130,7 @@ def test_wrong_tokens(server: Local) -> None:
         "/apply-template": ASKED,
     }
     for path, fields in asked.items():
-        told = server.post(path, fields | {"other": 1})
+        told = server.post(path, {**fields, "other": 1})
         assert (told.status_code, told.headers["warning"]) == (200, '299 - "ignored: other"')
     ids = [{}, *({"tokens": wrong} for wrong in ("abc", [-1], [1.5], [True], [10**30]))]
     for path, bodies in (("/tokenize", texts), ("/detokenize", ids)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.apps.server.served import Local
-from tests.apps.server.test_other_protocols import FUNCTION, ok
+from tests.apps.server.test_other_protocols import FUNCTION, WEATHER, ok
 from tests.speculation import needs_builtin
 from tests.tables import each_row
 
@@ -15,7 +15,7 @@ SYSTEM = {"role": "system", "content": "Be brief"}
 PARTS = {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief"}]}
 USER = {"role": "user", "content": "Hello"}
 # Anthropic's.
-TOOL = {"name": "weather", "input_schema": FUNCTION["function"]["parameters"]}
+TOOL = {"name": "weather", "input_schema": WEATHER}
 BLOCKS = [{"type": "text", "text": "Be brief"}]
 
 
@@ -49,7 +49,7 @@ def test_system_text_reaches_the_model_by_every_way(server: Local) -> None:
 
 
 def test_tools_reach_the_model_by_every_way(server: Local) -> None:
-    tools = {"messages": [USER], "tools": [FUNCTION]}
+    tools: dict[str, Any] = {"messages": [USER], "tools": [FUNCTION]}
     prompt = asked(server, "/apply-template", **tools)["prompt"]
     assert '"name": "weather"' in prompt and prompt.index("# Tools") < prompt.index("Hello")
     tokens = asked(server, "/v1/messages/count_tokens", messages=[USER], tools=[TOOL])["input_tokens"]

@@ -104,7 +104,8 @@ _ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_nu
 _TRINITY: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
 _TRINITY |= {"num_dense_layers": 1, "route_scale": 1.8}
 _SCAN = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
-_NEMOTRON = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 32}
+_NEMOTRON: dict[str, Any] = {"mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+_NEMOTRON |= {"head_dim": 32}
 # Transformers' class goes by the former, whatever the latter says.
 _NEMOTRON |= {"time_step_min": 0.7, "time_step_limit": (0.0, 1.0)}
 _NEMOTRON_EXPERTS: dict[str, Any] = {

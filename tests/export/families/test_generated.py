@@ -66,7 +66,7 @@ def check(family: Family, count: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = difference(family, chosen, Path(folder))
         assume(found is not None)
-        assert found <= TOLERANCE, json.dumps(chosen)
+        assert found is not None and found <= TOLERANCE, json.dumps(chosen)
 
     tried()
 

@@ -280,7 +280,8 @@ def test_a_larger_budget_never_promises_less(
     learnt: list[float],
 ) -> None:
     """Whatever was measured of some variants, of further rows in passes and of drafts."""
-    prospects = tuple(Prospect(name, *learnt, 0.01, tables=True) for name in ("copy", "ngram", "recycle"))
+    probability, share = learnt
+    prospects = tuple(Prospect(name, probability, share, 0.01, tables=True) for name in ("copy", "ngram", "recycle"))
 
     def paced(configuration: Configuration) -> Pace:
         variant = plan_input.variant(configuration)

@@ -20,7 +20,8 @@ _NUMBERS = itertools.count()
 
 def text(length: int = 60) -> list[int]:
     """Tokens of a text that never came before."""
-    return np.random.default_rng(next(_NUMBERS)).integers(0, 50_000, length).tolist()
+    tokens: list[int] = np.random.default_rng(next(_NUMBERS)).integers(0, 50_000, length).tolist()
+    return tokens
 
 
 def add(history: DraftHistory, rounds: int, plain: int, drafters: dict[str, DrafterUse]) -> None:

@@ -16,7 +16,7 @@ from edgeinfer.runtime.text.template import ChatTemplate
 
 __all__ = ["ORDERS", "SHAPES", "TOKENS", "Shape", "Verdict", "judged"]
 
-TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 # s, d, u, a: messages of system, developer, user, assistant; c: a call, C: two calls, b: a call beside text; t: an
 # answer of a tool.
 _PLAIN = "u su suau uau suauau s ssu du usu uasu uu suu uuau uaau au sau aau sua"
@@ -179,9 +179,9 @@ def _expected(source: str, messages: Sequence[Any], tools: Any) -> str | None:
     # A template that writes null content writes "None", of which no model learnt anything.
     for given in (messages, [{**message, "content": message["content"] or ""} for message in messages]):
         try:
-            rendered, _ = render_jinja_template(
+            rendered = render_jinja_template(
                 [list(given)], tools=tools, chat_template=source, add_generation_prompt=True, **TOKENS
-            )
+            )[0]
         except Exception:
             continue
         text = str(rendered[0])
