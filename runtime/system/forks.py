@@ -40,8 +40,8 @@ class RenewedLock:
         self._lock = threading.Lock()
 
     @property
-    def is_held(self) -> bool:
-        """Whether something holds it."""
+    def locked(self) -> bool:
+        """Whether it is taken."""
         return self._lock.locked()
 
     def __enter__(self) -> None:

@@ -73,7 +73,7 @@ def test_what_is_heard_is_not_printed(capfd: pytest.CaptureFixture[str]) -> None
     steps: list[str] = []
     session = OrtSession(ordinary_model(), 2, step=lambda: steps.append("step"))
     assert steps
-    assert not opening._lock.is_held
+    assert not opening._lock.locked
     # Without its inputs a run fails, of which onnxruntime writes an error to its log.
     with pytest.raises(Exception, match="onnxruntime failed"):
         session.run(session.binding())
