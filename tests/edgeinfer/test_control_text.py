@@ -69,6 +69,7 @@ def test_prompts_are_the_callers_own_unless_told_otherwise(tales: edgeinfer.Mode
         GenerationConfig(parse_special=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_command_line(tales: edgeinfer.Model) -> None:
     for options, length in (
         (("--chat",), len(tales.tokenize_chat(ASKED))),

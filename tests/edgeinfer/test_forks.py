@@ -133,6 +133,7 @@ def run_script(tmp_path: Path, model: str | None, options: str = "") -> None:
     assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_child_ends_and_answers_while_another_thread_holds_the_model(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, threading

@@ -242,6 +242,7 @@ def test_progress_is_that_of_the_load_that_it_was_given_to(monkeypatch: pytest.M
     running(work, switches=True)
 
 
+@pytest.mark.slow
 @needs_builtin
 def test_where_models_are_switched_requests_load_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work(served: Served) -> None:

@@ -56,6 +56,7 @@ def test_a_large_budget_gives_up_nothing_and_a_small_one_says_what(plan_input: P
     assert any("lossy" in text for text in tight.given_up)
 
 
+@pytest.mark.slow
 def test_a_long_context_gives_way_before_anything_else(plan_input: PlanInput, free: MemoryPlan) -> None:
     whole = free.configuration
     usual = plan(plan_input, context=2048)
