@@ -358,10 +358,10 @@ def test_a_file_that_llama_cannot_load(gguf_bundle: Callable[..., Bundle], tmp_p
     bundle = gguf_bundle()
     data = bundle.gguf.path.read_bytes()
     broken = tmp_path / "model.gguf"
-    broken.write_bytes(data.replace(b"blk.0.attn_q.", b"blk.0.attn_x."))
+    broken.write_bytes(data.replace(b"blk.0.ffn_down.", b"blk.0.ffn_dowx."))
     from edgeinfer.bundle import open_bundle
 
-    with pytest.raises(BundleError, match=r"llama.cpp cannot load .*attn_q"):
+    with pytest.raises(BundleError, match=r"llama.cpp cannot load .*ffn_down"):
         LlamaCppBackend(open_bundle(broken), 8)
 
 
