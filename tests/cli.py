@@ -26,6 +26,7 @@ __all__ = [
     "edgeinfer",
     "edgeinfer_process",
     "environment",
+    "hanging_up",
     "interruptible",
     "interruptible_environment",
     "refuses",
@@ -55,6 +56,16 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def hanging_up(action: signal.Handlers = signal.SIG_DFL) -> Iterator[None]:
+    """Processes that begin in here do this at SIGHUP, however the tests were started."""
+    before = signal.signal(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def edgeinfer(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -155,7 +155,8 @@ def thinking(fields: Fields, options: dict[str, Any], *, calls: bool = False) ->
     for effort in (fields.text("reasoning_effort"), *_reasoning(fields, variables, budgets)):
         variables |= {"reasoning_effort": effort} if effort else {}
     for name in ("enable_thinking", "think", "thinking"):
-        value = fields.take(name, (bool, str, dict), "true or false")
+        kinds = (bool, str, dict) if name == "thinking" else (bool, str)
+        value = fields.take(name, kinds, "true or false")
         if isinstance(value, dict):
             inner = Fields(value, f"{name}.", fields.ignored)
             budgets[f"{name}.budget_tokens"] = inner.option("budget_tokens", "thinking_budget")

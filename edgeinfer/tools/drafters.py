@@ -117,7 +117,7 @@ def tune_drafters(
     if repeats < 2:
         raise UsageError(f"{repeats} repeats do not tell how far timings scatter.", "Give repeats=2 or more.")
     given = TUNING_PROMPTS if texts is None else texts
-    prompts = [model.tokenize(each) if isinstance(each, str) else list(each) for each in given]
+    prompts = [model.tokenize_prompt(each) if isinstance(each, str) else list(each) for each in given]
     if not prompts:
         raise UsageError("There is no text to tune with.", "Give at least one.")
     with model._idle() as parts:

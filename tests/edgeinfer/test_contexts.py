@@ -315,7 +315,7 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
 
 
 def test_texts_that_cannot_be_used_are_refused(model: edgeinfer.Model, files: list[Path], tmp_path: Path) -> None:
-    files[0].write_bytes(b"\xff\xfe no text")
+    files[0].write_bytes(b"\xff no text")
     files[1].write_text(" \n", "utf-8")
     files[2].write_text(TEXTS[2] * 60, "utf-8")
     for path, error in (

@@ -204,10 +204,8 @@ def test_response_formats(tales: edgeinfer.Model) -> None:
     "asked",
     [
         "json",
-        {},
         {"type": "yaml"},
         {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {}},
         {"type": "json_schema", "json_schema": {"schema": "{}"}},
         {"type": "json_object", "schema": 5},
         {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}},

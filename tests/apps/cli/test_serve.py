@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn", reason="the server extra is not installed")
 from edgeinfer.apps.cli.main import main
 from edgeinfer.apps.server import serving
 from tests.apps.server.served import Client, served_process
-from tests.cli import TIME_LIMIT, edgeinfer, refuses, start
+from tests.cli import TIME_LIMIT, edgeinfer, hanging_up, refuses, start
 from tests.speculation import BUILTIN, needs_builtin
 from tests.waiting import wait_until
 
@@ -194,7 +194,7 @@ def test_a_key_from_a_file_lets_others_in(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_the_model_is_away(number: int) -> None:
-    with served_process("--idle-unload", "0.5") as server:
+    with hanging_up(), served_process("--idle-unload", "0.5") as server:
 
         def sleeps() -> bool:
             return bool(server.get("/props").json()["is_sleeping"])
@@ -210,14 +210,10 @@ def test_a_signal_while_the_model_is_away(number: int) -> None:
 @needs_builtin
 @pytest.mark.slow
 def test_a_server_of_nohup_stays_when_its_terminal_goes() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with served_process() as server:
-            server.process.send_signal(signal.SIGHUP)
-            answer = server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})
-            assert answer.status_code == 200
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hanging_up(signal.SIG_IGN), served_process() as server:
+        server.process.send_signal(signal.SIGHUP)
+        answer = server.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})
+        assert answer.status_code == 200
 
 
 @needs_builtin

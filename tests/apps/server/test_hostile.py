@@ -75,7 +75,6 @@ FIELDS: dict[str, Make] = {
     "speculation": lambda c: c.choice(["nobody", "a" * 100_000, 3, []]),
     "search": lambda c: c.choice(["nothing", "a" * 100_000, 3, []]),
     "stream": lambda c: c.choice(["yes", 3, [], {}]),
-    "response_format": lambda c: c.choice([deep(c), "json", {"type": "x" * 100_000}, {"type": "json_schema"}]),
     "temprature": wrong,
 }
 OF_ONE: dict[str, dict[str, Make]] = {
@@ -99,6 +98,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "chat_template_kwargs": lambda c: c.choice(["a", [1], 3]),
         "stream_options": lambda c: c.choice([3, "a", [1]]),
         "functions": lambda c: [deep(c)],
+        "response_format": lambda c: c.choice([deep(c), "json", {"type": "x" * 100_000}, {"type": "json_schema"}]),
     },
     TEXT: {
         "prompt": lambda c: c.choice([
@@ -130,7 +130,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "keep_alive": lambda c: c.choice(["soon", text(c), [], True]),
         "model": lambda c: c.choice([3, text(c) + "x", "../../etc/passwd", "/etc/passwd", []]),
         "tools": lambda c: c.choice(["all", [deep(c)] if deep(c) else [3], [{"type": "function"}]]),
-        "think": lambda c: c.choice([3, [], {}]),
+        "think": lambda c: c.choice([3, [1], {"a": 1}]),
         "stream": lambda c: c.choice(["yes", 3]),
     },
     GENERATE: {
@@ -151,7 +151,7 @@ OF_ONE: dict[str, dict[str, Make]] = {
         "tools": lambda c: c.choice(["all", [{"name": "a" * 500, "input_schema": {}}], [{"type": 3}], [3]]),
         "tool_choice": lambda c: c.choice(["any", {"type": "tool", "name": text(c)}, {"type": "x"}, {"type": "any"}]),
         "output_config": lambda c: c.choice(["a", {"format": {"type": "x"}}, {"formats": deep(c)}]),
-        "thinking": lambda c: c.choice(["a", 3]),
+        "thinking": lambda c: c.choice([[1], 3]),
     },
     LLAMA: {
         "prompt": lambda c: c.choice(["dog " * 200_000, [1] * 100_000, ["a"] * 129, [10**9], [-1], {"a": 1}, [[]], 3,

@@ -14,6 +14,7 @@ import pytest
 
 from edgeinfer.apps.server.security import Security
 from tests.apps.server.served import Client, Local, chat_body, held, measured_turns, served, served_process
+from tests.cli import hanging_up
 from tests.speculation import needs_builtin
 from tests.waiting import TIME_LIMIT, wait_until
 
@@ -185,7 +186,7 @@ def test_the_server_ends_well_with_open_streams() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_with_open_streams(number: int) -> None:
-    with served_process("--overflow", "window", "--parallel", "1") as server:
+    with hanging_up(), served_process("--overflow", "window", "--parallel", "1") as server:
         text = asyncio.run(until_cancelled(server, lambda: server.process.send_signal(number)))
         assert server.process.wait(timeout=TIME_LIMIT) == 0
         assert server.logged().count("Traceback") == 0

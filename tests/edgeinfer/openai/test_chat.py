@@ -129,17 +129,13 @@ REFUSED: list[dict[str, Any]] = [
     {"n": 0},
     {"top_logprobs": 3},
     {"response_format": {"type": "yaml"}},
-    {"tools": [{"type": "retrieval"}]},
-    {"functions": [{"name": "f"}]},
     {"audio": {"voice": "alloy"}},
-    {"web_search_options": {}},
+    {"web_search_options": {"search_context_size": "low"}},
     {"modalities": ["text", "audio"]},
     {"tool_choice": "required"},
-    {"heat": 1},
     {"temperature": -1},
     {"top_p": 7},
     {"max_tokens": 0},
-    {"stop": ["a", ""]},
 ]
 MALFORMED: list[dict[str, Any]] = [
     {"temperature": "hot"},

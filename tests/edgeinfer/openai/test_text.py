@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"prompt": "a", "logprobs": 21}),
     ("logprobs", {"prompt": "a", "logprobs": 1, "echo": True}),
     ("max_tokens", {"prompt": "a", "max_tokens": -2}),
-    ("messages", {"prompt": "a", "messages": []}),
+    ("messages", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
     ("stream", {"prompt": "a", "stream": "yes"}),
 ]
 

@@ -18,7 +18,7 @@ from tests.export.families.test_families import TOLERANCE, run
 from tests.export.passes import TOKENS, expected_logits
 from tests.factories import make_checkpoint
 
-_SLOW = ("Gemma3", "Gemma3n", "Qwen3Moe", "Qwen3_5", "Mamba2", "NemotronH", "Cohere2", "FalconH1")
+_SLOW = ("Gemma3", "Gemma3n", "Qwen3Moe", "Qwen3_5", "Mamba2", "Cohere2", "FalconH1")
 
 
 @pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
