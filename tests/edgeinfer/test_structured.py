@@ -281,7 +281,10 @@ def test_memory_is_planned_when_the_first_such_reply_is_asked_for(small_bundle: 
         before = model.plan
         result = model.generate(PROMPT, max_tokens=4, regex="[a-z ]{20}")
         assert model.plan.configuration.grammars == "sliced"
-        assert model.plan.terms == before.terms | {"grammars": result.memory.terms["grammars"]}
+        # Pages of libraries come and go with what else the process does.
+        same = {"libraries": 0, "grammars": result.memory.terms["grammars"]}
+        assert {**model.plan.terms, **same} == {**before.terms, **same}
+        assert model.plan.terms["grammars"] == same["grammars"] > 0
         model.generate(PROMPT, max_tokens=4)
         assert "grammars" in model.plan.terms
 
