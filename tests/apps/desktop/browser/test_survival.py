@@ -124,10 +124,15 @@ def test_a_full_context_is_told_with_a_way_out(data: Path, open_at: OpenWindow) 
         window = open_at(app.address)
         window.wait_ready()
         notice = window.page.get_by_role("region", name="The context is full")
+        asked = 0
         for _ in range(8):
             window.ask("Tell me a long story about a boat, a kite, a fox and an owl.")
-            if notice.is_visible():
+            asked += 1
+            if notice.is_visible() and asked > 1:
                 break
+            if notice.is_visible():  # a first reply so long that there is nothing before it to leave out
+                window.button("New chat").first.click()
+                asked = 0
         expect(notice).to_be_visible()
         window.button("Leave out the oldest", notice).click()
         expect(window.replies.last.get_by_text(re.compile(r"without the first \d+ messages"))).to_be_visible()
