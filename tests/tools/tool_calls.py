@@ -24,6 +24,7 @@ from edgeinfer.apps.bench.environment import script_json
 from edgeinfer.apps.bench.render import Table, print_table
 from edgeinfer.apps.bench.timing import percentile
 from edgeinfer.errors import EdgeInferError, GrammarError, UsageError
+from edgeinfer.openai.errors import RequestError
 from edgeinfer.openai.replies import ArgumentsPiece, CallPiece, CallReader
 from edgeinfer.openai.tool_formats import FORMATS, ToolFormat
 from edgeinfer.openai.tools import ToolChoice, ToolFunction, calls_grammar, read_functions
@@ -67,7 +68,7 @@ class CallOutcome:
         read_back: entries whose true calls were read back as they were, by format.
         called: replies with calls, whole ones; of those, with valid arguments throughout.
         calls: in those replies.
-        cut: replies that ran out of tokens.
+        cut: replies that ran out of tokens, and prompts larger than the context.
         invalid: what is wrong with a reply's calls, by entry.
     """
 
@@ -225,7 +226,13 @@ def _force(
     model: edgeinfer.Model, entry: Entry, schemas: Mapping[str, Any], found: CallOutcome, options: Mapping[str, Any]
 ) -> None:
     request = {"tools": entry.tools, "tool_choice": "required", **options}
-    answer = model.create_chat_completion(entry.messages, **request)
+    try:
+        answer = model.create_chat_completion(entry.messages, **request)
+    except RequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        found.cut += 1
+        return
     assert isinstance(answer, dict), "no stream was asked for"
     (choice,) = answer["choices"]
     if choice["finish_reason"] != "tool_calls":
